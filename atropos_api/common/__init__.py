@@ -1,0 +1,1 @@
+"""What all three packages share: command lines from config models, logging, metric names."""

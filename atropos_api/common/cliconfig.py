@@ -1,0 +1,211 @@
+"""Command lines made from configuration models: defaults, then YAML files, then flags, validated once by pydantic.
+
+The models are the only description of an option. Flags follow from them (`--clip-eps`, `--clip_eps`,
+`--env.group_size`), their help from the field descriptions. Every mistake is one line that names the value and,
+for a misspelt name, the nearest right one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from atropos_api.common.errors import AtroposError
+from atropos_api.common.options import Option, list_options, nested_model
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+RUN_FILE_SECTIONS = frozenset({"trainer", "api", "vllm", "env", "openai", "environments", "teacher"})
+
+
+class ConfigError(AtroposError):
+    """A flag, a file or a value that cannot be used."""
+
+
+def load_config(
+    model: type[ModelT],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    section: str | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> ModelT:
+    """Read `argv` into `model`; raises `ConfigError` for anything it cannot take.
+
+    `section` names the part of a run file that belongs to this model; a file without sections is read whole.
+    `defaults` lie under the files and the flags (an environment's `config_init`).
+    """
+    config, rest = load_config_with_rest(
+        model, argv, prog=prog, description=description, section=section, defaults=defaults
+    )
+    if rest:
+        _refuse_unknown(rest[0], list_options(model))
+    return config
+
+
+def load_config_with_rest(
+    model: type[ModelT],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    section: str | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> tuple[ModelT, list[str]]:
+    """As `load_config`, but hand back the arguments that are not the model's, for another parser to judge."""
+    options = list_options(model)
+    parsed, rest = _build_parser(options, prog=prog, description=description).parse_known_args(list(argv))
+    values: dict[str, Any] = _merge({}, defaults or {})
+    for path in parsed.config:
+        values = _merge(values, read_config_file(model, path, section=section))
+    for option in options:
+        given = getattr(parsed, option.path, None)
+        if given is not None:
+            _assign(values, option, given)
+    return validate(model, values), rest
+
+
+def read_config_file(model: type[BaseModel], path: str, *, section: str | None = None) -> dict[str, Any]:
+    """The part of a YAML file that belongs to `model`, its keys checked and in snake case."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: no such file") from None
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: expected a mapping at the top, found {type(content).__name__}")
+    own = _select_section(model, content, section)
+    return _check_keys(model, own, where=f"--config {path}")
+
+
+def validate(model: type[ModelT], values: Mapping[str, Any]) -> ModelT:
+    """Build the model; all problems in one line, each with its option and the value found there."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_describe(problem) for problem in error.errors())) from None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The words `, did you mean X?` when something known is close to `name`, else nothing."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f", did you mean {matches[0]}?" if matches else ""
+
+
+def run_cli(main: Callable[[list[str]], int]) -> NoReturn:
+    """Run a command with the process's arguments; an `AtroposError` becomes one line on stderr and exit code 2."""
+    try:
+        code = main(sys.argv[1:])
+    except AtroposError as error:
+        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {error}\n")
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with our error instead of a usage page and an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _build_parser(options: Sequence[Option], *, prog: str, description: str) -> _Parser:
+    parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="FILE", help="YAML file under the flags; repeatable, merged"
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in options:
+        title = option.group or "options"
+        group = groups.setdefault(title, parser.add_argument_group(title))
+        option.add_to(group)
+    return parser
+
+
+def _refuse_unknown(argument: str, options: Sequence[Option]) -> NoReturn:
+    if not argument.startswith("-"):
+        raise ConfigError(f"unexpected argument {argument!r}; options start with --")
+    flag = argument.split("=", 1)[0]
+    known = ["--config", *(option.flags[0] for option in options)]
+    raise ConfigError(f"unknown option {flag}{nearest(flag.replace('_', '-'), known)} (--help lists all)")
+
+
+def _select_section(model: type[BaseModel], content: dict[str, Any], section: str | None) -> dict[str, Any]:
+    if section is None:
+        foreign = RUN_FILE_SECTIONS - set(model.model_fields)
+        return {key: value for key, value in content.items() if key not in foreign}
+    if RUN_FILE_SECTIONS.isdisjoint(content):
+        return content
+    return content.get(section) or {}
+
+
+def _check_keys(model: type[BaseModel], values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Field names for the keys, aliases and kebab case included; unknown keys are refused with the nearest field."""
+    names = _names_of_fields(model)
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        name = names.get(str(key).replace("-", "_"))
+        if name is None:
+            if model.model_config.get("extra") != "forbid":
+                checked[str(key)] = value
+                continue
+            raise ConfigError(f"{where}: unknown key {key!r}{nearest(str(key), names)}")
+        nested = nested_model(model.model_fields[name].annotation)
+        deeper = nested is not None and isinstance(value, Mapping)
+        checked[name] = _check_keys(nested, value, where=f"{where}: {name}") if nested and deeper else value
+    return checked
+
+
+def _names_of_fields(model: type[BaseModel]) -> dict[str, str]:
+    names = {name: name for name in model.model_fields}
+    for option in list_options(model):
+        if not option.group:
+            names.update({alias.replace("-", "_"): option.path for alias in option.aliases})
+    return names
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _assign(values: dict[str, Any], option: Option, given: object) -> None:
+    *parents, leaf = option.path.split(".")
+    place = values
+    for parent in parents:
+        below = place.get(parent)
+        if isinstance(below, BaseModel):
+            below = below.model_dump()
+        if isinstance(below, list):
+            if len(below) != 1:
+                raise ConfigError(f"{option.flags[0]}: {parent} is a list of {len(below)} in the files; set it there")
+            below = below[0] if isinstance(below[0], dict) else below[0].model_dump()
+        place[parent] = dict(below or {})
+        place = place[parent]
+    place[leaf] = option.decode(given)
+
+
+def _describe(problem: Mapping[str, Any]) -> str:
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    parts = [str(part) for part in problem["loc"]]
+    if not parts:
+        return message
+    flag = "--" + ".".join(parts).replace("_", "-")
+    if problem["type"] == "missing":
+        return f"{flag} is required"
+    return f"{flag}: {message}, got {json.dumps(problem.get('input'), default=str)}"

@@ -1,0 +1,34 @@
+"""Logging for the command lines: one line an event, plain on a terminal, JSON when asked. Libraries take loggers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a record, so that a run's logs can be searched by field."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        event: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event)
+
+
+def setup_logging(name: str, *, level: str = "INFO", json_lines: bool = False) -> None:
+    """Send this process's log records to stderr, each marked with the process's `name`."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = f"%(asctime)s {name} %(levelname).1s %(message)s"
+    handler.setFormatter(_JsonFormatter() if json_lines else logging.Formatter(text, datefmt="%H:%M:%S"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for chatty in ("httpx", "httpcore"):
+        # One line a request would bury everything else: the environments poll many times a second.
+        logging.getLogger(chatty).setLevel(logging.WARNING)
