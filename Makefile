@@ -1,0 +1,55 @@
+# `make demo` and `make test` need Python 3.11+ and nothing else; each sets up what it misses, once.
+VENV := .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+PLATFORM := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+LOCK := requirements/$(PLATFORM).txt
+INSTALLED := $(VENV)/.installed-$(PLATFORM)
+INSTALLED_DEV := $(VENV)/.installed-dev
+# Only asked when the configured registry has no CPU build of torch.
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+DEMO_FLAGS ?=
+
+.PHONY: demo test check format bench gpu clean
+
+demo: $(INSTALLED)
+	$(BIN)/atropos-grpo-run --config configs/demo.yaml $(DEMO_FLAGS)
+
+test: $(INSTALLED_DEV)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED_DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED_DEV)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/compare_trl.py
+
+# Needs torch, transformers and peft alone, so it runs where vLLM cannot be had; every test skips without a GPU.
+gpu:
+	$(PYTHON) -m pytest -p no:cacheprovider tests/gpu -q
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): $(BIN)/python $(LOCK) pyproject.toml
+	@echo "Installing the pinned packages (a few minutes, about 2 GB, once)"
+	@$(BIN)/pip install --quiet --no-deps --requirement $(LOCK) || \
+		$(BIN)/pip install --quiet --no-deps --requirement $(LOCK) --extra-index-url $(TORCH_CPU_INDEX)
+	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(INSTALLED_DEV): $(INSTALLED) requirements/dev.txt
+	@$(BIN)/pip install --quiet --no-deps --requirement requirements/dev.txt
+	@touch $@
