@@ -1,0 +1,45 @@
+"""What can go wrong in the trainer, as one flat family.
+
+Every command turns a `TrainerError` into one line on standard error and exit code 2, so a message
+names the cause, the offending value and the next step.
+"""
+
+from __future__ import annotations
+
+from atropos_api.common.errors import AtroposError
+
+
+class TrainerError(AtroposError):
+    """The trainer cannot go on."""
+
+
+class ModelNotFound(TrainerError):
+    """The model named by the user is neither a directory here nor loadable by name."""
+
+
+class MissingLogprobs(TrainerError):
+    """A trained token came without the logprob under which it was sampled."""
+
+
+class BadBatch(TrainerError):
+    """A batch from the broker cannot be turned into training data."""
+
+
+class OptimizerUnavailable(TrainerError):
+    """The optimizer asked for needs a package that is not installed."""
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint cannot be written, found or read."""
+
+
+class TrainingDiverged(TrainerError):
+    """Several optimizer steps in a row had a loss or gradient that was not finite."""
+
+
+class BatchTimeout(TrainerError):
+    """No environment delivered a batch in the time allowed."""
+
+
+class PublishFailed(TrainerError):
+    """The new weights did not reach the inference server."""

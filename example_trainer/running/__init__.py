@@ -1,0 +1,1 @@
+"""What surrounds a run: trackers, optimizers, the launcher's supervision and progress."""
