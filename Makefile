@@ -8,6 +8,10 @@ INSTALLED := $(VENV)/.installed-$(PLATFORM)
 INSTALLED_DEV := $(VENV)/.installed-dev
 # Only asked when the configured registry has no CPU build of torch.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+INSTALL_cpu = $(BIN)/pip install --quiet --no-deps --requirement $(LOCK) || \
+	$(BIN)/pip install --quiet --no-deps --requirement $(LOCK) --extra-index-url $(TORCH_CPU_INDEX)
+INSTALL_gpu = $(BIN)/pip install --quiet --requirement $(LOCK)
+INSTALL_LOCK = $(INSTALL_$(PLATFORM))
 DEMO_FLAGS ?=
 
 .PHONY: demo test check format bench gpu clean
@@ -45,8 +49,7 @@ $(BIN)/python:
 
 $(INSTALLED): $(BIN)/python $(LOCK) pyproject.toml
 	@echo "Installing the pinned packages (a few minutes, about 2 GB, once)"
-	@$(BIN)/pip install --quiet --no-deps --requirement $(LOCK) || \
-		$(BIN)/pip install --quiet --no-deps --requirement $(LOCK) --extra-index-url $(TORCH_CPU_INDEX)
+	@$(INSTALL_LOCK)
 	@$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
