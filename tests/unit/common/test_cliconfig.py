@@ -1,0 +1,141 @@
+"""Command lines follow from the models: every spelling parses, every mistake is one line naming value and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from atropos_api.common.cliconfig import ConfigError, load_config, load_config_with_rest
+
+
+class Env(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    group_size: int = 4
+    use_wandb: bool = True
+    total_steps: int = 10
+
+
+class Server(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    base_url: str = ""
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    model_name: str = Field(description="Model to train.", json_schema_extra={"aliases": ["model"]})
+    lr: float = 1e-5
+    targets: list[str] | None = None
+    mode: Literal["none", "shared"] = "none"
+    benchmark: bool = False
+    limits: dict[str, int] = Field(default_factory=dict)
+    env: Env = Env()
+    openai: Server | list[Server] = Server()
+
+    @model_validator(mode="after")
+    def _shared_needs_small_groups(self) -> Settings:
+        if self.mode == "shared" and self.env.group_size > 64:
+            raise ValueError(f"--mode shared takes groups up to 64, got {self.env.group_size}")
+        return self
+
+
+def parse(line: str, **kwargs: object) -> Settings:
+    return load_config(Settings, line.split(), prog="tool", description="A tool.", **kwargs)  # type: ignore[arg-type] # free-form in tests
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "expected"),
+    [
+        ("--model m", "model_name", "m"),
+        ("--model_name=m", "model_name", "m"),
+        ("--model m --lr 3e-4", "lr", 3e-4),
+        ("--model m --targets q_proj v_proj --lr 1", "targets", ["q_proj", "v_proj"]),
+        ("--model m --targets None", "targets", None),
+        ("--model m --benchmark", "benchmark", True),
+        ("--model m --benchmark false", "benchmark", False),
+        ("--model m --no-benchmark", "benchmark", False),
+        ('--model m --limits {"a":3}', "limits", {"a": 3}),
+    ],
+)
+def test_every_spelling_of_a_flag_parses(line: str, field: str, expected: object) -> None:
+    assert getattr(parse(line), field) == expected
+
+
+def test_nested_models_take_dotted_flags_in_kebab_and_snake_case_and_negative_numbers() -> None:
+    settings = parse("--model m --env.group_size 2 --env.use-wandb false --env.total_steps -1 --openai.base_url http://x")
+    assert settings.env == Env(group_size=2, use_wandb=False, total_steps=-1)
+    assert settings.openai == Server(base_url="http://x")
+
+
+def test_files_merge_in_order_and_flags_lie_on_top(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("model: a\nlr: 1.0\nenv: {group_size: 8, total_steps: 5}\n")
+    second.write_text("lr: 2.0\nenv: {group_size: 16}\n")
+    settings = parse(f"--config {first} --config {second} --env.total-steps 7")
+    assert (settings.model_name, settings.lr) == ("a", 2.0)
+    assert settings.env == Env(group_size=16, total_steps=7)
+
+
+def test_a_run_file_gives_each_command_its_own_section(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("trainer: {model-name: m, lr: 0.5}\napi: {port: 1}\n")
+    assert parse(f"--config {run_file}", section="trainer").lr == 0.5
+
+
+def test_sections_of_other_commands_are_left_alone_by_an_environment(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("model_name: m\ntrainer: {whatever: 1}\nenv: {group_size: 3}\n")
+    assert parse(f"--config {run_file}").env.group_size == 3
+
+
+def test_defaults_lie_under_files_and_flags() -> None:
+    settings = parse("--env.group_size 9", defaults={"model_name": "d", "env": {"group_size": 1, "total_steps": 2}})
+    assert (settings.model_name, settings.env.group_size, settings.env.total_steps) == ("d", 9, 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--model m --bnchmark", ["--bnchmark", "did you mean --benchmark?"]),
+        ("--lr 1", ["--model-name is required"]),
+        ("--model m --lr fast", ["--lr", '"fast"']),
+        ("--model m --mode both", ["--mode", "'none' or 'shared'", '"both"']),
+        ("--model m --lr fast --mode both", ["--lr", "--mode"]),
+        ("--model m stray", ["'stray'"]),
+        ("--config nowhere.yaml", ["nowhere.yaml: no such file"]),
+        ("--model m --mode shared --env.group_size 65", ["takes groups up to 64, got 65"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_value_and_remedy(line: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(line)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_an_unknown_key_in_a_file_is_refused_with_the_nearest_known_one(tmp_path: Path) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text("model_name: m\nenv: {groupsize: 3}\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'groupsize', did you mean group_size\?"):
+        parse(f"--config {config}")
+
+
+def test_arguments_of_another_parser_are_handed_back_in_order() -> None:
+    settings, rest = load_config_with_rest(
+        Settings, ["--model", "m", "--foreign", "3", "--lr", "2"], prog="tool", description=""
+    )
+    assert settings.lr == 2
+    assert rest == ["--foreign", "3"]
+
+
+def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for words in ("--model-name", "Model to train. (required)", "--env.group-size", "(default: 4)", "none|shared"):
+        assert words in text
