@@ -1,0 +1,72 @@
+"""`--help` of every command answers within a second and loads no heavy library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+HEAVY = ("torch", "vllm", "transformers", "fastapi")
+COMMANDS = {
+    "run-api": ["atropos_api.cli", "main", "--help"],
+    "atropos-grpo": ["example_trainer.cli", "main", "--help"],
+    "atropos-grpo-run": ["example_trainer.run", "main", "--help"],
+    "atropos": ["example_trainer.running.umbrella", "main", "--help"],
+    "vllm_api_server": ["example_trainer.vllm_api_server", "main", "--help"],
+    "arithmetic_server serve": ["environments.arithmetic_server", "main", "serve", "--help"],
+}
+PROBE = """
+import importlib, sys
+module, function, *arguments = sys.argv[1:]
+sys.argv = [module, *arguments]
+try:
+    getattr(importlib.import_module(module), function)()
+except SystemExit as end:
+    code = end.code
+loaded = [name for name in {heavy!r} if name in sys.modules]
+sys.exit(f"imported {{loaded}}" if loaded else code)
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_takes_under_a_second_and_imports_nothing_heavy(command: str) -> None:
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        result = subprocess.run(
+            [sys.executable, "-c", PROBE.format(heavy=HEAVY), *COMMANDS[command]],
+            capture_output=True, text=True, check=False, timeout=60, cwd=ROOT,
+        )
+        seconds.append(time.perf_counter() - started)
+        assert result.returncode == 0, result.stderr
+        assert "--" in result.stdout
+    assert min(seconds) < 1.0
+
+
+SCRIPTS_AND_MODULES = {
+    "example_trainer/grpo.py": "example_trainer.grpo",
+    "example_trainer/run.py": "example_trainer.run",
+    "example_trainer/vllm_api_server.py": "example_trainer.vllm_api_server",
+    "environments/arithmetic_server.py": "environments.arithmetic_server",
+}
+
+
+def _help_of(arguments: list[str], cwd: Path) -> str:
+    result = subprocess.run(
+        [sys.executable, *arguments, "--help"], capture_output=True, text=True, check=False, timeout=60, cwd=cwd
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS_AND_MODULES)
+def test_by_path_by_module_and_from_its_own_folder_a_command_gives_the_same_help(script: str) -> None:
+    verb = ["serve"] if "environments" in script else []
+    by_module = _help_of(["-m", SCRIPTS_AND_MODULES[script], *verb], ROOT)
+    assert _help_of([script, *verb], ROOT) == by_module
+    path = ROOT / script
+    assert _help_of([path.name, *verb], path.parent) == by_module
