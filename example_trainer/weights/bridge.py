@@ -1,0 +1,93 @@
+"""The weight bridge: the one object in which the training modes differ.
+
+The training loop asks it for a policy, hands it a version number after a step, and closes it at the
+end. How the new weights reach the server (shared tensors, a restart) is behind this protocol.
+
+Order of a run: `prepare()`, then the masters may be overwritten from a checkpoint, then the run's
+first version is published before anything can be sampled; that first publish proves that trainer
+and server compute the same logprobs. From then on `publish` follows the steps that
+`should_publish` asks for. While the loop waits for rollouts it asks `needs_publish` every few
+seconds: a server that has restarted serves nothing until the current masters are published again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from example_trainer.weights.errors import ModeNotAvailable
+
+if TYPE_CHECKING:
+    from example_trainer.config import TrainingConfig
+    from example_trainer.model import Policy, PolicyOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishReport:
+    """What one publish did and cost."""
+
+    version: int
+    seconds: float
+    """From the call to the server serving the new version."""
+    fence_seconds: float = 0.0
+    """For how long the server held new requests."""
+    recomputed_tokens: int = 0
+    """Tokens whose KV entries were computed again because their request was still running."""
+    generated_tokens: int = 0
+    """Tokens the server has generated since the publish before."""
+    paused_requests: int = 0
+
+
+class WeightBridge(Protocol):
+    """How a policy gets its weights and how new weights get to the server."""
+
+    def prepare(self) -> Policy:
+        """Wait for the server where one is needed and load the policy."""
+        ...
+
+    def publish(self, version: int) -> PublishReport:
+        """Make the masters, as they are now, the served policy under this version; blocks until it is.
+
+        A forward from the masters may run meanwhile, an optimizer step may not.
+        """
+        ...
+
+    def should_publish(self, steps_since_publish: int) -> bool:
+        """Whether a publish is due after this many optimizer steps without one."""
+        ...
+
+    def needs_publish(self) -> bool:
+        """Whether the server serves nothing until it is published to (again); cheap, never raises."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the server; end it, if the bridge started it."""
+        ...
+
+
+def policy_options(config: TrainingConfig) -> PolicyOptions:
+    """What of the trainer's configuration concerns loading the model."""
+    from example_trainer.model import PolicyOptions
+
+    return PolicyOptions(
+        model_name=config.model_name,
+        dtype=config.dtype,
+        device=config.device,
+        master_weights=config.master_weights,
+        train_layer_indices=config.train_layer_indices,
+        attention=getattr(config, "attention", "sdpa"),
+        gradient_checkpointing=getattr(config, "gradient_checkpointing", False),
+        debug_loading=config.debug_loading,
+    )
+
+
+def make_bridge(config: TrainingConfig) -> WeightBridge:
+    """The bridge for the configured mode."""
+    if config.weight_bridge_mode in ("lora_only", "lora_restart"):
+        raise ModeNotAvailable(
+            f"--weight-bridge-mode {config.weight_bridge_mode} is not available in this version; "
+            "use shared_vllm, or none"
+        )
+    from example_trainer.weights.local import LocalBridge
+
+    return LocalBridge(policy_options(config))

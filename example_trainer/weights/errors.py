@@ -1,0 +1,33 @@
+"""What can go wrong between the trainer's weights and the server's, as flat children of `TrainerError`."""
+
+from __future__ import annotations
+
+from example_trainer.errors import TrainerError
+
+
+class BadLayerFilter(TrainerError):
+    """`--train-layer-indices` names layers that the model does not have."""
+
+
+class CannotShare(TrainerError):
+    """The model or the server cannot be trained through shared tensors."""
+
+
+class ModeNotAvailable(TrainerError):
+    """The weight bridge mode asked for does not exist in this version."""
+
+
+class ServerUnavailable(TrainerError):
+    """The vLLM server does not answer, or not in time."""
+
+
+class ServerRefused(TrainerError):
+    """The vLLM server answered a bridge request with an error."""
+
+
+class ServerExited(TrainerError):
+    """The vLLM server that was started here ended by itself."""
+
+
+class ProofFailed(TrainerError):
+    """Trainer and server do not compute the same logprobs from what should be the same weights."""
