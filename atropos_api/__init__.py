@@ -1,0 +1,1 @@
+"""The trajectory broker: environments push scored groups, trainers pull exact batches."""

@@ -1,0 +1,146 @@
+"""What can go wrong in the broker, by kind. The rules raise these; `http.problems` alone turns them into answers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from atropos_api.common.errors import AtroposError
+
+__all__ = [
+    "AtroposError",
+    "BatchOutOfOrder",
+    "BrokerError",
+    "CommittedBatch",
+    "DataDirectoryInUse",
+    "Forbidden",
+    "InvalidGroup",
+    "InvalidRequest",
+    "NoOpenRun",
+    "PolicyNotNewer",
+    "PortInUse",
+    "QueueFull",
+    "StoreDamaged",
+    "StoreUnavailable",
+    "SupersededRun",
+    "TooLarge",
+    "Unauthorized",
+    "UnknownEnvironment",
+    "UnknownRun",
+    "UnusableGroupSize",
+]
+
+
+class BrokerError(AtroposError):
+    """An answer other than success. `kind` ends the problem's `type`; `details` are its extra members."""
+
+    kind: ClassVar[str] = "error"
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class InvalidRequest(BrokerError):
+    """A request that cannot be understood; `field` and `value` in the details name what is wrong."""
+
+    kind = "invalid-request"
+
+
+class InvalidGroup(BrokerError):
+    """A group that no trainer could use: ragged, not finite, negative ids, wrong types."""
+
+    kind = "invalid-group"
+
+    def __init__(self, field: str, value: object, reason: str) -> None:
+        super().__init__(f"{field}: {reason}, got {_shorten(value)}", field=field, value=_shorten(value), reason=reason)
+        self.field = field
+        self.value = value
+        self.reason = reason
+
+
+class UnusableGroupSize(BrokerError):
+    """No batch of the run could ever hold a group of this size."""
+
+    kind = "group-size-cannot-fill-batch"
+
+
+class UnknownEnvironment(BrokerError):
+    kind = "unknown-environment"
+
+
+class UnknownRun(BrokerError):
+    kind = "unknown-run"
+
+
+class NoOpenRun(BrokerError):
+    """Batches, policies and commits belong to a run; none is open."""
+
+    kind = "no-open-run"
+
+
+class SupersededRun(BrokerError):
+    """Another trainer began a run or took this one over."""
+
+    kind = "run-superseded"
+
+
+class CommittedBatch(BrokerError):
+    """The batch is covered by a checkpoint; its groups are gone."""
+
+    kind = "batch-committed"
+
+
+class BatchOutOfOrder(BrokerError):
+    """Batches are formed one after another, and only so many stay open."""
+
+    kind = "batch-out-of-order"
+
+
+class PolicyNotNewer(BrokerError):
+    """Policy versions rise and are never reused."""
+
+    kind = "policy-not-newer"
+
+
+class QueueFull(BrokerError):
+    """Pressure: the same request may succeed later."""
+
+    kind = "queue-full"
+
+
+class StoreUnavailable(BrokerError):
+    """The disk refused a write (full, read-only); nothing of the request was kept."""
+
+    kind = "store-unavailable"
+
+
+class Unauthorized(BrokerError):
+    kind = "token-required"
+
+
+class Forbidden(BrokerError):
+    kind = "cross-site-request"
+
+
+class TooLarge(BrokerError):
+    kind = "body-too-large"
+
+
+class StoreDamaged(AtroposError):
+    """A record on disk does not match its checksum."""
+
+
+class DataDirectoryInUse(AtroposError):
+    """Two brokers on one directory would hand out each group twice."""
+
+
+class PortInUse(AtroposError):
+    """Another process listens where this one should."""
+
+
+def _shorten(value: object, limit: int = 80) -> object:
+    """`value` as it may stand in an answer: numbers as they are, anything else cut to `limit` characters."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

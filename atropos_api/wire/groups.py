@@ -1,0 +1,65 @@
+"""Scored groups and batches of them: the payload that travels from environments to trainers."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+Span = tuple[int, int, int | None]
+"""Token positions [start, end) in the full sequence and the policy version they were sampled under (None: unknown)."""
+
+WIRE_KEYS: Final = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "generation_params",
+    "inference_logprobs",
+    "overrides",
+    "group_overrides",
+    "images",
+    "env_id",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+"""The keys of a batch item as every Atropos trainer expects them: all present, null when not sent."""
+
+
+class Group(msgspec.Struct, kw_only=True):
+    """Several rollouts of one prompt. Keys that are not listed here survive in the broker's storage."""
+
+    tokens: list[list[int]]
+    """One full sequence (prompt and completion) a rollout."""
+    masks: list[list[int]]
+    """As `tokens`: -100 where nothing is trained, else the token."""
+    scores: list[float]
+    """One a rollout."""
+    advantages: list[list[float]] | None = None
+    """Token-level override of the trainer's advantages; an empty list means none."""
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    """As `tokens`: logprob under the sampling policy, 1.0 where nothing was sampled."""
+    overrides: list[dict[str, Any] | None] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = None
+    """The environment that sent it; the broker fills it in."""
+    distill_token_ids: list[list[list[int]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+    policy_versions: list[list[Span]] | None = None
+    """Per sequence: spans that cover its sampled tokens."""
+    received_version: int | None = None
+    """The newest policy when the broker took the group: a bound of its age where `policy_versions` says nothing."""
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """What a trainer (or one rank of it) gets for one step."""
+
+    number: int
+    run_id: str
+    groups: list[Group]

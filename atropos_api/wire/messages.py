@@ -1,0 +1,138 @@
+"""The small messages of the v1 contract: runs, environments, pacing, policy, answers to submissions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from atropos_api.wire.groups import Group
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+
+
+class RunRequest(msgspec.Struct, kw_only=True):
+    """Begin a run, or resume the one of this name."""
+
+    name: Name
+    batch_size: Positive
+    """Sequences in a batch, not groups."""
+    max_token_length: int
+    """Longest sequence the trainer takes; 0 or less: any."""
+    num_steps: NotNegative
+    resume: bool = False
+    resume_from_batch: NotNegative = 0
+    """The last batch covered by the checkpoint that is resumed from."""
+    checkpoint_dir: str = ""
+    checkpoint_interval: int = 0
+    wandb_project: str = ""
+    wandb_group: str = ""
+    world_size: Positive = 1
+    max_staleness: NotNegative | None = None
+    """Groups whose policy is more than this many trainer steps old are expired; None: the broker's own setting."""
+
+
+class RunInfo(msgspec.Struct, kw_only=True):
+    run_id: str
+    epoch: int
+    """Rises with each takeover; batches and commits of an older epoch are refused."""
+    next_batch: int
+    highest_policy_version: int
+    """Highest version ever announced to this broker; the next publish goes above it."""
+    committed_batch: int
+    leftover_groups: int
+    """Groups of other runs that stay on disk and are never served to this one."""
+
+
+class PolicyUpdate(msgspec.Struct, kw_only=True):
+    """A publish that succeeded: from now on the servers sample under `version`."""
+
+    run_id: str
+    version: NotNegative
+    step: NotNegative
+    """The trainer step the weights come from."""
+    published_at: float
+    epoch: int | None = None
+
+
+class CommitRequest(msgspec.Struct, kw_only=True):
+    run_id: str
+    epoch: int | None = None
+
+
+class EnvironmentRequest(msgspec.Struct, kw_only=True):
+    """Register by a stable name: a restart gets the same id."""
+
+    name: Name
+    group_size: Positive
+    max_token_length: int
+    weight: float = 1.0
+    min_batch_allocation: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
+    max_batches_offpolicy: Positive = 3
+
+
+class Pacing(msgspec.Struct, kw_only=True):
+    """How much an environment should have under way."""
+
+    state: Literal["wait", "run", "finished"]
+    revision: int
+    """Changes with state, step, policy, and whenever room appears or ends."""
+    current_step: int
+    num_steps: int
+    batch_size: int
+    outstanding_sequences: int
+    """Queued, or in formed batches that are not yet trained."""
+    room_sequences: int
+    """How many sequences this environment may have in flight now; 0 means pause."""
+    policy_version: int | None
+    policy_step: int | None
+
+
+class EnvironmentInfo(msgspec.Struct, kw_only=True):
+    environment_id: int
+    display_name: str
+    pacing: Pacing
+    run_id: str | None
+    batch_size: int
+    max_token_length: int
+    num_steps: int
+    checkpoint_dir: str
+    checkpoint_interval: int
+    wandb_project: str
+    wandb_group: str
+
+
+class Submission(msgspec.Struct, kw_only=True):
+    """Body of `POST /v1/groups`."""
+
+    environment_id: int
+    groups: list[Group]
+
+
+class SubmitAnswer(msgspec.Struct, kw_only=True):
+    accepted: int
+    buffered: int
+    """Of those accepted: groups that no batch can use until others arrive."""
+    duplicates: int
+    """Groups that had been taken before under the same idempotency key."""
+    pacing: Pacing | None
+
+
+class Problem(msgspec.Struct, kw_only=True):
+    """RFC 9457 problem details; other members name the offending field and value."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+
+
+def decode_problem(body: bytes) -> dict[str, Any]:
+    """A problem body as a mapping; a body that is none becomes the detail of one."""
+    try:
+        problem = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {"type": "about:blank", "detail": body[:500].decode("utf-8", "replace")}
+    return problem
