@@ -64,7 +64,9 @@ def test_every_spelling_of_a_flag_parses(line: str, field: str, expected: object
 
 
 def test_nested_models_take_dotted_flags_in_kebab_and_snake_case_and_negative_numbers() -> None:
-    settings = parse("--model m --env.group_size 2 --env.use-wandb false --env.total_steps -1 --openai.base_url http://x")
+    settings = parse(
+        "--model m --env.group_size 2 --env.use-wandb false --env.total_steps -1 --openai.base_url http://x"
+    )
     assert settings.env == Env(group_size=2, use_wandb=False, total_steps=-1)
     assert settings.openai == Server(base_url="http://x")
 

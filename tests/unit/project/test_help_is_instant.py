@@ -39,7 +39,11 @@ def test_help_takes_under_a_second_and_imports_nothing_heavy(command: str) -> No
         started = time.perf_counter()
         result = subprocess.run(
             [sys.executable, "-c", PROBE.format(heavy=HEAVY), *COMMANDS[command]],
-            capture_output=True, text=True, check=False, timeout=60, cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            cwd=ROOT,
         )
         seconds.append(time.perf_counter() - started)
         assert result.returncode == 0, result.stderr
