@@ -1,0 +1,1 @@
+"""Environment servers and the SDK they are written with."""

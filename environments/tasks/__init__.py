@@ -1,0 +1,1 @@
+"""Problem generators and graders: pure Python, importable without a server, a model or a download."""

@@ -1,0 +1,108 @@
+"""Where made base models are kept, and when one may be used again.
+
+A model is found by a key over everything that shapes it: the sources of this package and of the tasks, the versions of
+the libraries that train it, the task and the seed. It is made beside its place and renamed, under a lock, so that two
+processes that want the same one make it once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+
+from environments.tasks.arithmetic import TaskName
+
+REPORT_FILE = "base.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseReport:
+    """What is known of a made base model; written into its folder as `base.json`."""
+
+    task: str
+    seed: int
+    weights_sha256: str
+    pass_rate: float
+    greedy_accuracy: float
+    mean_length_tokens: float
+    seconds: float
+
+
+def ensure_base(task: TaskName, seed: int = 0, cache_dir: Path | None = None) -> Path:
+    """The folder of the base model for `task` and `seed`, made now if it is not in the cache."""
+    root = (cache_dir or default_cache_dir()) / "tiny"
+    target = root / f"{task}-{seed}-{content_key(task, seed)}"
+    if is_complete(target):
+        return target
+    root.mkdir(parents=True, exist_ok=True)
+    with _exclusive(root / f"{target.name}.lock"):
+        if not is_complete(target):
+            _make(task, seed, target)
+    return target
+
+
+def copy_base(source: Path, directory: Path) -> None:
+    """Copy a cached model into `directory`, which may exist."""
+    shutil.copytree(source, directory, dirs_exist_ok=True)
+
+
+def read_report(directory: Path) -> BaseReport:
+    return BaseReport(**json.loads((directory / REPORT_FILE).read_text()))
+
+
+def write_report(directory: Path, report: BaseReport) -> None:
+    (directory / REPORT_FILE).write_text(json.dumps(asdict(report), indent=2) + "\n")
+
+
+def is_complete(directory: Path) -> bool:
+    return (directory / REPORT_FILE).is_file() and (directory / WEIGHTS_FILE).is_file()
+
+
+def default_cache_dir() -> Path:
+    return Path(os.environ.get("ATROPOS_CACHE") or "~/.cache/atropos").expanduser()
+
+
+def content_key(task: TaskName, seed: int) -> str:
+    """A short hash over whatever decides how the model comes out."""
+    digest = sha256(f"{task}/{seed}".encode())
+    for name in ("torch", "transformers", "tokenizers"):
+        digest.update(f"{name}=={version(name)}".encode())
+    for source in _recipe_sources():
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _recipe_sources() -> list[Path]:
+    here = Path(__file__).parent
+    modules = [here / f"{name}.py" for name in ("make", "model", "muon", "teacher", "tokenizer", "warmup")]
+    import environments.tasks.arithmetic as tasks
+
+    return [*modules, Path(tasks.__file__)]
+
+
+def _make(task: TaskName, seed: int, target: Path) -> None:
+    from example_trainer.tiny.make import make_base  # brings in torch, which a cached model does not need
+
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+        made = Path(scratch) / "base"
+        write_report(made, make_base(task, seed, made))
+        if target.exists():
+            shutil.rmtree(target)
+        made.rename(target)
+
+
+@contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,76 @@
+"""Makes one base model: tokenizer, fresh weights, warm-up, a measurement, and the folder in Hugging Face layout."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from environments.tasks.arithmetic import TaskName, grade, held_out_problems
+from example_trainer.tiny.cache import WEIGHTS_FILE, BaseReport
+from example_trainer.tiny.model import CONTEXT_LENGTH, generate_texts, make_model
+from example_trainer.tiny.tokenizer import make_tokenizer, render_prompt
+from example_trainer.tiny.warmup import warm_up
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+THREADS = 2  # the weights depend on it in the last digits
+MEASURED_PROBLEMS, SAMPLES_PER_PROBLEM = 200, 4
+
+
+def make_base(task: TaskName, seed: int, directory: Path) -> BaseReport:
+    """Make the model in `directory` and say how well it does on held-out problems."""
+    started = time.monotonic()
+    with _fixed_numerics(seed):
+        tokenizer = make_tokenizer(context_length=CONTEXT_LENGTH)
+        model = make_model(tokenizer)
+        warm_up(model, tokenizer, task=task, seed=seed)
+        greedy, _ = measure(model, tokenizer, task, temperature=0.0)
+        pass_rate, length = measure(model, tokenizer, task, temperature=1.0, samples=SAMPLES_PER_PROBLEM)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return BaseReport(
+        task=task,
+        seed=seed,
+        weights_sha256=sha256((directory / WEIGHTS_FILE).read_bytes()).hexdigest(),
+        pass_rate=round(pass_rate, 4),
+        greedy_accuracy=round(greedy, 4),
+        mean_length_tokens=round(length, 1),
+        seconds=round(time.monotonic() - started, 1),
+    )
+
+
+def measure(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    task: TaskName,
+    *,
+    temperature: float,
+    samples: int = 1,
+) -> tuple[float, float]:
+    """Share of right answers on the held-out problems, and the mean length of a completion with its end token."""
+    problems = held_out_problems(task, MEASURED_PROBLEMS) * samples
+    prompts = [render_prompt(problem.question) for problem in problems]
+    texts = generate_texts(model, tokenizer, prompts, temperature=temperature)
+    right = sum(grade(text, problem.answer) for text, problem in zip(texts, problems, strict=True))
+    length = sum(len(tokenizer.encode(text)) + 1 for text in texts)
+    return right / len(problems), length / len(problems)
+
+
+@contextmanager
+def _fixed_numerics(seed: int) -> Iterator[None]:
+    """A seeded generator and a fixed thread count, both given back afterwards."""
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        torch.set_num_threads(THREADS)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
