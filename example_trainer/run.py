@@ -1,0 +1,88 @@
+"""`atropos-grpo-run`, `python -m example_trainer.run`: one command starts broker, vLLM, environment and trainer.
+
+    atropos-grpo-run --config configs/demo.yaml
+    atropos-grpo-run --config configs/demo.yaml --seed 1 --training-steps 20 --env.group_size 4 --dry-run
+    VLLM_ENABLE_SHARED_WEIGHTS=1 python -m example_trainer.run --model-name M --atropos-url URL --training-steps 30
+
+The last form leaves broker and environments to you and starts vLLM and the trainer. Nothing heavy is imported here:
+every program is a process of its own.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if __package__ in {None, ""}:
+    # Started by path: the folder of this file is no place to import packages from, the one above it is.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import yaml
+
+from atropos_api.common.cliconfig import run_cli
+
+if TYPE_CHECKING:
+    from example_trainer.running.launcher import Launch
+
+
+def main() -> NoReturn:
+    run_cli(run)
+
+
+def run(argv: list[str]) -> int:
+    """Launch what `argv` asks for; the exit code says how it ended."""
+    from example_trainer.running.doctor import require_own_package
+    from example_trainer.running.run_file import read_settings
+
+    require_own_package()
+    settings = read_settings(argv)
+    from example_trainer.running.launcher import plan_launch
+
+    launch = plan_launch(settings)
+    if settings.trainer.dry_run:
+        sys.stdout.write(describe(launch))
+        return 0
+    return carry_out(launch)
+
+
+def carry_out(launch: Launch) -> int:
+    """Run it and print the summary, or why there is none."""
+    from rich.console import Console
+
+    from example_trainer.running.launcher import Interrupted
+    from example_trainer.running.summary import as_table
+    from example_trainer.running.supervisor import ChildFailed
+
+    try:
+        summary = launch.go()
+    except (ChildFailed, Interrupted) as error:
+        sys.stderr.write(f"atropos-grpo-run: error: {error}\n")
+        return error.exit_code
+    Console().print(as_table(summary))
+    sys.stdout.write(f"{launch.run.plot}\n")
+    return 0
+
+
+def describe(launch: Launch) -> str:
+    """What would run: each program's command line, what is added to its environment, and its settings."""
+    from example_trainer.running.launcher import dry_plan
+    from example_trainer.running.plan import local_base
+    from example_trainer.running.run_dir import as_plain_data
+
+    plan = dry_plan(launch)
+    base = local_base(launch.settings.trainer.model_name)
+    blocks = [f"run directory: {launch.run.root}"]
+    for spec in (*([base.spec] if base else ()), *plan.children):
+        shown = {name: value for name, value in spec.environment.items() if "TOKEN" not in name}
+        added = "".join(f"{name}={shlex.quote(value)} " for name, value in shown.items())
+        content = plan.settings_of(spec.name)
+        text = yaml.safe_dump(as_plain_data(content), sort_keys=False) if content else ""
+        indented = "".join(f"\n    {line}" for line in text.splitlines())
+        blocks.append(f"{spec.name}:\n  {added}{shlex.join(spec.command)}{indented}")
+    return "\n".join(blocks) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""The course of one launch: base model, programs, training, final evaluation, end, summary."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+
+import psutil
+
+from example_trainer.errors import TrainerError
+from example_trainer.running.feed import Endpoint, Feed, MetricsTail, Snapshot
+from example_trainer.running.plan import (
+    BASE_MODEL,
+    BROKER,
+    TRAINER,
+    VLLM,
+    LocalBase,
+    Plan,
+    local_base,
+    make_plan,
+    python_path,
+    require_model,
+    settle_places,
+)
+from example_trainer.running.process_tree import adopt_orphans
+from example_trainer.running.progress import View, make_view
+from example_trainer.running.run_dir import RunDir, plan_run_dir, write_json, write_yaml
+from example_trainer.running.run_file import LAUNCHER_FIELDS, RunSettings
+from example_trainer.running.summary import Summary, summarise
+from example_trainer.running.supervisor import ChildFailed, ChildSpec, Supervisor
+
+TICK_SECONDS = 0.1
+# An environment that ended first has to be followed by the trainer, which still writes its last checkpoint.
+TRAINER_LAG_SECONDS = 120.0
+
+
+class Interrupted(TrainerError):
+    """The launch was told to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """Remembers the first signal that asked for an end; acted on between two looks at the children."""
+
+    number: int | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def listening(cls) -> Iterator[StopRequest]:
+        """Take SIGINT, SIGTERM and SIGHUP over for the length of a block."""
+        request = cls()
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, request.note) for number in numbers}
+        try:
+            yield request
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the form of a signal handler
+        if self.number is None:
+            self.number = number
+
+    def obey(self) -> None:
+        if self.number is not None:
+            raise Interrupted(self.number)
+
+
+@dataclass(slots=True)
+class Stretch:
+    """How long something has been so without a break."""
+
+    since: float | None = None
+
+    def seconds(self, holds: bool) -> float:
+        self.since = (self.since or time.monotonic()) if holds else None
+        return time.monotonic() - self.since if self.since else 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Launch:
+    """One launch from the resolved settings to the summary."""
+
+    settings: RunSettings
+    run: RunDir
+    started_at: float = field(default_factory=lambda: psutil.Process().create_time())
+
+    def go(self) -> Summary:
+        """Run everything; raises `ChildFailed` or `Interrupted` when that could not be brought to its end."""
+        base, places = local_base(self.settings.trainer.model_name), settle_places(self.settings)
+        model = self.settings.trainer.model_name if base else require_model(self.settings.trainer.model_name)
+        self.run.create()
+        adopt_orphans()
+        with StopRequest.listening() as stop, Supervisor(self.run.logs) as supervisor:
+            view = make_view(self.settings.trainer.progress)
+            snapshot = self._snapshot()
+            try:
+                if base is not None:
+                    model = self._make_base(base, supervisor, snapshot, view, stop)
+                plan = make_plan(self.settings, self.run, places, model=model)
+                self._record(plan)
+                return self._train(plan, supervisor, snapshot, view, stop)
+            finally:
+                view.close()
+
+    def _snapshot(self) -> Snapshot:
+        config = self.settings.trainer
+        return Snapshot(
+            name=config.name, run_dir=self.run.root, total_steps=config.training_steps, started_at=self.started_at
+        )
+
+    def _make_base(
+        self, base: LocalBase, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest
+    ) -> str:
+        """Have the base model made, or found, and answer where it lies."""
+        snapshot.phase = f"making the base model (task {base.task}, about half a minute, once)"
+        snapshot.milestones["base model"] = None
+
+        def tick() -> None:
+            stop.obey()
+            view.update(snapshot, ())
+
+        child = supervisor.run_to_end(base.spec, tick)
+        report = dict(line.split(" ", 1) for line in child.last_lines() if " " in line)
+        supervisor.forget(BASE_MODEL)
+        snapshot.reach("base model")
+        snapshot.notes.append(f"base model {report['path']} sha256 {report.get('sha256', 'unknown')}")
+        return report["path"]
+
+    def _train(self, plan: Plan, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> Summary:
+        snapshot.milestones |= dict.fromkeys(_milestones(plan))
+        snapshot.phase = "starting"
+        # Before the children, so that a resumed run shows the new steps only.
+        tail = MetricsTail(self.run.metrics, from_end=True)
+        for spec in plan.children:
+            supervisor.start(spec)
+        feed = _make_feed(plan, snapshot, tail, self.settings.trainer.atropos_token)
+        with contextlib.closing(feed):
+            self._watch(plan, supervisor, feed, view, stop)
+        snapshot.phase = "stopping"
+        view.update(snapshot, ())
+        for name in (VLLM, BROKER):
+            if plan.child(name):
+                supervisor.stop(name)
+        return self._conclude(supervisor, snapshot, view, stop)
+
+    def _watch(self, plan: Plan, supervisor: Supervisor, feed: Feed, view: View, stop: StopRequest) -> None:
+        """Until the trainer and then the environments have come to their end."""
+        snapshot = feed.snapshot
+        waiting = {TRAINER, *plan.environments}
+        trainer_alone, environments_alone = Stretch(), Stretch()
+        while waiting:
+            stop.obey()
+            supervisor.check()
+            waiting = {name for name in waiting if supervisor[name].exit_code is None}
+            snapshot.phase = _phase(snapshot, waiting)
+            view.update(snapshot, feed.poll())
+            if trainer_alone.seconds(waiting == {TRAINER} and bool(plan.environments)) > TRAINER_LAG_SECONDS:
+                raise ChildFailed("the environments have ended, but the trainer still waits for batches", exit_code=1)
+            if environments_alone.seconds(TRAINER not in waiting) > self.settings.trainer.wait_timeout:
+                snapshot.notes.append(f"{', '.join(sorted(waiting))} did not end after the training and was stopped")
+                break
+            time.sleep(TICK_SECONDS)
+
+    def _conclude(self, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> Summary:
+        """Draw the picture and sum up; a picture that cannot be drawn does not spoil a run that succeeded."""
+        command = (sys.executable, "-m", "example_trainer.running.plot", str(self.run.root))
+        plot = ChildSpec(name="plot", command=command, environment={"PYTHONPATH": python_path()}, ends_by_itself=True)
+        try:
+            supervisor.run_to_end(plot, stop.obey)
+        except ChildFailed as error:
+            snapshot.notes.append(f"reward.png could not be drawn: {error}")
+        snapshot.phase = "done"
+        view.update(snapshot, ())
+        timeline = {"start": self.started_at, "end": time.time(), **_reached(snapshot)}
+        write_json(self.run.timeline, timeline)
+        summary = summarise(self.run.root, timeline=timeline)
+        summary.write(self.run.root)
+        return summary
+
+    def _record(self, plan: Plan) -> None:
+        for path, content in plan.files.items():
+            write_yaml(path, content)
+        self.run.write_record(resolved(self.settings, plan))
+
+
+def plan_launch(settings: RunSettings) -> Launch:
+    """A launch for `settings`; nothing is written yet."""
+    config = settings.trainer
+    run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
+    return Launch(settings=settings, run=run)
+
+
+def dry_plan(launch: Launch) -> Plan:
+    """What `launch` would do; of a base model not made yet only the name is known."""
+    name = launch.settings.trainer.model_name
+    model = name if local_base(name) else require_model(name)
+    return make_plan(launch.settings, launch.run, settle_places(launch.settings), model=model)
+
+
+def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
+    """Everything that was settled, for `config.json`."""
+    return {
+        "trainer": settings.trainer.model_dump(mode="json", exclude=set(LAUNCHER_FIELDS) | {"atropos_token"})
+        | {"model_name": plan.model, "atropos_url": plan.places.broker_url, "vllm_port": plan.places.vllm_port},
+        "programs": {
+            spec.name: {"command": list(spec.command), "settings": plan.settings_of(spec.name)}
+            for spec in plan.children
+        },
+    }
+
+
+def _milestones(plan: Plan) -> list[str]:
+    wanted = [(BROKER, True), (VLLM, plan.child(VLLM)), (TRAINER, True), ("environment", plan.environments)]
+    return [name for name, present in wanted if present]
+
+
+def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, token: str | None) -> Feed:
+    return Feed(
+        snapshot,
+        metrics=tail,
+        broker=Endpoint(plan.places.broker_url, token=token),
+        server=Endpoint(plan.places.vllm_url) if plan.child(VLLM) else None,
+    )
+
+
+def _phase(snapshot: Snapshot, waiting: set[str]) -> str:
+    if TRAINER not in waiting:
+        return "final evaluation" if waiting else "ending"
+    if snapshot.rows:
+        return "training"
+    missing = [name for name, reached_at in snapshot.milestones.items() if reached_at is None]
+    return f"waiting for {', '.join(missing)}" if missing else "first evaluation and first batch"
+
+
+def _reached(snapshot: Snapshot) -> dict[str, float]:
+    return {name: at for name, at in snapshot.milestones.items() if at is not None}

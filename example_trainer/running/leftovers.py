@@ -1,0 +1,76 @@
+"""What a tree of processes leaves behind when it is killed: POSIX shared memory and temporary files.
+
+A file in /dev/shm is removed only if it appeared during the run, a process of the run had it mapped, and nobody has
+it mapped now. Temporary files need no such care: children get a directory of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own place for it
+
+
+class SharedMemoryLedger:
+    """Remembers which files in /dev/shm the run's processes had mapped, while they can still be asked."""
+
+    def __init__(self, root: Path = SHARED_MEMORY) -> None:
+        self._root = root
+        self._foreign = self._listing()
+        self._owned: set[str] = set()
+
+    @property
+    def owned(self) -> frozenset[str]:
+        return frozenset(self._owned)
+
+    def observe(self, processes: Iterable[psutil.Process]) -> frozenset[str]:
+        """Note what `processes` have mapped of the files that are new; answers those noted just now.
+
+        Mappings are read only while there is a new file whose owner is unknown, so a quiet run costs one listing.
+        """
+        unknown = self._listing() - self._foreign - self._owned
+        if not unknown:
+            return frozenset()
+        mapped = set().union(*(mapped_files(process.pid, self._root) for process in processes))
+        fresh = frozenset(unknown & mapped)
+        self._owned |= fresh
+        return fresh
+
+    def sweep(self) -> list[str]:
+        """Remove what the run's processes had mapped and nobody has mapped now; answers the names removed."""
+        return sweep(self._owned, self._root)
+
+    def _listing(self) -> set[str]:
+        try:
+            return {entry.name for entry in os.scandir(self._root) if entry.is_file(follow_symlinks=False)}
+        except OSError:
+            return set()
+
+
+def sweep(names: Iterable[str], root: Path = SHARED_MEMORY) -> list[str]:
+    """Remove the files `names` of `root` that no living process has mapped."""
+    present = {name for name in names if (root / name).exists()}
+    if not present:
+        return []
+    in_use = set().union(*(mapped_files(pid, root) for pid in psutil.pids()))
+    removed = sorted(present - in_use)
+    for name in removed:
+        with contextlib.suppress(OSError):
+            (root / name).unlink()
+    return removed
+
+
+def mapped_files(pid: int, root: Path = SHARED_MEMORY) -> set[str]:
+    """The names of the files of `root` that the process has mapped."""
+    prefix = f"{root}/"
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    paths = (line.split(maxsplit=5)[5] for line in lines if prefix in line)
+    return {path.removeprefix(prefix).removesuffix(" (deleted)") for path in paths if path.startswith(prefix)}

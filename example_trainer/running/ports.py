@@ -1,0 +1,54 @@
+"""Ports on this host: a free one, and who holds a taken one."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+from example_trainer.errors import TrainerError
+from example_trainer.running.process_tree import describe
+
+LOOPBACK = "127.0.0.1"
+
+
+class PortTaken(TrainerError):
+    """A port the user asked for is held by another process."""
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A port nobody listens on now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def require_free(port: int, *, flag: str, host: str = LOOPBACK) -> int:
+    """`port`, if it can be listened on; otherwise `PortTaken` names the holder and the flag."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortTaken(f"port {port} is taken{_by(port)} ({error.strerror}); choose another with {flag}") from None
+    return port
+
+
+def holder(port: int) -> psutil.Process | None:
+    """The process that listens on `port`, where this user may see it."""
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.Error:
+        return None
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            return psutil.Process(connection.pid)
+    return None
+
+
+def _by(port: int) -> str:
+    try:
+        process = holder(port)
+    except psutil.Error:
+        return ""
+    return f" by {describe(process)}" if process else ""

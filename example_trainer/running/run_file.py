@@ -1,0 +1,210 @@
+"""What a launch is asked to do: run files and flags, sorted by the program they belong to.
+
+A run file has sections `trainer: api: vllm: env: openai:` (or `environments:`, a list). The trainer's flags stand
+bare on the command line; those of the other programs carry their section as a prefix (`--env.group_size 8`). Each
+program checks its own settings; only the trainer's and the launcher's are known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field
+
+from atropos_api.common.cliconfig import ConfigError, load_config, nearest, read_config_file
+from example_trainer.config import BridgeMode, TrainingConfig
+
+PREFIXED_SECTIONS = ("api", "vllm", "env", "openai")
+SECTIONS = ("trainer", *PREFIXED_SECTIONS, "environments")
+PROG = "atropos-grpo-run"
+DESCRIPTION = """Start broker, vLLM, environment and trainer, watch them, and end them together.
+
+The options below are the trainer's and the launcher's own. Options of the other programs carry their section as a
+prefix: --api.port 8002, --vllm.max_model_len 512, --env.group_size 8, --openai.server_type vllm. With --atropos-url
+the broker is yours; without an env section the environments are yours too."""
+
+
+class RunConfig(TrainingConfig):
+    """The trainer's settings and the launcher's own."""
+
+    weight_bridge_mode: BridgeMode = Field(
+        "shared_vllm", description="shared_vllm, lora_only, lora_restart, or none (checkpoint, restart)."
+    )
+    dry_run: bool = Field(False, description="Print what would run, and start nothing.")
+    progress: Literal["auto", "live", "plain"] = Field(
+        "auto", description="One live view, or one plain line a step; auto: live on a terminal."
+    )
+
+
+LAUNCHER_FIELDS = frozenset(RunConfig.model_fields) - frozenset(TrainingConfig.model_fields)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SectionFlags:
+    """The flags of one program as they were typed, for its own parser to judge."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Key (snake case) to text, list of texts or True, for what the launcher itself has to know."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Each flag with its values as typed, section prefix included."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return tuple(word for group in self.groups for word in group)
+
+    def without(self, *keys: str) -> SectionFlags:
+        """These flags but for `keys`, which the launcher has dealt with."""
+        kept = [group for group in self.groups if _key_of(group[0]) not in keys]
+        return _section_flags([list(group) for group in kept])
+
+    def unprefixed(self, section: str) -> tuple[str, ...]:
+        """For a program that has no sections of its own."""
+        return tuple(argument.replace(f"--{section}.", "--", 1) for argument in self.arguments)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentSettings:
+    """One environment server to start."""
+
+    name: str
+    server: str
+    env: Mapping[str, Any]
+    openai: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """Everything asked for, nothing decided."""
+
+    trainer: RunConfig
+    sections: Mapping[str, Mapping[str, Any]]
+    flags: Mapping[str, SectionFlags]
+    environments: tuple[EnvironmentSettings, ...]
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A section with its flags laid over it."""
+        return {**self.sections.get(name, {}), **self.flags[name].values}
+
+
+def read_settings(argv: Sequence[str]) -> RunSettings:
+    """Sort `argv` and the files it names; raises `ConfigError` with one line for anything that cannot be used."""
+    own, flags = split_section_flags(argv)
+    paths, own = _split_config_paths(own)
+    trainer: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
+    for path in paths:
+        trainer |= read_config_file(TrainingConfig, path, section="trainer")
+        sections = merge(sections, read_sections(path))
+    config = load_config(RunConfig, own, prog=PROG, description=DESCRIPTION, defaults=trainer)
+    return RunSettings(
+        trainer=config,
+        sections={name: sections.get(name) or {} for name in PREFIXED_SECTIONS},
+        flags=flags,
+        environments=_environments(sections, flags),
+    )
+
+
+def split_section_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, SectionFlags]]:
+    """The launcher's own arguments, and those with a section's prefix."""
+    own: list[str] = []
+    taken: dict[str, list[list[str]]] = {name: [] for name in PREFIXED_SECTIONS}
+    current: list[str] | None = None
+    for argument in argv:
+        if argument.startswith("--"):
+            current = _section_of(argument, taken)
+            if current is not None:
+                current.append(argument)
+                continue
+        (own if current is None else current).append(argument)
+    return own, {name: _section_flags(groups) for name, groups in taken.items()}
+
+
+def read_sections(path: str) -> dict[str, Any]:
+    """The sections of a run file other than the trainer's; a file without sections has none."""
+    content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    if not set(SECTIONS) & set(content):
+        return {}
+    for key, value in content.items():
+        if key not in SECTIONS:
+            raise ConfigError(f"--config {path}: unknown section {key!r}{nearest(str(key), SECTIONS)}")
+        if value is not None and not isinstance(value, list if key == "environments" else (dict, list)):
+            raise ConfigError(f"--config {path}: section {key!r} holds {type(value).__name__}, not settings")
+    return {key: value for key, value in content.items() if key != "trainer"}
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`, mappings merged key by key."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _section_of(argument: str, taken: Mapping[str, list[list[str]]]) -> list[str] | None:
+    """A new group for this flag in its section, None for a flag without a section."""
+    section, dot, _ = argument[2:].split("=", 1)[0].partition(".")
+    if not dot:
+        return None
+    if section not in taken:
+        raise ConfigError(f"unknown option {argument}{nearest(section, taken)} (sections: {', '.join(taken)})")
+    taken[section].append([])
+    return taken[section][-1]
+
+
+def _section_flags(groups: list[list[str]]) -> SectionFlags:
+    values: dict[str, Any] = {}
+    for flag, *given in groups:
+        _, equals, inline = flag.partition("=")
+        words = [inline, *given] if equals else given
+        values[_key_of(flag)] = words if len(words) > 1 else words[0] if words else True
+    return SectionFlags(values=values, groups=tuple(tuple(group) for group in groups))
+
+
+def _key_of(flag: str) -> str:
+    """`group_size` for `--env.group-size=8`."""
+    return flag.partition("=")[0].partition(".")[2].replace("-", "_")
+
+
+def _split_config_paths(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    paths: list[str] = []
+    rest: list[str] = []
+    waiting = iter(argv)
+    for argument in waiting:
+        if argument.startswith("--config="):
+            paths.append(argument.partition("=")[2])
+        elif argument == "--config":
+            path = next(waiting, None)
+            if path is None:
+                raise ConfigError("--config needs the path of a YAML file")
+            paths.append(path)
+        else:
+            rest.append(argument)
+    return paths, rest
+
+
+def _environments(sections: Mapping[str, Any], flags: Mapping[str, SectionFlags]) -> tuple[EnvironmentSettings, ...]:
+    listed = sections.get("environments")
+    if listed is None:
+        wanted = sections.get("env") or "server" in flags["env"].values
+        listed = [{"env": sections.get("env") or {}, "openai": sections.get("openai") or {}}] if wanted else []
+    numbered = len(listed) > 1
+    return tuple(
+        _environment(entry, flags["env"].values, name=f"environment-{number}" if numbered else "environment")
+        for number, entry in enumerate(listed, 1)
+    )
+
+
+def _environment(entry: Mapping[str, Any], flags: Mapping[str, Any], *, name: str) -> EnvironmentSettings:
+    env = dict(entry.get("env") or {})
+    in_file = env.pop("server", None)
+    server = flags.get("server") or entry.get("file") or in_file
+    if not isinstance(server, str):
+        raise ConfigError(
+            f"{name}: which server? Name its file or module as env.server in the run file or with --env.server"
+        )
+    return EnvironmentSettings(name=name, server=server, env=env, openai=entry.get("openai") or {})

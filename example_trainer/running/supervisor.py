@@ -1,0 +1,301 @@
+"""Starts the programs of a run, notices when one ends, and ends them all, leaving nothing behind.
+
+Each child gets a session and process group of its own, a log file as its output, and the kernel's promise to be
+killed when the launcher dies. Nothing is ever ended by name or port. `check` is called from the launcher's loop
+and raises `ChildFailed` as soon as a program, or a long-lived process of a program, has ended that should not have.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from example_trainer.errors import TrainerError
+from example_trainer.running.guardian import Guardian
+from example_trainer.running.leftovers import SharedMemoryLedger
+from example_trainer.running.process_tree import (
+    MARK_VARIABLE,
+    children_by_parent,
+    descendants,
+    describe,
+    die_with,
+    end_processes,
+    find_tree,
+    is_alive,
+    open_process,
+    reap_adopted,
+)
+
+SHOWN_LOG_LINES = 20
+STOP_GRACE_SECONDS = 10.0
+FAILURE_GRACE_SECONDS = 3.0
+OBSERVE_INTERVAL_SECONDS = 1.0
+# A process of a child that has lived this long is part of how the child works; shorter ones are its errands.
+SETTLED_AFTER_SECONDS = 3.0
+# A child that ends itself because it lost a process of its own explains the loss better than we could.
+LOSS_GRACE_SECONDS = 3.0
+
+
+class ChildFailed(TrainerError):
+    """A program of the run ended that should be running; the message holds its last log lines."""
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChildSpec:
+    """How to start one program."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the launcher's own environment."""
+    ends_by_itself: bool = False
+    """Exit code 0 is a success and not a loss (trainer, environments)."""
+    watch_descendants: bool = True
+    """Whether a long-lived process of this program that vanishes is a failure of the program."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Descendant:
+    """A process that a child started."""
+
+    seen_at: float
+    title: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """A settled process of a child that vanished while the child lived on."""
+
+    title: str
+    noticed_at: float
+    size_before: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Child:
+    """A started program."""
+
+    spec: ChildSpec
+    process: subprocess.Popen[bytes]
+    handle: psutil.Process
+    log_path: Path
+    started_at: float
+    descendants: dict[psutil.Process, Descendant] = field(default_factory=dict)
+    loss: Loss | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    @property
+    def has_failed(self) -> bool:
+        code = self.exit_code
+        return code is not None and not (code == 0 and self.spec.ends_by_itself)
+
+    def is_broken(self, now: float) -> bool:
+        """Alive, but without a process it had and did not replace (a pool may end and replace a worker)."""
+        if self.loss is None or self.exit_code is not None or now - self.loss.noticed_at < LOSS_GRACE_SECONDS:
+            return False
+        if len(self.descendants) >= self.loss.size_before:
+            self.loss = None
+        return self.loss is not None
+
+    def last_lines(self, count: int = SHOWN_LOG_LINES) -> list[str]:
+        """The end of its log."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - 400 * count))
+            return log.read().decode(errors="replace").splitlines()[-count:]
+
+
+class Supervisor:
+    """The children of one launcher; a context manager whose end is their end."""
+
+    def __init__(self, log_dir: Path, *, guarded: bool = True) -> None:
+        self._log_dir = log_dir
+        self._mark = uuid.uuid4().hex
+        # A directory of its own keeps sockets and scratch files of killed children findable.
+        self._temporary_dir = tempfile.mkdtemp(prefix="atropos-")
+        self._shared_memory = SharedMemoryLedger()
+        self._guardian = Guardian(mark=self._mark, temporary_dir=self._temporary_dir) if guarded else None
+        self._children: dict[str, Child] = {}
+        self._observed_at = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(grace_seconds=STOP_GRACE_SECONDS if error is None else FAILURE_GRACE_SECONDS)
+
+    def __getitem__(self, name: str) -> Child:
+        return self._children[name]
+
+    def __iter__(self) -> Iterator[Child]:
+        return iter(list(self._children.values()))
+
+    def start(self, spec: ChildSpec) -> Child:
+        """Start a program; its output goes to `<log dir>/<name>.log`."""
+        log_path = self._log_dir / f"{spec.name}.log"
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                spec.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(spec),
+                start_new_session=True,
+                preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - the launcher has no other threads
+            )
+        child = Child(
+            spec=spec,
+            process=process,
+            handle=psutil.Process(process.pid),
+            log_path=log_path,
+            started_at=time.monotonic(),
+        )
+        self._children[spec.name] = child
+        return child
+
+    def check(self) -> None:
+        """Raise `ChildFailed` if a child, or a long-lived process of one, ended that should be running."""
+        if any(child.has_failed for child in self):
+            time.sleep(0.3)  # what failed because of the first failure is told in the same message
+            raise self._failure([child for child in self if child.has_failed])
+        now = time.monotonic()
+        if now - self._observed_at >= OBSERVE_INTERVAL_SECONDS:
+            self._observed_at = now
+            self._observe(now)
+        if broken := [child for child in self if child.is_broken(now)]:
+            raise self._failure(broken)
+
+    def run_to_end(self, spec: ChildSpec, on_tick: Callable[[], None]) -> Child:
+        """Start a program that comes to an end and wait for it, calling `on_tick` meanwhile."""
+        child = self.start(spec)
+        while child.exit_code is None:
+            on_tick()
+            self.check()
+            time.sleep(0.1)
+        self.check()
+        return child
+
+    def forget(self, name: str) -> None:
+        """Stop watching a program that has come to its end."""
+        del self._children[name]
+
+    def stop(self, name: str, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
+        """End one child and its processes, and stop watching it."""
+        child = self._children.pop(name)
+        roots = [child.handle, *child.descendants]
+        end_processes(lambda: find_tree(roots, ""), grace_seconds=grace_seconds)
+        child.process.poll()
+
+    def close(self, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
+        """End every process of the run, remove what they left, dismiss the guardian. May be called again."""
+        self._note_shared_memory()
+        end_processes(self._living, grace_seconds=grace_seconds)
+        self._children.clear()
+        self._shared_memory.sweep()
+        shutil.rmtree(self._temporary_dir, ignore_errors=True)
+        if self._guardian is not None:
+            self._guardian.dismiss()
+            self._guardian = None
+
+    def _living(self) -> list[psutil.Process]:
+        for child in self:
+            child.process.poll()  # collects the exit, so that it does not linger as a zombie
+        self._reap(children_by_parent())
+        roots = [process for child in self for process in (child.handle, *child.descendants)]
+        return find_tree(roots, self._mark)
+
+    def _environment(self, spec: ChildSpec) -> dict[str, str]:
+        scratch = self._temporary_dir
+        own = {
+            MARK_VARIABLE: self._mark,
+            "SPT_NOENV": "1",  # setproctitle would otherwise write its title over the mark
+            "TMPDIR": scratch,
+            "VLLM_RPC_BASE_PATH": scratch,
+            # Compiled kernels are worth keeping: they stay where they would be without our TMPDIR.
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
+                "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+            ),
+            "PYTHONUNBUFFERED": "1",
+        }
+        return {**os.environ, **own, **spec.environment}
+
+    def _observe(self, now: float) -> None:
+        """Look at the children's own processes: note new ones, miss those that vanished."""
+        table = children_by_parent()
+        self._reap(table)
+        for child in self:
+            self._observe_descendants(child, table, now)
+        self._note_shared_memory()
+
+    def _observe_descendants(self, child: Child, table: dict[int, list[int]], now: float) -> None:
+        known = {process.pid for process in child.descendants}
+        for process in filter(None, map(open_process, set(descendants(child.process.pid, table)) - known)):
+            child.descendants[process] = Descendant(seen_at=now, title="")
+        size_before = len(child.descendants)
+        for process in list(child.descendants):
+            if is_alive(process):
+                child.descendants[process].title = describe(process)
+                continue
+            gone = child.descendants.pop(process)
+            settled = now - gone.seen_at >= SETTLED_AFTER_SECONDS
+            if settled and child.spec.watch_descendants and child.loss is None:
+                child.loss = Loss(title=gone.title, noticed_at=now, size_before=size_before)
+
+    def _note_shared_memory(self) -> None:
+        processes = [process for child in self for process in (child.handle, *child.descendants)]
+        fresh = self._shared_memory.observe(processes)
+        if fresh and self._guardian is not None:
+            self._guardian.note_shared_memory(fresh)
+
+    def _reap(self, table: dict[int, list[int]]) -> None:
+        guardian = [self._guardian.pid] if self._guardian is not None else []
+        reap_adopted([*(child.process.pid for child in self), *guardian], table)
+
+    def _failure(self, children: list[Child]) -> ChildFailed:
+        refused = [child for child in children if child.exit_code == 2]
+        if refused and len(refused) == len(children):
+            return ChildFailed("; ".join(_refusal(child) for child in refused), exit_code=2)
+        return ChildFailed("\n".join(_report(child) for child in children), exit_code=1)
+
+
+def _refusal(child: Child) -> str:
+    """The one line with which a program turned down what it was asked to do."""
+    lines = [line for line in child.last_lines() if line.strip()]
+    return f"{child.name}: {lines[-1] if lines else 'exited 2 without a message'}"
+
+
+def _report(child: Child) -> str:
+    code = child.exit_code
+    seconds = time.monotonic() - child.started_at
+    if code is None and child.loss is not None:
+        how = f"lost its process {child.loss.title}"
+    elif code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    else:
+        how = f"exited with code {code}"
+    lines = "".join(f"\n  {line}" for line in child.last_lines())
+    return f"{child.name} {how} after {seconds:.1f} s; the end of {child.log_path}:{lines}"

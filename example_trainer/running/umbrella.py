@@ -1,0 +1,103 @@
+"""The `atropos` command: verbs that look at a run or at this machine. Each verb is loaded only when it is called."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
+
+VERBS = {
+    "doctor": "check versions, packages, memory and ports of this machine",
+    "report": "RUN: print the summary of a run directory and redraw its picture",
+    "top": "URL: watch a broker",
+}
+TOP_INTERVAL_SECONDS = 1.0
+
+
+def main() -> NoReturn:
+    run_cli(run)
+
+
+def run(argv: list[str]) -> int:
+    """Hand the arguments to their verb."""
+    if not argv or argv[0] in {"-h", "--help"}:
+        sys.stdout.write(_usage())
+        return 0
+    verb, *rest = argv
+    if verb not in VERBS:
+        raise ConfigError(f"unknown verb {verb!r}{nearest(verb, VERBS)} (verbs: {', '.join(VERBS)})")
+    if rest and rest[0] in {"-h", "--help"}:
+        sys.stdout.write(f"usage: atropos {verb} {_operand(verb)}\n\n{VERBS[verb]}\n")
+        return 0
+    return {"doctor": _doctor, "report": _report, "top": _top}[verb](rest)
+
+
+def _usage() -> str:
+    lines = "".join(f"  {verb:8} {text}\n" for verb, text in VERBS.items())
+    programs = "The programs themselves: run-api, atropos-grpo, atropos-grpo-run."
+    return f"usage: atropos VERB [arguments]\n\n{lines}\n{programs}\n"
+
+
+def _operand(verb: str) -> str:
+    head, colon, _ = VERBS[verb].partition(":")
+    return head if colon else ""
+
+
+def _one_operand(verb: str, rest: list[str]) -> str:
+    if len(rest) != 1:
+        raise ConfigError(f"atropos {verb} takes one argument, {_operand(verb)}; got {len(rest)}")
+    return rest[0]
+
+
+def _doctor(rest: list[str]) -> int:
+    if rest:
+        raise ConfigError(f"atropos doctor takes no arguments, got {rest[0]!r}")
+    from example_trainer.running.doctor import examine
+
+    findings = list(examine())
+    for finding in findings:
+        sys.stdout.write(f"{finding.verdict:6}{finding.subject:15}{finding.text}\n")
+    return 1 if any(finding.verdict == "fault" for finding in findings) else 0
+
+
+def _report(rest: list[str]) -> int:
+    from rich.console import Console
+
+    from example_trainer.running.plot import draw
+    from example_trainer.running.summary import as_table, read_timeline, summarise
+
+    run_dir = Path(_one_operand("report", rest))
+    summary = summarise(run_dir, timeline=read_timeline(run_dir))
+    Console().print(as_table(summary))
+    sys.stdout.write(f"{draw(run_dir)}\n")
+    return 0
+
+
+def _top(rest: list[str]) -> int:
+    """Until the reader has seen enough or the broker is gone."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.pretty import Pretty
+
+    from example_trainer.running.feed import Endpoint
+
+    url = _one_operand("top", rest)
+    endpoint = Endpoint(url, timeout_seconds=5.0)
+    if (status := endpoint.get_json("/v1/status")) is None:
+        raise ConfigError(f"no broker answers at {url}; start one with run-api")
+    if not sys.stdout.isatty():
+        Console().print(Pretty(status))
+        return 0
+    with Live(auto_refresh=False) as live:
+        while status is not None:
+            live.update(Pretty(status), refresh=True)
+            time.sleep(TOP_INTERVAL_SECONDS)
+            status = endpoint.get_json("/v1/status")
+    return 0
+
+
+if __name__ == "__main__":
+    main()
