@@ -1,0 +1,71 @@
+"""Advantages from rewards: a baseline by group, a scale by group, batch or not at all.
+
+A group is all answers to one prompt. Its mean is the baseline; groups whose rewards are all alike carry
+no signal and are left out before the forward, so that they cost nothing and dilute no denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+SAMPLE_STD_EPS = 1e-4
+POPULATION_STD_FLOOR = 1e-8
+EQUAL_REWARDS_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageSettings:
+    """`baseline` none leaves the raw rewards; `std` picks TRL's form (sample) or the population's."""
+
+    baseline: Literal["group", "none"] = "group"
+    norm: Literal["none", "group", "batch"] = "group"
+    std: Literal["sample", "population"] = "sample"
+
+
+def is_zero_variance(rewards: Sequence[float]) -> bool:
+    """Whether all rewards agree within float noise; by range, since a computed std is never exactly 0."""
+    return len(rewards) == 0 or max(rewards) - min(rewards) <= EQUAL_REWARDS_TOLERANCE
+
+
+def has_signal(rewards: Sequence[float], settings: AdvantageSettings) -> bool:
+    """Whether a group can move the policy: under a group baseline only when its rewards differ."""
+    if settings.baseline == "none":
+        return any(reward != 0.0 for reward in rewards)
+    return not is_zero_variance(rewards)
+
+
+def compute_advantages(groups: Sequence[Sequence[float]], settings: AdvantageSettings) -> list[Tensor]:
+    """Per group a float32 tensor `[G]`; a group of one, or of equal rewards, gets zeros under a group baseline."""
+    centred = [_centre(torch.tensor(list(rewards), dtype=torch.float64), settings) for rewards in groups]
+    if settings.norm == "batch" and centred:
+        everything = torch.cat(centred)
+        return [_scale(values, everything, settings.std).float() for values in centred]
+    if settings.norm == "group":
+        return [_scale(values, values, settings.std).float() for values in centred]
+    return [values.float() for values in centred]
+
+
+def shuffle(advantages: Tensor, generator: torch.Generator) -> Tensor:
+    """The same values `[R]` handed to other sequences of the batch: the control that must not learn."""
+    return advantages[torch.randperm(len(advantages), generator=generator)]
+
+
+def _centre(rewards: Tensor, settings: AdvantageSettings) -> Tensor:
+    if settings.baseline == "none":
+        return rewards
+    if is_zero_variance(rewards.tolist()):
+        return torch.zeros_like(rewards)
+    return rewards - rewards.mean()
+
+
+def _scale(values: Tensor, population: Tensor, form: str) -> Tensor:
+    if form == "population":
+        return values / population.std(correction=0).clamp(min=POPULATION_STD_FLOOR)
+    if len(population) < 2:
+        return values / (1.0 + SAMPLE_STD_EPS)
+    return values / (population.std(correction=1) + SAMPLE_STD_EPS)
