@@ -1,0 +1,1 @@
+"""The trainer, its inference server and the launcher."""

@@ -1,0 +1,1 @@
+"""What runs inside the inference server: vLLM's own application with token-exact generation and weight publishing."""

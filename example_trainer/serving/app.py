@@ -1,0 +1,184 @@
+"""The running server: vLLM's application with our routes, warmed up before it is healthy, and stopped in order.
+
+vLLM builds its engine and its application; `serve` takes the place of vLLM's own function of that kind, which is
+the one seam used. It stops in an order of its own too: vLLM's waits for replies that a stopped engine never sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from argparse import Namespace
+from collections.abc import Awaitable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from example_trainer.serving import refusals
+from example_trainer.serving.bridge_routes import make_bridge_router
+from example_trainer.serving.config import ServerConfig
+from example_trainer.serving.door import Door
+from example_trainer.serving.engine import EngineAdapter
+from example_trainer.serving.errors import CannotServe
+from example_trainer.serving.fence import Fence
+from example_trainer.serving.front import Front, api_keys_of
+from example_trainer.serving.generate import GenerateHandler
+from example_trainer.serving.replies import Replies
+from example_trainer.serving.state import ServerState
+from example_trainer.serving.warmup import warm_up
+from example_trainer.weights.manifest import BridgeManifest, process_start_time, write_manifest
+from example_trainer.weights.versions import SegmentHeader
+
+logger = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 2
+_WATCH_SECONDS = 0.5
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: the order of stopping is ours."""
+
+    def install_signal_handlers(self) -> None:
+        """Nothing; see `Serving.serve`."""
+
+    capture_signals = staticmethod(nullcontext)
+
+
+class Serving:
+    """Serves one application built by vLLM, from warm-up to stop."""
+
+    def __init__(self, config: ServerConfig, *, boot_id: str, on_cpu: bool) -> None:
+        self._config = config
+        self._boot_id = boot_id
+        self._on_cpu = on_cpu
+
+    async def serve(self, app: FastAPI, sock: socket.socket, **options: Any) -> Awaitable[None]:
+        """In place of vLLM's `serve_http`: returns what is left to be awaited once the engine is down."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        state = await self._prepare(app)
+        server = _make_server(self._make_front(app, state), options)
+        app.state.server = server
+        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+        logger.info("serving %s at http://%s:%d", self._config.model, self._config.host, self._config.port)
+        await _watch(serving, stop, state)
+        await _stop(serving, server, state)
+        return _nothing()
+
+    async def _prepare(self, app: FastAPI) -> ServerState:
+        engine = EngineAdapter(app.state.engine_client, refuse_seeds=self._on_cpu)
+        token = self._config.token(os.environ) or secrets.token_urlsafe(24)
+        manifest = await self._share(engine, token) if self._config.shares(os.environ) else None
+        await warm_up(engine)
+        door = Door()
+        header = SegmentHeader(Path(manifest.header_path)) if manifest else None
+        fence = Fence(engine, door, header=header)
+        if self._config.policy_version is not None:
+            await fence.serve_fixed(self._config.policy_version)
+        state = ServerState(
+            config=self._config,
+            boot_id=self._boot_id,
+            bridge_token=token,
+            hostname=socket.gethostname(),
+            vllm_version=str(refusals.installed_vllm()),
+            engine=engine,
+            fence=fence,
+            door=door,
+            manifest=manifest,
+        )
+        if manifest is not None:
+            state.manifest_path = write_manifest(manifest, self._config.manifest_directory(os.environ))
+            logger.info("weights are shared; %s tells a trainer how", state.manifest_path)
+        app.state.atropos = state
+        app.include_router(make_bridge_router())
+        return state
+
+    async def _share(self, engine: EngineAdapter, token: str) -> BridgeManifest:
+        model_config = engine.async_llm.model_config
+        refusals.check_quantised_checkpoint(model_config.quantization)
+        told = await engine.call_worker("atropos_share", self._boot_id, model_config.model, model_config.revision)
+        if told["unmapped"]:
+            listed = "; ".join(told["unmapped"][:3]) + (" ..." if len(told["unmapped"]) > 3 else "")
+            raise CannotServe(
+                f"{self._config.model} cannot be shared, {len(told['unmapped'])} tensors do not map exactly: {listed}"
+            )
+        return BridgeManifest(
+            model=self._config.model,
+            boot_id=self._boot_id,
+            pid=os.getpid(),
+            pid_start_time=process_start_time(os.getpid()) or 0.0,
+            url=f"http://{_reachable(self._config.host)}:{self._config.port}",
+            bridge_token=token,
+            dtype=str(model_config.dtype).removeprefix("torch."),
+            vllm_version=str(refusals.installed_vllm()),
+            created_at=time.time(),
+            **told,
+        )
+
+    def _make_front(self, app: FastAPI, state: ServerState) -> Front:
+        tokenizer = state.engine.async_llm.tokenizer
+        replies = Replies(boot_id=self._boot_id, tokenizer=tokenizer)
+        generate = GenerateHandler(state.engine, state.fence, state.door, replies, tokenizer)
+        args: Namespace = app.state.args
+        return Front(app, generate, state.door, root_path=args.root_path or "", api_keys=api_keys_of(args))
+
+
+def _make_server(front: Front, options: dict[str, Any]) -> uvicorn.Server:
+    """Uvicorn with vLLM's settings for it."""
+    for ours in ("enable_ssl_refresh", "peer_loads"):
+        options.pop(ours, None)
+    limits = {name: options.pop(name, None) for name in ("h11_max_incomplete_event_size", "h11_max_header_count")}
+    config = uvicorn.Config(front, timeout_graceful_shutdown=_GRACE_SECONDS, **options)
+    for name, value in limits.items():
+        if value is not None:
+            setattr(config, name, value)
+    config.load()
+    return _Server(config)
+
+
+async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: ServerState) -> None:
+    """Return when asked to stop, when the HTTP server has ended, or when the engine has died."""
+    stopping = asyncio.ensure_future(stop.wait())
+    while not (serving.done() or stopping.done()):
+        await asyncio.wait({serving, stopping}, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if state.engine.async_llm.errored:
+            logger.error("vLLM's engine has died; the server stops")
+            break
+    stopping.cancel()
+
+
+async def _stop(serving: asyncio.Future[None], server: uvicorn.Server, state: ServerState) -> None:
+    """Refuse what comes, end what runs, let the answers out, close the port; the engine goes down after that."""
+    state.fence.stop()
+    if not state.engine.async_llm.errored:
+        ended = await state.engine.abort_all()
+        if ended:
+            logger.info("ended %d requests in flight", ended)
+        await state.door.wait_until_empty(_GRACE_SECONDS)
+    server.should_exit = True
+    await asyncio.wait({serving}, timeout=_GRACE_SECONDS + 1)
+    if not serving.done():
+        serving.cancel()
+    # vLLM would give its engine no time at all; it is idle now and leaves at once by itself.
+    await asyncio.to_thread(state.engine.async_llm.shutdown, timeout=_GRACE_SECONDS)
+
+
+async def _nothing() -> None:
+    """What vLLM awaits after its engine is down: everything is done by then."""
+
+
+def _reachable(host: str) -> str:
+    """An address under which a server that listens on `host` can be reached from this machine."""
+    if host in {"", "0.0.0.0", "::"}:  # noqa: S104  these are what is translated away
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,143 @@
+"""The inference server's options: its own and the common ones of vLLM, readable without importing vLLM.
+
+Whatever is not listed here is vLLM's and is handed on to vLLM's own parser, from the command line and from
+the `vllm:` section of a run file alike.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from atropos_api.common.cliconfig import load_config_with_rest
+
+PROG = "vllm_api_server"
+DESCRIPTION = """\
+Serve a model with vLLM: its OpenAI API under /v1, token-exact generation under /generate with the policy version of
+every token, and /bridge for a trainer that shares or replaces the weights. Every other option of vLLM is accepted too."""
+
+SHARING_HOW_TO = "start the server with --share-weights, VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES set"
+
+_GIBIBYTE = 1 << 30
+_OWN_FIELDS = frozenset(
+    {"share_weights", "policy_version", "bridge_dir", "bridge_token", "allowed_hosts", "gpu_memory_utilization"}
+)
+
+
+class ServerConfig(BaseModel):
+    """What the server is started with. Keys it does not know are vLLM's."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str = Field(
+        description="model directory, or its name on the hub", json_schema_extra={"aliases": ["model_name"]}
+    )
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(9001, description="port to listen on", ge=0, le=65535)
+    share_weights: bool | None = Field(
+        None,
+        description="export the weights to a trainer on this machine; also VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES",
+    )
+    policy_version: int | None = Field(
+        None, description="version to stamp on replies, for a server whose weights do not change", ge=0
+    )
+    bridge_dir: Path | None = Field(None, description="where vllm_bridge_config.json goes; else $LOGDIR, else here")
+    bridge_token: str | None = Field(
+        None, description="token that allows to change weights; else $ATROPOS_BRIDGE_TOKEN, else random"
+    )
+    allowed_hosts: list[str] = Field(
+        [], description="host names, besides this machine's, under which weights may be changed"
+    )
+    gpu_memory_utilization: float | None = Field(
+        None, description="share of the GPU's memory to use; on a CPU, share of one GiB for the KV cache", gt=0, le=1
+    )
+    kv_cache_memory_bytes: int | None = Field(None, description="size of the KV cache, instead of a share", gt=0)
+    dtype: str = Field("auto", description="type of weights and activations")
+    max_model_len: int | None = Field(None, description="longest prompt and output together", gt=0)
+    max_num_seqs: int | None = Field(None, description="most sequences decoded at once", gt=0)
+    seed: int = Field(0, description="seed of the engine; a CPU server takes no other")
+    enforce_eager: bool | None = Field(None, description="no compilation; on a CPU the default")
+    tensor_parallel_size: int = Field(1, description="GPUs a layer is split over", ge=1)
+    pipeline_parallel_size: int = Field(1, description="GPUs the layers are split over", ge=1)
+    quantization: str | None = Field(None, description="quantisation method of the weights")
+    enable_lora: bool = Field(False, description="serve adapters")
+    max_loras: int | None = Field(None, description="most adapters in one batch", ge=1)
+    max_lora_rank: int | None = Field(None, description="largest rank of an adapter", ge=1)
+    enable_sleep_mode: bool = Field(False, description="allow the server to give its memory back")
+    served_model_name: list[str] | None = Field(None, description="names under which /v1 serves the model")
+    tokenizer: str | None = Field(None, description="tokenizer directory or name, if not the model's")
+    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+    enable_prefix_caching: bool | None = Field(None, description="reuse the KV of common prompt prefixes")
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"] = Field(
+        "processed_logprobs", description="which logprobs replies carry; a trainer recomputes the processed ones"
+    )
+    uvicorn_log_level: str = Field("warning", description="log level of the HTTP server")
+
+    def shares(self, environ: Mapping[str, str]) -> bool:
+        """Whether weights are exported: the flag decides, else either variable of the environment."""
+        if self.share_weights is not None:
+            return self.share_weights
+        return (
+            environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0") not in {"", "0", "false"} or "NUM_INFERENCE_NODES" in environ
+        )
+
+    def manifest_directory(self, environ: Mapping[str, str]) -> Path:
+        return self.bridge_dir or Path(environ.get("LOGDIR") or ".").resolve()
+
+    def token(self, environ: Mapping[str, str]) -> str | None:
+        return self.bridge_token or environ.get("ATROPOS_BRIDGE_TOKEN") or None
+
+
+def read_config(argv: Sequence[str]) -> tuple[ServerConfig, list[str]]:
+    """Our options, and the arguments left for vLLM."""
+    return load_config_with_rest(ServerConfig, argv, prog=PROG, description=DESCRIPTION, section="vllm")
+
+
+def vllm_arguments(config: ServerConfig, rest: Sequence[str], *, on_cpu: bool) -> list[str]:
+    """The command line for vLLM's own parser."""
+    values: dict[str, Any] = {
+        name: value for name, value in config.model_dump().items() if name not in _OWN_FIELDS and value is not None
+    }
+    values.setdefault("disable_uvicorn_access_log", True)
+    if on_cpu:
+        values.setdefault("enforce_eager", True)
+        values.setdefault("kv_cache_memory_bytes", kv_budget_on_cpu(config.gpu_memory_utilization))
+    elif config.gpu_memory_utilization is not None:
+        values["gpu_memory_utilization"] = config.gpu_memory_utilization
+    arguments = [argument for name, value in values.items() for argument in _as_arguments(name, value)]
+    return [*arguments, *rest]
+
+
+def kv_budget_on_cpu(share: float | None) -> int:
+    """Bytes of KV cache on a CPU: a share of one GiB, where vLLM would take that share of all memory."""
+    return int(_GIBIBYTE * (share if share is not None else 0.5))
+
+
+def prepare_environment(environ: dict[str, str] | os._Environ[str], *, model_is_local: bool) -> None:
+    """Settings that vLLM and torch read when they are imported; what the user has set stays."""
+    environ.setdefault("OMP_NUM_THREADS", "1")  # with the worker inside the engine core nobody binds threads
+    environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    environ.setdefault(
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "120"
+    )  # the default of 5 s breaks clients that reuse connections
+    environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if model_is_local:
+        environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def _as_arguments(name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        return [flag]
+    if value is False:
+        field = ServerConfig.model_fields.get(name)
+        return [] if field is not None and field.default is False else [flag.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [flag, str(value)]

@@ -1,0 +1,78 @@
+"""vLLM's `AsyncLLM` as the rest of this package sees it: one call for each thing, private names kept in here."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from example_trainer.serving.fence import Counters
+
+
+class EngineAdapter:
+    """Pausing, stamping and generating. Requests of every route pass `_admit` inside vLLM's input processor."""
+
+    def __init__(self, async_llm: Any, *, refuse_seeds: bool) -> None:
+        self.async_llm = async_llm
+        self._refuse_seeds = refuse_seeds
+        self._salt: str | None = None
+        self._numbers = itertools.count()
+        self._admit_everything()
+
+    async def pause(self, *, discard: bool) -> Counters:
+        return await self._call("atropos_pause", discard)
+
+    async def resume(self, version: str | None) -> Counters:
+        return await self._call("atropos_resume", version)
+
+    async def stamp(self, version: str) -> None:
+        await self.async_llm.update_weight_version(version)
+
+    async def counters(self) -> Counters:
+        return await self._call("atropos_counters")
+
+    def salt_prefixes(self, salt: str) -> None:
+        self._salt = salt
+
+    async def call_worker(self, method: str, *arguments: object) -> Any:
+        """A method of the worker extension; its reply is JSON text."""
+        replies = await self.async_llm.collective_rpc(method, args=arguments)
+        return json.loads(replies[0])
+
+    async def abort_all(self) -> int:
+        """End every request in flight; each caller gets what it has so far."""
+        processor = self.async_llm.output_processor
+        running = [*processor.request_states, *processor.parent_requests]
+        if running:
+            await self.async_llm.abort(running, internal=True)
+        return len(running)
+
+    def generate(self, prompt_token_ids: list[int], params: Any, lora_request: Any = None) -> AsyncIterator[Any]:
+        prompt = {"type": "token", "prompt_token_ids": prompt_token_ids}
+        request_id = f"generate-{next(self._numbers)}"
+        stream: AsyncIterator[Any] = self.async_llm.generate(prompt, params, request_id, lora_request=lora_request)
+        return stream
+
+    async def _call(self, method: str, *arguments: object) -> Any:
+        return await self.async_llm.engine_core.call_utility_async(method, *arguments)
+
+    def _admit_everything(self) -> None:
+        from vllm.exceptions import VLLMValidationError
+
+        processor = self.async_llm.input_processor
+        process = processor.process_inputs
+
+        def admit(*args: Any, **kwargs: Any) -> Any:
+            request = process(*args, **kwargs)
+            params = request.sampling_params
+            if self._refuse_seeds and params is not None and params.seed is not None:
+                raise VLLMValidationError(
+                    "seed: on a CPU vLLM's engine dies when a request with its own seed is paused or prefilled in parts; "
+                    "leave it out, or start the server with --seed"
+                )
+            if self._salt is not None:
+                request.cache_salt = f"{self._salt}:{request.cache_salt or ''}"
+            return request
+
+        processor.process_inputs = admit

@@ -1,0 +1,155 @@
+"""What the engine core must do itself in a publish, because only its scheduler knows it exactly.
+
+Pausing, counting what a pause throws away and what is computed again, stamping the version and resuming: each is one
+call from the API process. The methods are added to vLLM's `EngineCore` in the process that runs it, by importing the
+worker extension there (or before the fork), and are reached through `call_utility_async`.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+_TALLY = "atropos_tally"
+_INSTALLED = "atropos_installed"
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over the life of one scheduler. `lost` holds, by request, how many computed tokens a pause threw away."""
+
+    generated_tokens: int = 0
+    recomputed_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
+
+    def as_reply(self, **more: int) -> dict[str, int]:
+        return {
+            "generated_tokens_total": self.generated_tokens,
+            "recomputed_tokens_total": self.recomputed_tokens,
+            **more,
+        }
+
+
+def install() -> None:
+    """Add the methods to vLLM's classes, once a process."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    if hasattr(EngineCore, _INSTALLED):
+        return
+    setattr(EngineCore, _INSTALLED, True)
+    EngineCore.atropos_pause = _pause
+    EngineCore.atropos_resume = _resume
+    EngineCore.atropos_counters = _counters
+    Scheduler.schedule = _counting_schedule(Scheduler.schedule)
+    Scheduler.update_from_output = _counting_update(Scheduler.update_from_output)
+
+
+def tally_of(scheduler: Any) -> Tally:
+    tally = getattr(scheduler, _TALLY, None)
+    if tally is None:
+        tally = Tally()
+        setattr(scheduler, _TALLY, tally)
+    return tally
+
+
+def _pause(core: Any, discard: bool) -> Future[dict[str, int]] | dict[str, int]:
+    """Stop after the current step. With `discard` all computed KV and every cached prefix is dropped as well."""
+    pending = core.pause_scheduler("keep", False)
+    if pending is None:
+        return _after_pause(core, discard)
+    answer: Future[dict[str, int]] = Future()
+    pending.add_done_callback(partial(_answer_after_pause, core, discard, answer))
+    return answer
+
+
+def _answer_after_pause(core: Any, discard: bool, answer: Future[dict[str, int]], pending: Future[Any]) -> None:
+    try:
+        pending.result()
+        answer.set_result(_after_pause(core, discard))
+    except Exception as error:  # noqa: BLE001  the caller waits in another process and must be told
+        answer.set_exception(error)
+
+
+def _after_pause(core: Any, discard: bool) -> dict[str, int]:
+    scheduler = core.scheduler
+    tally = tally_of(scheduler)
+    paused = sum(scheduler.get_request_counts())
+    discarded = 0
+    if discard:
+        discarded = _count_computed(scheduler)
+        for request in scheduler.running:
+            tally.lost[request.request_id] = max(request.num_computed_tokens, tally.lost.get(request.request_id, 0))
+        core._reset_caches()  # noqa: SLF001  what vLLM's own pause with clear_cache does
+    return tally.as_reply(paused_requests=paused, discarded_tokens=discarded)
+
+
+def _count_computed(scheduler: Any) -> int:
+    """Tokens whose KV running requests hold, a block shared by several counted once."""
+    size = scheduler.block_size
+    filled: dict[int, int] = {}
+    for request in scheduler.running:
+        blocks = scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        for index, block in enumerate(blocks):
+            tokens = min(size, request.num_computed_tokens - index * size)
+            if tokens > 0:
+                filled[block] = max(filled.get(block, 0), tokens)
+    return sum(filled.values())
+
+
+def _resume(core: Any, version: str | None) -> dict[str, int]:
+    """Stamp everything sampled from here on with `version`, if one is given, and go on."""
+    core.model_executor.collective_rpc("synchronize_device")
+    if version is not None:
+        core.set_weight_version(version)
+    core.resume_scheduler()
+    return tally_of(core.scheduler).as_reply()
+
+
+def _counters(core: Any) -> dict[str, int]:
+    tally = tally_of(core.scheduler)
+    return tally.as_reply(prefix_hit_tokens_total=tally.prefix_hit_tokens)
+
+
+def _counting_schedule(schedule: Any) -> Any:
+    """`schedule`, noting which of the tokens it plans had been computed before a pause threw them away."""
+
+    def counting(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        plan = schedule(scheduler, *args, **kwargs)
+        tally = tally_of(scheduler)
+        if plan.scheduled_new_reqs:
+            tally.prefix_hit_tokens += sum(request.num_computed_tokens for request in plan.scheduled_new_reqs)
+        if tally.lost:
+            _note_recomputed(scheduler, tally, plan)
+        return plan
+
+    return counting
+
+
+def _note_recomputed(scheduler: Any, tally: Tally, plan: Any) -> None:
+    for request_id, scheduled in plan.num_scheduled_tokens.items():
+        lost = tally.lost.get(request_id)
+        if lost is None:
+            continue
+        end = scheduler.requests[request_id].num_computed_tokens  # `schedule` has advanced it by `scheduled`
+        tally.recomputed_tokens += max(0, min(end, lost) - (end - scheduled))
+        if end >= lost:
+            del tally.lost[request_id]
+    for request_id in plan.finished_req_ids:
+        tally.lost.pop(request_id, None)
+
+
+def _counting_update(update: Any) -> Any:
+    """`update_from_output`, counting the tokens it hands out."""
+
+    def counting(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = update(scheduler, *args, **kwargs)
+        tally_of(scheduler).generated_tokens += sum(
+            len(output.new_token_ids) for client in outputs.values() for output in client.outputs
+        )
+        return outputs
+
+    return counting

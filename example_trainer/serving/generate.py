@@ -1,0 +1,166 @@
+"""`POST /generate`: tokens in, tokens out, with the logprob and the policy version of each.
+
+A bare ASGI handler: at some hundred requests a second, on cores shared with the decoding itself, a web framework's
+routing and models would cost tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from example_trainer.serving import problems
+from example_trainer.serving.door import Door
+from example_trainer.serving.engine import EngineAdapter
+from example_trainer.serving.fence import Fence
+from example_trainer.serving.problems import Problem
+from example_trainer.serving.replies import Replies
+from example_trainer.serving.sampling import GenerateRequest, RequestParser, TokenPrompt, sampling_params
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_MAX_BODY_BYTES = 32 << 20
+_LONG_TEXT = 4096  # characters; tokenising more would hold up everybody else
+_JSON = (b"content-type", b"application/json")
+_EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request that has passed the door, and the way back to its client."""
+
+    request: GenerateRequest
+    prompt: list[int]
+    params: Any
+    gone: asyncio.Future[None]
+    leave: Callable[[], None]
+    send: Send
+
+
+class GenerateHandler:
+    """Answers `/generate`; everything shared comes in by the constructor."""
+
+    def __init__(self, engine: EngineAdapter, fence: Fence, door: Door, replies: Replies, tokenizer: Any) -> None:
+        self._engine = engine
+        self._fence = fence
+        self._door = door
+        self._replies = replies
+        self._tokenizer = tokenizer
+        self._parser = RequestParser()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            request = self._parser.parse(await read_body(receive))
+            prompt = await self._tokens_of(request.prompt)
+            params = sampling_params(request)
+            await self._door.enter()
+        except Problem as problem:
+            await problem.response()(scope, receive, send)
+            return
+        gone = asyncio.ensure_future(_wait_for_disconnect(receive))
+        leave = _once(self._door.leave)
+        exchange = Exchange(request, prompt, params, gone, leave, send)
+        work = asyncio.ensure_future(self._stream(exchange) if request.stream else self._answer(exchange))
+        gone.add_done_callback(lambda _: work.cancel())  # the engine aborts what nobody waits for
+        try:
+            await work
+        except Problem as problem:
+            await problem.response()(scope, receive, send)
+        except asyncio.CancelledError:
+            if not gone.done():
+                raise
+        finally:
+            leave()
+            work.cancel()
+            gone.cancel()
+
+    async def _answer(self, exchange: Exchange) -> None:
+        final = None
+        with _engine_problems():
+            async for final in self._engine.generate(exchange.prompt, exchange.params):
+                pass
+        exchange.leave()  # the engine is done with it; a publish need not wait for the answer to be written
+        assert final is not None
+        if any(output.finish_reason == "abort" for output in final.outputs):
+            raise problems.stopping()
+        body = self._replies.whole(exchange.request, exchange.prompt, final, self._fence.kept_kv_since)
+        length = (b"content-length", str(len(body)).encode())
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": [_JSON, length]})
+        await exchange.send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, exchange: Exchange) -> None:
+        started = False
+        with _engine_problems():
+            async for piece in self._engine.generate(exchange.prompt, exchange.params):
+                if not started:  # not before the engine has accepted the request: a refusal needs its own status
+                    started = True
+                    await exchange.send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                events = b"".join(
+                    self._replies.event(exchange.request, output, self._fence.kept_kv_since) for output in piece.outputs
+                )
+                await exchange.send({"type": "http.response.body", "body": events, "more_body": True})
+        await exchange.send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def _tokens_of(self, prompt: str | list[int] | TokenPrompt) -> list[int]:
+        if isinstance(prompt, TokenPrompt):
+            return prompt.prompt_token_ids
+        if isinstance(prompt, list):
+            return prompt
+        if self._tokenizer is None:
+            raise Problem(422, "bad-request", 'prompt: this server has no tokenizer; send {"prompt_token_ids": [...]}')
+        if len(prompt) < _LONG_TEXT:
+            return list(self._tokenizer.encode(prompt))
+        return list(await asyncio.to_thread(self._tokenizer.encode, prompt))
+
+
+async def read_body(receive: Receive) -> bytes:
+    """The whole body, up to a limit."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise Problem(400, "disconnected", "the client went away before its request was read")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > _MAX_BODY_BYTES:
+            raise Problem(413, "body-too-large", f"the body has more than {_MAX_BODY_BYTES >> 20} MiB")
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _once(action: Callable[[], None]) -> Callable[[], None]:
+    """`action`, done at the first call only."""
+    done = False
+
+    def act() -> None:
+        nonlocal done
+        if not done:
+            done = True
+            action()
+
+    return act
+
+
+@contextmanager
+def _engine_problems() -> Iterator[None]:
+    """VLLM's errors as answers for the client."""
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise problems.engine_dead() from error
+    except VLLMClientError as error:
+        raise Problem(422, "bad-request", " ".join(str(error).split())) from error

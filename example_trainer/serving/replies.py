@@ -1,0 +1,101 @@
+"""The answers of `/generate`: Atropos' form, the compact one, and the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+Spans = list[list[int | None]]
+
+UNLABELLED = "default"  # what vLLM calls weights that nobody has given a version
+
+
+def version_spans(output: Any) -> Spans:
+    """`[start, end, version]` over the output's tokens, from what the engine stamped on each step."""
+    tokens = len(output.token_ids)
+    if output.weight_versions is None:
+        return [[0, tokens, None]] if tokens else []
+    return [
+        [span.start, span.end, None if span.version == UNLABELLED else int(span.version)]
+        for span in output.weight_versions
+    ]
+
+
+def chosen_logprobs(logprobs: Any) -> list[float] | None:
+    """The sampled tokens' own logprobs: vLLM lists them first at each position."""
+    if logprobs is None:
+        return None
+    if len(logprobs.logprobs) == len(logprobs.start_indices):
+        return list(logprobs.logprobs)
+    return [logprobs.logprobs[start] for start in logprobs.start_indices]
+
+
+def all_logprobs(logprobs: Any) -> list[list[dict[str, float]]] | None:
+    """For each position a list of `{token id: logprob}`, the sampled token first."""
+    if logprobs is None:
+        return None
+    pairs = [{str(token): value} for token, value in zip(logprobs.token_ids, logprobs.logprobs, strict=True)]
+    return [pairs[start:end] for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True)]
+
+
+class Replies:
+    """Builds answers. `kept_kv_since` is the first version whose publish let running requests keep their KV."""
+
+    def __init__(self, *, boot_id: str, tokenizer: Any) -> None:
+        self._boot_id = boot_id
+        self._tokenizer = tokenizer
+
+    def whole(self, request: Any, prompt_token_ids: list[int], final: Any, kept_kv_since: int | None) -> bytes:
+        """The answer to a request that does not stream."""
+        outputs = final.outputs
+        spans = [version_spans(output) for output in outputs]
+        answer: dict[str, Any] = {
+            "token_ids": [list(output.token_ids) for output in outputs],
+            "finish_reasons": [output.finish_reason for output in outputs],
+            "policy_versions": spans,
+            "prompt_token_ids": prompt_token_ids,
+            "boot_id": self._boot_id,
+        }
+        read = chosen_logprobs if request.compact else all_logprobs
+        answer["logprobs"] = (
+            [read(output.logprobs) for output in outputs] if request.logprob_count is not None else None
+        )
+        if request.wants_text:
+            answer["text"] = [self.text(request, output) for output in outputs]
+        if not request.compact:
+            answer["prompt"] = (
+                request.prompt if isinstance(request.prompt, str) else self._tokenizer.decode(prompt_token_ids)
+            )
+        if kept_kv_since is not None:
+            answer["exact_versions"] = [is_exact(span, kept_kv_since) for span in spans]
+        return orjson.dumps(answer)
+
+    def event(self, request: Any, output: Any, kept_kv_since: int | None) -> bytes:
+        """One event of a stream: what is new in one output, and at its end why and under which versions."""
+        read = chosen_logprobs if request.compact else all_logprobs
+        body: dict[str, Any] = {"index": output.index, "token_ids": list(output.token_ids)}
+        if request.wants_text:
+            body["text"] = output.text
+        if request.logprob_count is not None:
+            body["logprobs"] = read(output.logprobs)
+        if output.finish_reason is not None:
+            body["finish_reason"] = output.finish_reason
+            body["policy_versions"] = version_spans(output)
+            if kept_kv_since is not None:
+                body["exact_versions"] = is_exact(body["policy_versions"], kept_kv_since)
+            body["boot_id"] = self._boot_id
+        return b"data: " + orjson.dumps(body) + b"\n\n"
+
+    def text(self, request: Any, output: Any) -> str:
+        """VLLM's text where it made one (stop strings are cut off there), else the tokens decoded at once."""
+        if output.text or self._tokenizer is None:
+            return str(output.text)
+        return str(self._tokenizer.decode(list(output.token_ids), skip_special_tokens=request.skip_special_tokens))
+
+
+def is_exact(spans: Sequence[Sequence[int | None]], kept_kv_since: int) -> bool:
+    """Whether each token was computed under its version alone: not where a publish kept the KV of a running request."""
+    later = [span[2] for span in spans[1:]]
+    return not any(version is not None and version >= kept_kv_since for version in later)

@@ -1,0 +1,77 @@
+"""From a command line to a running server: refusals first, then the imports, then vLLM's own start.
+
+Everything slow happens after the cheap checks, so a mistake is told at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from atropos_api.common.logs import setup_logging
+from example_trainer.serving.config import ServerConfig, prepare_environment, read_config, vllm_arguments
+from example_trainer.serving.errors import CannotServe
+from example_trainer.serving.refusals import check_start
+from example_trainer.weights.manifest import remove_manifest
+from example_trainer.weights.versions import remove_shared_files, sweep_stale_files
+
+logger = logging.getLogger(__name__)
+
+WORKER_EXTENSION = "example_trainer.serving.worker_extension.SharedWeightsWorker"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve until stopped; the exit code of the process."""
+    config, rest = read_config(argv)
+    setup_logging("vllm-server")
+    _note_ignored()
+    check_start(config, os.environ)
+    model_is_local = Path(config.model).expanduser().is_dir()
+    prepare_environment(os.environ, model_is_local=model_is_local)
+    sweep_stale_files()
+    boot_id = secrets.token_hex(8)
+    try:
+        _serve(config, rest, boot_id)
+    finally:
+        _tidy(config, boot_id)
+    return 0
+
+
+def _serve(config: ServerConfig, rest: list[str], boot_id: str) -> None:
+    import uvloop
+
+    from example_trainer.serving import vllm_compat
+
+    on_cpu = vllm_compat.on_cpu()
+    args = vllm_compat.parse_arguments(vllm_arguments(config, rest, on_cpu=on_cpu))
+    if args.worker_extension_cls:
+        raise CannotServe(
+            f"--worker-extension-cls {args.worker_extension_cls}: the server needs that place for its own"
+        )
+    args.worker_extension_cls = WORKER_EXTENSION
+    vllm_compat.check_internals()
+    if on_cpu:
+        vllm_compat.import_for_fork()
+        vllm_compat.inspect_models_here()
+        vllm_compat.fork_engine_core()
+
+    from vllm.entrypoints.launchers.api_server import entry
+
+    from example_trainer.serving.app import Serving
+
+    entry.serve_http = Serving(config, boot_id=boot_id, on_cpu=on_cpu).serve
+    uvloop.run(entry.run_server(args))
+
+
+def _tidy(config: ServerConfig, boot_id: str) -> None:
+    remove_shared_files(boot_id)
+    remove_manifest(config.manifest_directory(os.environ), boot_id)
+
+
+def _note_ignored() -> None:
+    if "VLLM_USE_V1" in os.environ:
+        logger.warning("VLLM_USE_V1 is ignored: vLLM has had one engine alone for a long time")
+        del os.environ["VLLM_USE_V1"]

@@ -1,0 +1,83 @@
+"""What the running server knows about itself, shared by all routes through `app.state.atropos`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from example_trainer.serving.config import SHARING_HOW_TO, ServerConfig
+from example_trainer.serving.door import Door
+from example_trainer.serving.engine import EngineAdapter
+from example_trainer.serving.fence import Fence
+from example_trainer.serving.problems import Problem
+from example_trainer.weights.manifest import BridgeManifest
+
+
+@dataclass(kw_only=True)
+class ServerState:
+    """One per server process."""
+
+    config: ServerConfig
+    boot_id: str
+    bridge_token: str
+    hostname: str
+    vllm_version: str
+    engine: EngineAdapter
+    fence: Fence
+    door: Door
+    manifest: BridgeManifest | None = None
+    manifest_path: Path | None = None
+    sleeping: bool = False
+
+    def info(self) -> dict[str, Any]:
+        """Who this server is and what it serves now."""
+        model_config = self.engine.async_llm.model_config
+        told = {
+            "model": self.config.model,
+            "boot_id": self.boot_id,
+            "sharing": self.manifest is not None,
+            "policy_version": self.fence.policy_version,
+            "manifest_path": str(self.manifest_path) if self.manifest_path else None,
+            "paused": self.fence.paused,
+            "torn": self.fence.torn,
+            "dtype": str(model_config.dtype).removeprefix("torch."),
+            "max_model_len": model_config.max_model_len,
+            "vllm_version": self.vllm_version,
+            "lora": self.config.enable_lora,
+        }
+        if self.manifest is None:
+            told["how_to_share"] = SHARING_HOW_TO
+        return told
+
+    async def debug(self) -> dict[str, Any]:
+        """Counters, and a checksum over the shared tensors as the server sees them at this moment."""
+        told: dict[str, Any] = dict(await self.engine.counters())
+        told["requests_inside"] = self.door.inside
+        if self.manifest is None:
+            return {**told, "checksum": None, "per_tensor": {}, "segment": None}
+        began = time.monotonic()
+        told.update(await self.engine.call_worker("atropos_checksum"))
+        told["checksum_seconds"] = time.monotonic() - began
+        told["segment"] = {
+            "header_path": self.manifest.header_path,
+            "storages": [storage.model_dump() for storage in self.manifest.storages],
+            "device": self.manifest.device,
+        }
+        return told
+
+    async def sleep(self, level: int) -> None:
+        if not self.config.enable_sleep_mode:
+            raise Problem(
+                409, "no-sleep-mode", "the server was started without --enable-sleep-mode, so it cannot sleep"
+            )
+        await self.fence.hold()
+        await self.engine.async_llm.sleep(level, mode="abort")
+        self.sleeping = True
+
+    async def wake_up(self) -> None:
+        if self.sleeping:
+            await self.engine.async_llm.wake_up()
+            self.sleeping = False
+            await self.fence.release()

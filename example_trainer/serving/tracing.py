@@ -1,0 +1,140 @@
+"""Which part of which parameter each checkpoint tensor is loaded into, found by watching the model load.
+
+vLLM fuses, splits, renames and pads as it loads. Instead of a table for each model family, the model's own
+`load_weights` is called once more with tensors that have names and shapes but no data; every copy it makes is noted and
+none is done. The notes say where each element of a checkpoint tensor lies in the server's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+
+@dataclass(kw_only=True, slots=True)
+class Copy:
+    """One copy the loader made: a view of a checkpoint tensor into a view of a parameter (counts are elements)."""
+
+    target_storage: int
+    target_offset: int
+    shape: tuple[int, ...]
+    target_stride: tuple[int, ...]
+    source_offset: int
+    source_shape: tuple[int, ...]
+    source_stride: tuple[int, ...]
+    target_dtype: torch.dtype
+
+
+@dataclass(kw_only=True, slots=True)
+class Trace:
+    """The copies by checkpoint name, and the tensors that cannot be described by copies, with the reason."""
+
+    shapes: dict[str, tuple[int, ...]]
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    unmapped: dict[str, str] = field(default_factory=dict)
+
+
+class _CopyWatcher(TorchDispatchMode):
+    """Notes copies out of the given sources and keeps everything else from changing real memory."""
+
+    def __init__(self, sources: Mapping[int, str]) -> None:
+        super().__init__()
+        self._sources = sources
+        self.copies: list[tuple[str | None, Copy]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and not args[0].is_meta:
+            self.copies.append((self._sources.get(_storage_id(args[1])), _note(args[0], args[1])))
+            return args[0]
+        if func in {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor}:
+            return args[0]  # vocabulary padding is cleared; it is clear already
+        return func(*args, **(kwargs or {}))
+
+
+def trace_load_weights(load_weights: LoadWeights, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Trace:
+    """Call `load_weights` with tensors of these names and shapes and say where they would have gone.
+
+    They have the type of the model, not of the files, so that no loader converts them on the way.
+    """
+    sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    names = {_storage_id(tensor): name for name, tensor in sources.items()}
+    watcher = _CopyWatcher(names)
+    with torch.no_grad(), watcher:
+        load_weights((name, tensor) for name, tensor in sources.items())
+    trace = Trace(shapes=dict(shapes))
+    for name, copy in watcher.copies:
+        if name is not None:
+            trace.copies.setdefault(name, []).append(copy)
+    for name, tensor in sources.items():
+        _check_coverage(trace, name, tensor)
+    return trace
+
+
+def _check_coverage(trace: Trace, name: str, tensor: torch.Tensor) -> None:
+    copies = sorted(trace.copies.get(name, []), key=lambda copy: copy.source_offset)
+    if not copies:
+        trace.unmapped[name] = "the model does not load it, or changes its values while loading"
+        return
+    copied = sum(_count(copy.shape) for copy in copies)
+    if copied != tensor.numel() or any(copy.shape != copy.source_shape for copy in copies):
+        trace.unmapped[name] = f"{copied} of its {tensor.numel()} elements are loaded one to one"
+        del trace.copies[name]
+        return
+    trace.copies[name] = _merge_adjacent(copies)
+
+
+def _merge_adjacent(copies: list[Copy]) -> list[Copy]:
+    """Join copies that follow each other both in the checkpoint tensor and in the parameter."""
+    merged = [copies[0]]
+    for copy in copies[1:]:
+        if _follows(merged[-1], copy):
+            last = merged[-1]
+            shape = (last.shape[0] + copy.shape[0], *copy.shape[1:])
+            last.shape = last.source_shape = shape
+        else:
+            merged.append(copy)
+    return merged
+
+
+def _follows(first: Copy, second: Copy) -> bool:
+    if not first.shape or first.shape[1:] != second.shape[1:] or first.target_storage != second.target_storage:
+        return False
+    if first.target_stride != second.target_stride or first.source_stride != second.source_stride:
+        return False
+    rows = first.shape[0]
+    return (
+        second.target_offset == first.target_offset + rows * first.target_stride[0]
+        and second.source_offset == first.source_offset + rows * first.source_stride[0]
+    )
+
+
+def _note(target: torch.Tensor, source: torch.Tensor) -> Copy:
+    return Copy(
+        target_storage=target.untyped_storage().data_ptr(),
+        target_offset=target.storage_offset(),
+        shape=tuple(target.shape),
+        target_stride=tuple(target.stride()),
+        source_offset=source.storage_offset(),
+        source_shape=tuple(source.shape),
+        source_stride=tuple(source.stride()),
+        target_dtype=target.dtype,
+    )
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  storages without data have no other identity
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for length in shape:
+        total *= length
+    return total

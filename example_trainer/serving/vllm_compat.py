@@ -1,0 +1,132 @@
+"""Everything that depends on vLLM's inner names, in one place, checked at start.
+
+vLLM gives no promise about these. `check_internals` tries them all, so that a new release which moved one is told in a
+line naming it, not by a strange failure in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from multiprocessing.context import ForkContext, ForkProcess
+from typing import Any, NoReturn, TypeVar
+
+from atropos_api.common.cliconfig import ConfigError, nearest
+from example_trainer.serving.errors import CannotServe
+from example_trainer.serving.parent_death import die_with_parent
+
+T = TypeVar("T")
+
+ENTRY_MODULE = "vllm.entrypoints.launchers.api_server.entry"
+
+
+class MortalForkProcess(ForkProcess):
+    """A forked child that the kernel ends when its parent dies."""
+
+    def start(self) -> None:
+        self._atropos_parent = os.getpid()
+        super().start()
+
+    def run(self) -> None:
+        die_with_parent(self._atropos_parent)
+        super().run()
+
+
+class MortalForkContext(ForkContext):
+    """The fork start method with `MortalForkProcess`."""
+
+    Process = MortalForkProcess
+
+
+def on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def check_internals() -> None:
+    """Raise `CannotServe` if this vLLM lacks a name that we build on."""
+    import importlib
+
+    needed = {
+        ENTRY_MODULE: ("run_server", "serve_http", "build_app"),
+        "vllm.v1.engine.core": (
+            "EngineCore.pause_scheduler",
+            "EngineCore.resume_scheduler",
+            "EngineCore.set_weight_version",
+        ),
+        "vllm.v1.engine.core_client": ("AsyncMPClient.call_utility_async",),
+        "vllm.v1.core.sched.scheduler": (
+            "Scheduler.schedule",
+            "Scheduler.update_from_output",
+            "Scheduler.get_request_counts",
+        ),
+        "vllm.v1.engine.input_processor": ("InputProcessor.process_inputs",),
+        "vllm.outputs": ("WeightVersionSpan",),
+        "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+    }
+    for module_name, names in needed.items():
+        found: Any = importlib.import_module(module_name)
+        for name in names:
+            target = found
+            for part in name.split("."):
+                target = getattr(target, part, None)
+            if target is None:
+                raise CannotServe(f"this vLLM has no {module_name}.{name}, which the server builds on; use vLLM 0.32")
+
+
+def fork_engine_core() -> None:
+    """Let vLLM fork its engine core out of this process, whose imports it then need not repeat. On a CPU only.
+
+    vLLM insists on `spawn` for CPUs; nothing has run in torch's thread pool here yet, and with one thread nothing will.
+    """
+    context = MortalForkContext()
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("vllm.") and hasattr(module, "get_mp_context"):
+            module.get_mp_context = lambda: context
+
+
+def inspect_models_here() -> None:
+    """Look at a model's class in this process instead of a new one, which would import vLLM again."""
+    from vllm.model_executor.models import registry
+
+    def call(look: Callable[[], T]) -> T:
+        return look()
+
+    registry._run_in_subprocess = call  # noqa: SLF001  the seam there is
+
+
+def import_for_fork() -> None:
+    """Import what the engine core will need, so that it is there after the fork."""
+    import vllm.v1.core.sched.scheduler
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    import vllm.v1.executor.uniproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401  imported for their effect
+
+
+def parse_arguments(arguments: list[str]) -> Namespace:
+    """VLLM's own parser and checks; a mistake becomes our one line."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm"))
+
+    def error(message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    parser.error = error
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flag = unknown[0].split("=", 1)[0]
+        known = [option for action in parser._actions for option in action.option_strings]  # noqa: SLF001
+        raise ConfigError(
+            f"unknown option {flag}{nearest(flag.replace('_', '-'), known)} (vLLM does not have it either)"
+        )
+    try:
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as problem:
+        raise ConfigError(" ".join(str(problem).split())) from problem
+    return args

@@ -1,0 +1,28 @@
+"""`python -m example_trainer.vllm_api_server`: the inference server. `--help` says what it takes; `serving` is what it does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def _find_packages() -> None:
+    """Started by path, Python puts this file's folder first: its module names would hide others, and ours be missing."""
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
+    if str(here.parent) not in sys.path:
+        sys.path.insert(0, str(here.parent))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the server with these arguments; returns the exit code."""
+    from example_trainer.serving.start import run
+
+    return run(sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    _find_packages()
+    from atropos_api.common.cliconfig import run_cli
+
+    run_cli(main)

@@ -1,0 +1,1 @@
+"""How trained weights reach the inference server."""
