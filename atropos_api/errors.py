@@ -1,5 +1,7 @@
 """What can go wrong in the broker, by kind. The rules raise these; `http.problems` alone turns them into answers."""
 
+# ruff: noqa: N818 - each name says what happened; a suffix would say nothing more
+
 from __future__ import annotations
 
 from typing import Any, ClassVar

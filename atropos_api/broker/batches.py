@@ -1,0 +1,219 @@
+"""Numbered batches: formed once, the same for everyone who asks, dropped when a checkpoint covers them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from atropos_api.broker.packing import can_fill, choose_groups
+from atropos_api.broker.queue import version_of
+from atropos_api.broker.state import State
+from atropos_api.errors import BatchOutOfOrder, CommittedBatch
+from atropos_api.store.base import GroupRow, RunRow
+
+
+class Batches:
+    """Forms and forgets the batches of the open run."""
+
+    def __init__(self, state: State, finish_keys: Callable[[Iterable[GroupRow]], None]) -> None:
+        self._state = state
+        self._finish_keys = finish_keys
+        self._blocked_since: float | None = None
+
+    @property
+    def retry_at(self) -> float | None:
+        """When a batch that only waits for some environment's minimum may be formed without it."""
+        if self._blocked_since is None:
+            return None
+        return self._blocked_since + self._state.settings.min_allocation_wait_seconds
+
+    def obtain(self, run: RunRow, number: int) -> list[GroupRow] | None:
+        """The groups of batch `number`; formed now if it is the next one and the queue can fill it."""
+        self._check_number(run, number)
+        groups = self._state.batches.get(number)
+        return groups if groups is not None else self._form(run, number)
+
+    def commit(self, run: RunRow, number: int) -> None:
+        """Forget everything up to `number`, bar what is kept for replay."""
+        if number > run.formed_batch:
+            raise BatchOutOfOrder(
+                f"batch {number} cannot be committed: the last one formed is {run.formed_batch}",
+                number=number,
+                formed_batch=run.formed_batch,
+            )
+        if number <= run.committed_batch:
+            return
+        state = self._state
+        covered = {n: groups for n, groups in state.batches.items() if n <= number}
+        kept = {**state.kept, **covered}
+        outdated = [n for n in kept if n <= number - state.settings.keep_batches]
+        dropped = [group for n in outdated for group in kept.pop(n)]
+        with state.ledger.transaction():
+            state.runs.change(run, committed_batch=number, handed_batch=max(run.handed_batch, number))
+            state.ledger.drop_groups([group.seq for group in dropped])
+            self._finish_keys(group for groups in covered.values() for group in groups)
+        state.kept = kept
+        for n in covered:
+            del state.batches[n]
+        state.bodies.discard(group.body for group in dropped)
+        state.counters.batches_committed_total += len(covered)
+        state.events.add("batch-committed", run_id=run.run_id, number=number)
+        state.pacing_changed()
+
+    def dissolve(self, numbers: Iterable[int]) -> None:
+        """Put the groups of formed batches back into the queue, at their old places."""
+        state = self._state
+        for number in list(numbers):
+            groups = state.batches[number]
+            state.ledger.assign_batch([group.seq for group in groups], 0)
+            del state.batches[number]
+            for group in groups:
+                group.batch = 0
+            state.queue.put_back(groups)
+
+    def drop(self, groups: Sequence[GroupRow]) -> None:
+        """Take queued groups out for good."""
+        state = self._state
+        with state.ledger.transaction():
+            state.ledger.drop_groups([group.seq for group in groups])
+            self._finish_keys(groups)
+        for group in groups:
+            state.queue.remove(group)
+        state.bodies.discard(group.body for group in groups)
+
+    def expire(self, run: RunRow, upcoming: int) -> int:
+        """Drop queued groups that would be too old in batch `upcoming`; answers how many."""
+        state = self._state
+        budget = max_staleness_of(state, run)
+        step_then = max(run.policy_step or 0, upcoming - 1)
+        outdated: list[GroupRow] = []
+        for version in state.queue.versions():
+            step = state.runs.step_of(run, version)
+            orphaned = state.settings.drop_orphaned and state.runs.is_orphaned(run, version)
+            too_old = budget is not None and step is not None and step_then - step > budget
+            if orphaned or too_old:
+                outdated += state.queue.of_version(version)
+        if outdated:
+            self.drop(outdated)
+            state.counters.groups_expired_total += len(outdated)
+            state.events.add("groups-expired", run_id=run.run_id, groups=len(outdated), step=step_then)
+            state.pacing_changed()
+        return len(outdated)
+
+    def packable_sequences(self, run: RunRow) -> int:
+        """Queued sequences that some batch can hold."""
+        queue = self._state.queue
+        stuck = sum(size * queue.groups_by_size[size] for size in self.unpackable_sizes(run))
+        return queue.sequences - stuck
+
+    def unpackable_sizes(self, run: RunRow) -> list[int]:
+        """Queued sizes that no batch of the run can ever hold, given the sizes that environments registered."""
+        sizes = self._state.queue.sizes
+        registered = self._state.registered_sizes()
+        if len(sizes) == 1 and run.batch_size % next(iter(sizes)) == 0:
+            return []
+        return [size for size in sizes if not can_fill(registered, run.batch_size, containing=size)]
+
+    def _check_number(self, run: RunRow, number: int) -> None:
+        settings = self._state.settings
+        if number <= run.committed_batch:
+            raise CommittedBatch(
+                f"batch {number} is covered by a checkpoint and gone; the next one is {run.committed_batch + 1}",
+                number=number,
+                committed_batch=run.committed_batch,
+            )
+        last = min(run.formed_batch + 1, run.committed_batch + settings.max_uncommitted)
+        if number > last:
+            raise BatchOutOfOrder(
+                f"batch {number} is out of order: {run.committed_batch} is committed, {run.formed_batch} formed, "
+                f"at most {settings.max_uncommitted} may be open (--max-uncommitted); {last} is the highest to ask for",
+                number=number,
+                committed_batch=run.committed_batch,
+                formed_batch=run.formed_batch,
+            )
+
+    def _form(self, run: RunRow, number: int) -> list[GroupRow] | None:
+        state = self._state
+        self.expire(run, number)
+        if state.queue.sequences < run.batch_size:
+            self._blocked_since = None
+            return None
+        groups = self._choose(run)
+        if groups is None:
+            return None
+        with state.ledger.transaction():
+            state.ledger.assign_batch([group.seq for group in groups], number)
+            changed = state.runs.change(run, formed_batch=number)
+        for group in groups:
+            state.queue.remove(group)
+            group.batch = number
+        state.batches[number] = groups
+        self._count_formed(changed, number, groups)
+        return groups
+
+    def _choose(self, run: RunRow) -> list[GroupRow] | None:
+        """Meet the minima of the environments alive, or after a while of waiting in vain as many as can be met."""
+        state = self._state
+        lanes = state.queue.lanes
+        minima = self._minima(run)
+        groups = choose_groups(lanes, run.batch_size, minima)
+        if groups is not None or not minima:
+            self._blocked_since = None
+            return groups
+        without = choose_groups(lanes, run.batch_size, {})
+        if without is None:
+            self._blocked_since = None
+            return None
+        now = state.clock()
+        if self._blocked_since is None:
+            self._blocked_since = now
+        if now - self._blocked_since < state.settings.min_allocation_wait_seconds:
+            return None
+        self._blocked_since = None
+        return self._waive(run, minima) or without
+
+    def _waive(self, run: RunRow, minima: dict[int, int]) -> list[GroupRow] | None:
+        state = self._state
+        queued = state.queue.sequences_by_env
+        kept = {env_id: need for env_id, need in minima.items() if queued.get(env_id, 0) >= need}
+        groups = choose_groups(state.queue.lanes, run.batch_size, kept)
+        waived = sorted(minima.keys() - kept.keys()) if groups is not None else sorted(minima)
+        state.counters.minima_waived_total += len(waived)
+        state.events.add("minimum-waived", run_id=run.run_id, environment_ids=waived)
+        return groups
+
+    def _minima(self, run: RunRow) -> dict[int, int]:
+        """Sequences due to each environment alive; scaled down where they add up to more than a batch."""
+        due = {
+            row.environment_id: int(run.batch_size * row.min_batch_allocation)
+            for row in self._state.alive_environments()
+            if row.min_batch_allocation
+        }
+        total = sum(due.values())
+        if total > run.batch_size:
+            due = {env_id: int(need * run.batch_size / total) for env_id, need in due.items()}
+        return {env_id: need for env_id, need in due.items() if need > 0}
+
+    def _count_formed(self, run: RunRow, number: int, groups: Sequence[GroupRow]) -> None:
+        state = self._state
+        state.counters.batches_formed_total += 1
+        orphaned = sum(state.runs.is_orphaned(run, version_of(group)) for group in groups)
+        state.counters.groups_orphaned_total += orphaned
+        state.events.add("batch-formed", run_id=run.run_id, number=number, groups=len(groups), orphaned_groups=orphaned)
+
+
+def max_staleness_of(state: State, run: RunRow) -> int | None:
+    """The stricter of what the run and the operator ask for."""
+    bounds = [bound for bound in (run.max_staleness, state.settings.max_staleness) if bound is not None]
+    return min(bounds, default=None)
+
+
+def slice_for_rank(groups: Sequence[GroupRow], rank: int, world_size: int) -> list[GroupRow]:
+    """The whole groups that one trainer rank gets: heaviest first, each to the rank with the fewest tokens so far."""
+    loads = [0] * world_size
+    mine = []
+    for group in sorted(groups, key=lambda row: (-row.token_count, row.seq)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += group.token_count
+        if lightest == rank:
+            mine.append(group)
+    return sorted(mine, key=lambda row: row.seq)

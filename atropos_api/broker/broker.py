@@ -1,0 +1,400 @@
+"""The broker: runs, environments, submissions, numbered batches. HTTP, tests and the Atropos contract are callers.
+
+Every method is synchronous and returns at once; whoever wants to wait registers in `on_groups` or `on_pacing`. What a
+method promises is in the store when it returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from atropos_api.broker.batches import Batches, max_staleness_of, slice_for_rank
+from atropos_api.broker.environments import Environments
+from atropos_api.broker.events import EventLog
+from atropos_api.broker.intake import Intake, Keys
+from atropos_api.broker.pacing import admission_limit, room_for
+from atropos_api.broker.packing import can_fill
+from atropos_api.broker.recovery import recover
+from atropos_api.broker.runs import Runs, make_run
+from atropos_api.broker.settings import BrokerSettings
+from atropos_api.broker.state import Clock, State
+from atropos_api.errors import InvalidRequest, UnusableGroupSize
+from atropos_api.store.base import NO_RUN, BodyLog, EnvironmentRow, GroupRow, Ledger, RunRow
+from atropos_api.wire.messages import (
+    EnvironmentInfo,
+    EnvironmentRequest,
+    Pacing,
+    PolicyUpdate,
+    RunInfo,
+    RunRequest,
+    SubmitAnswer,
+)
+from atropos_api.wire.payload import CheckedGroup
+
+PacingState = Literal["wait", "run", "finished"]
+
+
+class Broker:
+    """One broker over one store. Not thread-safe: one thread (the event loop's) calls it."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        bodies: BodyLog,
+        *,
+        settings: BrokerSettings | None = None,
+        clock: Clock = time.time,
+    ) -> None:
+        snapshot = ledger.load()
+        self.settings = settings or BrokerSettings()
+        self.state = State(
+            settings=self.settings,
+            clock=clock,
+            ledger=ledger,
+            bodies=bodies,
+            runs=Runs(ledger, snapshot.runs, snapshot.policies),
+            environments=Environments(ledger, snapshot.environments),
+            events=EventLog(clock),
+            revision=int(clock() * 1000),
+            next_seq=snapshot.next_seq,
+        )
+        self.keys = Keys(self.state, snapshot.keys)
+        self.intake = Intake(self.state, self.keys)
+        self.batches = Batches(self.state, self.keys.finish)
+        recover(self.state, self.keys, self.intake, snapshot)
+
+    # Runs
+
+    def begin_run(self, request: RunRequest) -> RunInfo:
+        """Begin a run, or resume the one of that name where the trainer's checkpoint left it."""
+        known = self.state.runs.find_by_name(request.name) if request.resume else None
+        with self.state.ledger.transaction():
+            if known is None:
+                run = self._open_new(make_run(request, self.state.clock(), first_after=request.resume_from_batch))
+            else:
+                run = self._resume(known, request)
+        self.state.events.add("run-began", run_id=run.run_id, name=run.name, epoch=run.epoch)
+        self.state.pacing_changed()
+        self.state.groups_changed()
+        return self.run_info(run)
+
+    def finish_run(self, run_id: str) -> None:
+        """End a run for good: its environments are told to stop. Ending it twice is harmless."""
+        run = self.state.runs.find(run_id)
+        if run.state == "finished":
+            return
+        if run.state == "open":
+            self._close_open(run, "finished")
+        else:
+            self.state.runs.change(run, state="finished")
+        self.state.events.add("run-finished", run_id=run_id)
+        self.state.pacing_changed()
+
+    def run_info(self, run: RunRow) -> RunInfo:
+        others = (groups for run_id, groups in self.state.left_over.items() if run_id != run.run_id)
+        return RunInfo(
+            run_id=run.run_id,
+            epoch=run.epoch,
+            next_batch=run.committed_batch + 1,
+            highest_policy_version=self.state.runs.highest_version(),
+            committed_batch=run.committed_batch,
+            leftover_groups=sum(len(groups) for groups in others),
+        )
+
+    def update_policy(self, update: PolicyUpdate) -> None:
+        """A publish succeeded. Saying so again is harmless; an older version is refused."""
+        run = self.state.runs.require_open(update.run_id, update.epoch)
+        if not self.state.runs.record_policy(run, update):
+            return
+        self.state.events.add("policy", run_id=run.run_id, version=update.version, step=update.step)
+        self.batches.expire(self.state.runs.require_open(), run.formed_batch + 1)
+        self.state.pacing_changed()
+
+    def open_new_run(self, run: RunRow) -> RunRow:
+        """Close what is open and open `run`, in one write."""
+        with self.state.ledger.transaction():
+            return self._open_new(run)
+
+    # Batches
+
+    def get_batch(
+        self, number: int, *, run_id: str | None = None, epoch: int | None = None, rank: int = 0, world_size: int = 1
+    ) -> list[GroupRow] | None:
+        """The groups of batch `number` for one rank, or None while the queue cannot fill it."""
+        if not 0 <= rank < world_size:
+            raise InvalidRequest(f"rank {rank} is not below the world size {world_size}", field="rank", value=rank)
+        run = self.state.runs.require_open(run_id, epoch)
+        groups = self.batches.obtain(run, number)
+        if groups is None:
+            return None
+        if number > run.handed_batch:
+            self.state.runs.change(self.state.runs.require_open(), handed_batch=number)
+            self.state.counters.batches_handed_total += 1
+        return groups if world_size == 1 else slice_for_rank(groups, rank, world_size)
+
+    def commit(self, number: int, *, run_id: str | None = None, epoch: int | None = None) -> None:
+        run = self.state.runs.require_open(run_id, epoch)
+        self.batches.commit(run, number)
+        self.compact()
+
+    def read_bodies(self, groups: Sequence[GroupRow]) -> list[bytes]:
+        return self.state.bodies.read([group.body for group in groups])
+
+    def compact(self) -> None:
+        """Rewrite the few live bodies of mostly dead segments, so that the disk they hold comes back."""
+        sparse = set(self.state.bodies.sparse_segments())
+        if not sparse:
+            return
+        state = self.state
+        lists: list[Iterable[GroupRow]] = [*state.queue.lanes]
+        lists += [*state.batches.values(), *state.kept.values(), *state.left_over.values()]
+        rows = [row for rows in lists for row in rows if row.body.segment in sparse]
+        old = [row.body for row in rows]
+        new = state.bodies.append(state.bodies.read(old))
+        state.ledger.move_groups((row.seq, ref) for row, ref in zip(rows, new, strict=True))
+        for row, ref in zip(rows, new, strict=True):
+            row.body = ref
+        state.bodies.discard(old)
+
+    def close(self) -> None:
+        """Give the store back. What was promised is in it already."""
+        self.state.bodies.close()
+        self.state.ledger.close()
+
+    # Environments
+
+    def register_environment(self, request: EnvironmentRequest) -> EnvironmentInfo:
+        self.check_group_size(request)
+        row = self.state.environments.register(request, self.state.clock())
+        self.touch(row)
+        self.state.events.add("environment-registered", environment_id=row.environment_id, name=row.name)
+        self.state.pacing_changed()
+        return self.environment_info(row)
+
+    def check_group_size(self, request: EnvironmentRequest) -> None:
+        """Refuse a size that no batch of the open run could ever hold, with the arithmetic."""
+        run = self.state.runs.open
+        if run is None:
+            return
+        sizes = self.state.registered_sizes()
+        if not can_fill(sizes, run.batch_size, containing=request.group_size):
+            others = f" with the registered sizes {sorted(sizes)}" if sizes else ""
+            raise UnusableGroupSize(
+                f"groups of {request.group_size} never add up to a batch of {run.batch_size} sequences{others}: choose "
+                f"a group size that divides {run.batch_size}, or change the trainer's batch size",
+                field="group_size",
+                value=request.group_size,
+                batch_size=run.batch_size,
+                registered_sizes=sorted(sizes),
+            )
+
+    def environment_info(self, row: EnvironmentRow) -> EnvironmentInfo:
+        run = self.state.runs.open
+        return EnvironmentInfo(
+            environment_id=row.environment_id,
+            display_name=row.display_name,
+            pacing=self.pacing(row),
+            run_id=run.run_id if run else None,
+            batch_size=run.batch_size if run else 0,
+            max_token_length=run.max_token_length if run else 0,
+            num_steps=run.num_steps if run else 0,
+            checkpoint_dir=run.checkpoint_dir if run else "",
+            checkpoint_interval=run.checkpoint_interval if run else 0,
+            wandb_project=run.wandb_project if run else "",
+            wandb_group=run.wandb_group if run else "",
+        )
+
+    def heartbeat(self, environment_id: int) -> Pacing:
+        row = self.state.environments.get(environment_id)
+        self.touch(row)
+        return self.pacing(row)
+
+    def touch(self, row: EnvironmentRow) -> None:
+        """Any request of an environment is a sign of life, and makes it part of the open run."""
+        run = self.state.runs.open
+        self.state.environments.touch(row, self.state.clock(), run.run_id if run else None)
+
+    def pacing(self, row: EnvironmentRow) -> Pacing:
+        state = self.environment_state(row)
+        run = self.state.runs.open
+        if run is None:
+            run = self.state.runs.last_finished if state == "finished" else None
+        outstanding = self.outstanding_sequences(run) if run is not None and state == "run" else 0
+        return Pacing(
+            state=state,
+            revision=self.state.revision,
+            current_step=self.trained_steps(run) if run else 0,
+            num_steps=run.num_steps if run else 0,
+            batch_size=run.batch_size if run else 0,
+            outstanding_sequences=outstanding,
+            room_sequences=self._room(run, row, outstanding) if run is not None and state == "run" else 0,
+            policy_version=run.policy_version if run else None,
+            policy_step=run.policy_step if run else None,
+        )
+
+    def environment_state(self, row: EnvironmentRow) -> PacingState:
+        """`finished` is told to those that took part in the run that ended, not to those that came for the next."""
+        run = self.state.runs.open
+        if run is not None:
+            over = run.legacy and run.num_steps > 0 and run.starting_step + run.handed_batch >= run.num_steps
+            return "finished" if over else "run"
+        finished = self.state.runs.last_finished
+        return "finished" if finished is not None and row.run_id == finished.run_id else "wait"
+
+    def trained_steps(self, run: RunRow) -> int:
+        if run.legacy:
+            return run.starting_step + run.handed_batch
+        return max(run.policy_step or 0, run.committed_batch)
+
+    def outstanding_sequences(self, run: RunRow) -> int:
+        """Queued, or in formed batches that no policy was trained on yet."""
+        trained = run.committed_batch if run.legacy else self.trained_steps(run)
+        batched = sum(group.size for n, groups in self.state.batches.items() if n > trained for group in groups)
+        return self.batches.packable_sequences(run) + batched
+
+    def _room(self, run: RunRow, row: EnvironmentRow, outstanding: int) -> int:
+        budget = max_staleness_of(self.state, run)
+        remaining = (run.num_steps - self.trained_steps(run)) * run.batch_size - outstanding
+        return room_for(
+            row,
+            self.state.alive_environments(),
+            limit=admission_limit(run, row.max_batches_offpolicy, budget),
+            outstanding=outstanding,
+            still_needed=remaining if run.num_steps > 0 else None,
+        )
+
+    # Submissions
+
+    def submit(self, environment_id: int, groups: Sequence[CheckedGroup], *, key: str | None = None) -> SubmitAnswer:
+        """Take groups of a registered environment. Under a key that was used before nothing changes."""
+        row = self.state.environments.get(environment_id)
+        self.touch(row)
+        if key is not None and self.keys.find(row.name, key) is not None:
+            self.state.counters.groups_duplicate_total += len(groups)
+            return SubmitAnswer(accepted=0, buffered=0, duplicates=len(groups), pacing=self.pacing(row))
+        had_room = self._has_room()
+        key_row = self.keys.make(row.name, key, len(groups)) if key is not None and groups else None
+        taken: list[GroupRow] = []
+        if groups:
+            taken = self.intake.take(groups, [environment_id] * len(groups), run_id=self.run_for(row), key=key_row)
+        if had_room and not self._has_room():
+            self.state.pacing_changed()
+        waiting = sum(not self.can_be_used(group.size, row.group_size) for group in taken)
+        return SubmitAnswer(accepted=len(taken), buffered=waiting, duplicates=0, pacing=self.pacing(row))
+
+    def run_for(self, row: EnvironmentRow | None) -> str:
+        """The run that a group belongs to: late groups of a run that ended are not the next one's."""
+        run = self.state.runs.open
+        if run is not None:
+            return run.run_id
+        if row is not None and row.run_id is not None and self.environment_state(row) == "finished":
+            return row.run_id
+        return NO_RUN
+
+    def can_be_used(self, size: int, registered_size: int | None) -> bool:
+        """Whether a queued group can be in a batch, if groups of the registered sizes keep coming."""
+        run = self.state.runs.open
+        if run is None or size == registered_size:
+            return True
+        registered = self.state.registered_sizes()
+        waiting = {other: count for other, count in self.state.queue.groups_by_size.items() if other not in registered}
+        return can_fill(registered, run.batch_size, containing=size, at_most=waiting)
+
+    def _has_room(self) -> bool:
+        run = self.state.runs.open
+        if run is None:
+            return False
+        budget = max_staleness_of(self.state, run)
+        batches = max((row.max_batches_offpolicy for row in self.state.environments), default=1)
+        return self.outstanding_sequences(run) < admission_limit(run, batches, budget)
+
+    # How runs follow one another
+
+    def _open_new(self, run: RunRow) -> RunRow:
+        state = self.state
+        if state.runs.open is not None:
+            self._close_open(state.runs.open, "closed")
+        state.runs.keep(run)
+        self._adopt_unowned(run)
+        return run
+
+    def _adopt_unowned(self, run: RunRow) -> None:
+        """Groups that came while no run was open are this run's."""
+        self.state.ledger.adopt_groups(run.run_id)
+        for lane in self.state.queue.lanes:
+            for group in lane:
+                group.run_id = run.run_id
+
+    def _close_open(self, run: RunRow, end: Literal["closed", "finished"]) -> None:
+        """What the run did not train stays on disk as left over, and is served to no other."""
+        state = self.state
+        state.runs.change(run, state=end)
+        batched = [group for groups in state.batches.values() for group in groups]
+        rest = batched + state.queue.clear()
+        rest += [group for groups in state.kept.values() for group in groups]
+        state.batches, state.kept = {}, {}
+        if rest:
+            state.left_over.setdefault(run.run_id, []).extend(rest)
+            state.counters.groups_left_over_total += len(rest)
+
+    def _resume(self, run: RunRow, request: RunRequest) -> RunRow:
+        state = self.state
+        if run.state != "open":
+            if state.runs.open is not None:
+                self._close_open(state.runs.open, "closed")
+            run = self._reopen(run)
+        point = request.resume_from_batch
+        self._keep_what_follows(run, point, request.batch_size)
+        formed = max(state.batches, default=point)
+        changed = msgspec.structs.replace(
+            run,
+            epoch=run.epoch + 1,
+            batch_size=request.batch_size,
+            max_token_length=request.max_token_length,
+            num_steps=request.num_steps,
+            checkpoint_dir=request.checkpoint_dir,
+            checkpoint_interval=request.checkpoint_interval,
+            wandb_project=request.wandb_project,
+            wandb_group=request.wandb_group,
+            max_staleness=request.max_staleness,
+            committed_batch=point,
+            formed_batch=formed,
+            handed_batch=point,
+            policy_step=min(run.policy_step, point) if run.policy_step is not None else None,
+        )
+        state.runs.keep(changed)
+        state.runs.orphan_policies(run.run_id, point)
+        return changed
+
+    def _reopen(self, run: RunRow) -> RunRow:
+        """Open a closed run again with what it left over; unowned groups join it."""
+        state = self.state
+        reopened = state.runs.change(run, state="open")
+        queued = []
+        for group in state.left_over.pop(run.run_id, []):
+            if group.batch > run.committed_batch:
+                state.batches.setdefault(group.batch, []).append(group)
+            elif group.batch:
+                state.kept.setdefault(group.batch, []).append(group)
+            else:
+                queued.append(group)
+        for groups in state.batches.values():
+            groups.sort(key=lambda group: group.seq)
+        state.queue.put_back(queued)
+        self._adopt_unowned(reopened)
+        return reopened
+
+    def _keep_what_follows(self, run: RunRow, point: int, batch_size: int) -> None:
+        """Formed batches after the checkpoint stay as they are if their size still fits; the rest is settled."""
+        if run.committed_batch < point <= run.formed_batch:
+            self.batches.commit(run, point)
+        following = sorted(n for n in self.state.batches if n > point)
+        unfit = {n for n in following if sum(group.size for group in self.state.batches[n]) != batch_size}
+        rewound = point < run.committed_batch
+        first_gap = min(unfit, default=None)
+        dissolved = [n for n in following if rewound or (first_gap is not None and n >= first_gap)]
+        self.batches.dissolve(dissolved)

@@ -1,0 +1,115 @@
+"""Who produces: environments by stable names, ids that are never reused, and whether each is still alive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from atropos_api.errors import UnknownEnvironment
+from atropos_api.store.base import EnvironmentRow, Ledger
+from atropos_api.wire.messages import EnvironmentRequest
+
+LEGACY_QUIET_SECONDS = 10.0
+"""A legacy environment polls ten times a second once it runs and sleeps 5 s before: quiet longer, it has gone."""
+
+
+class Environments:
+    """The registered environments; each change is recorded before it counts."""
+
+    def __init__(self, ledger: Ledger, rows: Iterable[EnvironmentRow]) -> None:
+        self._ledger = ledger
+        self._rows = {row.environment_id: row for row in rows}
+        self._by_name = {row.name: row for row in self._rows.values() if not row.legacy}
+
+    def __iter__(self) -> Iterator[EnvironmentRow]:
+        return iter(self._rows.values())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def get(self, environment_id: int) -> EnvironmentRow:
+        row = self._rows.get(environment_id)
+        if row is None:
+            known = ", ".join(map(str, list(self._rows)[:10])) or "none"
+            raise UnknownEnvironment(
+                f"no environment has the id {environment_id} (registered: {known}); register it first",
+                field="environment_id",
+                value=environment_id,
+            )
+        return row
+
+    def find(self, environment_id: int | None) -> EnvironmentRow | None:
+        return None if environment_id is None else self._rows.get(environment_id)
+
+    def register(self, request: EnvironmentRequest, now: float) -> EnvironmentRow:
+        """Register by stable name: the same name gets the same id, also after a restart."""
+        known = self._by_name.get(request.name)
+        row = EnvironmentRow(
+            environment_id=known.environment_id if known else self._next_id(),
+            name=request.name,
+            display_name=request.name,
+            group_size=request.group_size,
+            max_token_length=request.max_token_length,
+            weight=request.weight,
+            min_batch_allocation=request.min_batch_allocation,
+            max_batches_offpolicy=request.max_batches_offpolicy,
+            connected=True,
+            registered_at=now,
+            seen_at=now,
+        )
+        self._keep(row)
+        self._by_name[row.name] = row
+        return row
+
+    def register_legacy(self, request: EnvironmentRequest, now: float) -> EnvironmentRow:
+        """Register as Atropos does, where several environments may share a name.
+
+        A restarted environment takes over the entry of a namesake that has gone quiet, instead of diluting its weight.
+        """
+        namesakes = [row for row in self._rows.values() if row.legacy and row.name == request.name]
+        quiet = (row for row in namesakes if not row.connected or now - row.seen_at > LEGACY_QUIET_SECONDS)
+        former = next(quiet, None)
+        row = EnvironmentRow(
+            environment_id=former.environment_id if former else self._next_id(),
+            name=request.name,
+            display_name=former.display_name if former else f"{request.name}_{len(namesakes)}",
+            group_size=request.group_size,
+            max_token_length=request.max_token_length,
+            weight=request.weight,
+            min_batch_allocation=request.min_batch_allocation,
+            max_batches_offpolicy=request.max_batches_offpolicy,
+            connected=True,
+            registered_at=now,
+            seen_at=now,
+            legacy=True,
+        )
+        self._keep(row)
+        return row
+
+    def touch(self, row: EnvironmentRow, now: float, run_id: str | None) -> None:
+        """Note a sign of life, and the run that the environment takes part in."""
+        row.seen_at = now
+        if run_id is not None and row.run_id != run_id:
+            row.run_id = run_id
+            self._ledger.put_environment(row)
+
+    def disconnect(self, environment_id: int) -> None:
+        row = self.get(environment_id)
+        row.connected = False
+        self._ledger.put_environment(row)
+
+    def disconnect_all(self) -> None:
+        for row in self._rows.values():
+            if row.connected:
+                row.connected = False
+                self._ledger.put_environment(row)
+
+    def alive(self, now: float, timeout_seconds: float) -> list[EnvironmentRow]:
+        """Those whose weight and minimum count: connected and heard of within the timeout."""
+        return [row for row in self._rows.values() if row.connected and now - row.seen_at <= timeout_seconds]
+
+    def _keep(self, row: EnvironmentRow) -> None:
+        self._ledger.put_environment(row)
+        self._rows[row.environment_id] = row
+
+    def _next_id(self) -> int:
+        return max(self._rows, default=-1) + 1

@@ -1,0 +1,187 @@
+"""Taking groups in: pressure, idempotency keys, recognition of repeats, and the write that makes them ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from blake3 import blake3
+
+from atropos_api.broker.state import State
+from atropos_api.errors import InvalidGroup, QueueFull
+from atropos_api.store.base import NO_RUN, GroupRow, KeyRow
+from atropos_api.wire.payload import CheckedGroup, seal
+
+
+class Keys:
+    """Idempotency keys by owner (an environment's name), remembered until an hour after their groups are done."""
+
+    def __init__(self, state: State, rows: Iterable[KeyRow]) -> None:
+        self._state = state
+        self._by_id = {row.key_id: row for row in rows}
+        self._by_key = {(row.owner, row.key): row for row in self._by_id.values()}
+        self._open_groups: dict[int, int] = {}
+
+    def adopt(self, groups: Iterable[GroupRow]) -> None:
+        """Count the groups found at start towards their keys."""
+        for group in groups:
+            if group.key_id:
+                self._open_groups[group.key_id] = self._open_groups.get(group.key_id, 0) + 1
+
+    def find(self, owner: str, key: str) -> KeyRow | None:
+        return self._by_key.get((owner, key))
+
+    def make(self, owner: str, key: str, group_count: int) -> KeyRow:
+        key_id = next(reversed(self._by_id), 0) + 1
+        return KeyRow(key_id=key_id, owner=owner, key=key, group_count=group_count, used_at=self._state.clock())
+
+    def keep(self, row: KeyRow) -> None:
+        self._by_id[row.key_id] = row
+        self._by_key[row.owner, row.key] = row
+        self._open_groups[row.key_id] = row.group_count
+
+    def finish(self, groups: Iterable[GroupRow]) -> None:
+        """Groups left for good: their keys begin to age, and keys old enough are forgotten."""
+        now = self._state.clock()
+        for group in groups:
+            left = self._open_groups.get(group.key_id)
+            if left is None:
+                continue
+            self._open_groups[group.key_id] = left - 1
+            if left == 1:
+                del self._open_groups[group.key_id]
+                row = self._by_id[group.key_id]
+                row.done_at = now
+                self._state.ledger.put_key(row)
+        self._forget_before(now - self._state.settings.key_memory_seconds)
+
+    def _forget_before(self, limit: float) -> None:
+        old = []
+        for row in self._by_id.values():
+            # Keys were made in order of time; the first young one ends the search, done or not.
+            if row.used_at > limit:
+                break
+            if row.done_at is not None and row.done_at <= limit:
+                old.append(row)
+        for row in old:
+            del self._by_id[row.key_id]
+            del self._by_key[row.owner, row.key]
+        if old:
+            self._state.ledger.forget_keys([row.key_id for row in old])
+
+
+class Repeats:
+    """Submissions without a key whose answer may not have arrived: the same bytes again, soon, are no news."""
+
+    def __init__(self, window_seconds: float) -> None:
+        self._window_seconds = window_seconds
+        self._until: dict[bytes, float] = {}
+
+    def expect(self, env_id: int | None, text: bytes, now: float) -> None:
+        if self._window_seconds > 0:
+            self._until[_fingerprint(env_id, text)] = now + self._window_seconds
+
+    def recognise(self, env_id: int | None, text: bytes, now: float) -> bool:
+        """Whether this is such a repeat; each is recognised once, so equal groups that follow are taken."""
+        if not self._until:
+            return False
+        self._until = {print_: until for print_, until in self._until.items() if until >= now}
+        return self._until.pop(_fingerprint(env_id, text), None) is not None
+
+
+class Intake:
+    """Checked groups become rows and bodies in the store, and then stand in the queue."""
+
+    def __init__(self, state: State, keys: Keys) -> None:
+        self._state = state
+        self._keys = keys
+        self.repeats = Repeats(state.settings.dedup_window_seconds)
+        self.answered_seq = 0
+
+    def take(
+        self,
+        groups: Sequence[CheckedGroup],
+        env_ids: Sequence[int | None],
+        *,
+        run_id: str,
+        key: KeyRow | None = None,
+    ) -> list[GroupRow]:
+        """Write the groups and queue them. Either all of them are kept or none is."""
+        state = self._state
+        self._check_pressure(groups)
+        self._check_versions(groups)
+        version = state.runs.open.policy_version if state.runs.open is not None else None
+        sealed = [seal(group, version) for group in groups]
+        now = state.clock()
+        refs = state.bodies.append(sealed)
+        rows = [
+            GroupRow(
+                seq=state.next_seq + index,
+                run_id=run_id,
+                env_id=env_id,
+                size=group.size,
+                token_count=group.token_count,
+                body=ref,
+                received_version=version,
+                oldest_version=group.oldest_version,
+                arrived_at=now,
+                key_id=key.key_id if key is not None else 0,
+            )
+            for index, (group, env_id, ref) in enumerate(zip(groups, env_ids, refs, strict=True))
+        ]
+        try:
+            with state.ledger.transaction():
+                state.ledger.add_groups(rows, answered_seq=self.answered_seq)
+                if key is not None:
+                    state.ledger.put_key(key)
+        except BaseException:
+            state.bodies.discard(refs)
+            raise
+        self._enqueue(rows, run_id, key)
+        state.latest_body = sealed[-1]
+        self._count(groups)
+        return rows
+
+    def _enqueue(self, rows: Sequence[GroupRow], run_id: str, key: KeyRow | None) -> None:
+        state = self._state
+        state.next_seq += len(rows)
+        if key is not None:
+            self._keys.keep(key)
+        open_id = state.runs.open.run_id if state.runs.open is not None else NO_RUN
+        if run_id == open_id:
+            for row in rows:
+                state.queue.add(row)
+            state.groups_changed()
+        else:
+            state.left_over.setdefault(run_id, []).extend(rows)
+            state.counters.groups_left_over_total += len(rows)
+
+    def _check_pressure(self, groups: Sequence[CheckedGroup]) -> None:
+        state = self._state
+        sequences = state.queue.sequences + sum(group.size for group in groups)
+        body_bytes = state.queue.body_bytes + sum(len(group.text) for group in groups)
+        if sequences > state.settings.max_queued_sequences or body_bytes > state.settings.max_queued_bytes:
+            state.counters.pressure_total += 1
+            raise QueueFull(
+                f"the queue holds {state.queue.sequences} sequences ({state.queue.body_bytes} bytes); try again later",
+                queued_sequences=state.queue.sequences,
+                queued_bytes=state.queue.body_bytes,
+            )
+
+    def _check_versions(self, groups: Sequence[CheckedGroup]) -> None:
+        if not self._state.settings.require_versions:
+            return
+        for index, group in enumerate(groups):
+            if group.oldest_version is None:
+                reason = "every sampled token needs a policy version (the broker runs with --require-versions)"
+                raise InvalidGroup(f"groups[{index}].policy_versions", None, reason)
+
+    def _count(self, groups: Sequence[CheckedGroup]) -> None:
+        counters = self._state.counters
+        counters.groups_received_total += len(groups)
+        counters.sequences_received_total += sum(group.size for group in groups)
+        counters.tokens_received_total += sum(group.token_count for group in groups)
+        counters.groups_without_version_total += sum(group.oldest_version is None for group in groups)
+
+
+def _fingerprint(env_id: int | None, text: bytes) -> bytes:
+    return blake3(f"{env_id}:".encode() + text).digest()

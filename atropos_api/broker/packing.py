@@ -1,0 +1,156 @@
+"""Which groups make the next batch: an exact fill for any mix of sizes, the oldest groups first.
+
+Among all subsets that add up to the batch size and meet the environments' minima, the one is taken whose oldest
+member is oldest, then whose second oldest is, and so on. Groups of one environment and one size are a lane; of a lane
+the oldest are always taken first, so the choice is how many of each. It is made greedily in order of arrival: a group
+is taken if what is then still missing can be made of the groups after it. Once that fails for a lane it fails for the
+rest of the lane too (a later group of the lane could be exchanged for the earlier), so each lane is ruled out once.
+
+What can be made of some groups is a set of sums, kept as the bits of one integer.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from atropos_api.store.base import GroupRow
+
+
+class Lane(Protocol):
+    """The queued groups of one environment and size, oldest first."""
+
+    env_id: int | None
+    size: int
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[GroupRow]: ...
+
+
+def choose_groups(lanes: Sequence[Lane], target: int, minima: Mapping[int, int]) -> list[GroupRow] | None:
+    """The groups of the next batch in order of arrival, or None if no subset fills it exactly."""
+    remainder = _Remainder(lanes, target, minima)
+    if not remainder.can_be_made():
+        return None
+    heads: list[tuple[int, int, GroupRow]] = []
+    queues = [iter(lane) for lane in lanes]
+    for index, queue in enumerate(queues):
+        _push_next(heads, index, queue)
+    chosen: list[GroupRow] = []
+    while remainder.missing:
+        _, index, group = heapq.heappop(heads)
+        if remainder.take_one(index):
+            chosen.append(group)
+            _push_next(heads, index, queues[index])
+    return chosen
+
+
+def can_fill(sizes: Iterable[int], target: int, *, containing: int, at_most: Mapping[int, int] | None = None) -> bool:
+    """Whether groups of `sizes`, in any number, can add up to `target` with one of `containing` among them.
+
+    `at_most` adds sizes of which only so many are there; without it there may be any number of `containing`.
+    """
+    missing = target - containing
+    if missing < 0:
+        return False
+    counts = {size: missing // size for size in sizes}
+    if at_most is None:
+        counts[containing] = missing // containing
+    else:
+        counts |= {size: min(count, missing // size) for size, count in at_most.items()}
+        if containing in at_most:
+            counts[containing] = min(at_most[containing] - 1, missing // containing)
+    sums = 1
+    for size, count in counts.items():
+        sums = _add_up_to(sums, size, count, missing)
+    return bool(sums >> missing & 1)
+
+
+class _Remainder:
+    """What is still missing from a batch, and what is left to make it of."""
+
+    def __init__(self, lanes: Sequence[Lane], target: int, minima: Mapping[int, int]) -> None:
+        self.missing = target
+        self._sizes = [lane.size for lane in lanes]
+        self._owners = [lane.env_id for lane in lanes]
+        self._counts = [len(lane) for lane in lanes]
+        self._minima: dict[int | None, int] = {env_id: need for env_id, need in minima.items() if need > 0}
+
+    def take_one(self, index: int) -> bool:
+        """Take the next group of a lane if the rest can still be made; otherwise rule the lane out."""
+        size, owner = self._sizes[index], self._owners[index]
+        need = self._minima.get(owner, 0)
+        self._counts[index] -= 1
+        self.missing -= size
+        if need:
+            self._minima[owner] = need - size
+        if self.missing >= 0 and self.can_be_made():
+            return True
+        self.missing += size
+        self._counts[index] = 0
+        if need:
+            self._minima[owner] = need
+        return False
+
+    def can_be_made(self) -> bool:
+        free: dict[int, int] = {}
+        bound: dict[int | None, list[int]] = {owner: [] for owner, need in self._minima.items() if need > 0}
+        for index, count in enumerate(self._counts):
+            if count and self._owners[index] in bound:
+                bound[self._owners[index]].append(index)
+            elif count:
+                free[self._sizes[index]] = free.get(self._sizes[index], 0) + count
+        if not bound and len(free) <= 1:
+            return self._fits_one_size(free)
+        return self._fits(free, bound)
+
+    def _fits_one_size(self, free: Mapping[int, int]) -> bool:
+        if not self.missing:
+            return True
+        return any(self.missing % size == 0 and size * count >= self.missing for size, count in free.items())
+
+    def _fits(self, free: Mapping[int, int], bound: Mapping[int | None, Sequence[int]]) -> bool:
+        missing = self.missing
+        sums = 1
+        for size, count in free.items():
+            sums = _add_up_to(sums, size, min(count, missing // size), missing)
+        for owner, indices in bound.items():
+            own = 1
+            for index in indices:
+                size = self._sizes[index]
+                own = _add_up_to(own, size, min(self._counts[index], missing // size), missing)
+            own = own >> self._minima[owner] << self._minima[owner]
+            sums = _sums_of_both(sums, own, missing)
+        return bool(sums >> missing & 1)
+
+
+def _push_next(heads: list[tuple[int, int, GroupRow]], index: int, queue: Iterator[GroupRow]) -> None:
+    group = next(queue, None)
+    if group is not None:
+        heapq.heappush(heads, (group.seq, index, group))
+
+
+def _add_up_to(sums: int, size: int, count: int, limit: int) -> int:
+    """`sums` with up to `count` more groups of `size`, sums above `limit` left out."""
+    mask = (1 << (limit + 1)) - 1
+    step = 1
+    while count > 0:
+        taken = min(step, count)
+        sums |= sums << (taken * size) & mask
+        count -= taken
+        step *= 2
+    return sums
+
+
+def _sums_of_both(first: int, second: int, limit: int) -> int:
+    """Every sum of one member of each set."""
+    if first.bit_count() > second.bit_count():
+        first, second = second, first
+    combined = 0
+    while first:
+        lowest = first & -first
+        combined |= second << (lowest.bit_length() - 1)
+        first ^= lowest
+    return combined & ((1 << (limit + 1)) - 1)

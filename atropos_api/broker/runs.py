@@ -1,0 +1,143 @@
+"""Runs and policies: which run is open, who owns it, and how old a policy version is in trainer steps."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+
+import msgspec
+
+from atropos_api.errors import NoOpenRun, PolicyNotNewer, SupersededRun, UnknownRun
+from atropos_api.store.base import Ledger, PolicyRow, RunRow
+from atropos_api.wire.messages import PolicyUpdate, RunRequest
+
+
+class Runs:
+    """All runs this store has seen. At most one is open; a second trainer takes it over or begins another."""
+
+    def __init__(self, ledger: Ledger, rows: Iterable[RunRow], policies: Iterable[PolicyRow]) -> None:
+        self._ledger = ledger
+        self._rows = {row.run_id: row for row in rows}
+        self._policies: dict[tuple[str, int], PolicyRow] = {}
+        for policy in policies:
+            self._policies[policy.run_id, policy.version] = policy
+        self.open: RunRow | None = next((row for row in self._rows.values() if row.state == "open"), None)
+        finished = [row for row in self._rows.values() if row.state == "finished"]
+        self.last_finished: RunRow | None = max(finished, key=lambda row: row.began_at, default=None)
+
+    def require_open(self, run_id: str | None = None, epoch: int | None = None) -> RunRow:
+        """The open run; `run_id` and `epoch`, where given, must be its own."""
+        run = self.open
+        if run_id is not None and run_id not in self._rows:
+            raise UnknownRun(f"no run has the id {run_id!r}", field="run_id", value=run_id)
+        if run is None:
+            raise NoOpenRun("no run is open; begin one with POST /v1/runs")
+        if run_id is not None and run_id != run.run_id:
+            raise SupersededRun(
+                f"run {run_id} is {self._rows[run_id].state}; run {run.run_id} ({run.name}) is open now",
+                run_id=run_id,
+                open_run_id=run.run_id,
+            )
+        if epoch is not None and epoch != run.epoch:
+            raise SupersededRun(
+                f"run {run.run_id} was taken over: its epoch is {run.epoch}, the call's is {epoch}",
+                run_id=run.run_id,
+                epoch=run.epoch,
+            )
+        return run
+
+    def find(self, run_id: str) -> RunRow:
+        row = self._rows.get(run_id)
+        if row is None:
+            raise UnknownRun(f"no run has the id {run_id!r}", field="run_id", value=run_id)
+        return row
+
+    def find_by_name(self, name: str) -> RunRow | None:
+        """The newest run of that name, the open one first."""
+        namesakes = [row for row in self._rows.values() if row.name == name and not row.legacy]
+        return max(namesakes, key=lambda row: (row.state == "open", row.began_at), default=None)
+
+    def keep(self, row: RunRow) -> None:
+        """Record a run's new state; the caller changed a copy, so that a refused write changes nothing."""
+        self._ledger.put_run(row)
+        self._rows[row.run_id] = row
+        if row.state == "open":
+            self.open = row
+        elif self.open is not None and self.open.run_id == row.run_id:
+            self.open = None
+        if row.state == "finished":
+            self.last_finished = row
+        elif self.last_finished is not None and self.last_finished.run_id == row.run_id:
+            self.last_finished = None
+
+    def change(self, row: RunRow, **changes: object) -> RunRow:
+        changed = msgspec.structs.replace(row, **changes)
+        self.keep(changed)
+        return changed
+
+    def highest_version(self) -> int:
+        return max((version for _, version in self._policies), default=0)
+
+    def record_policy(self, run: RunRow, update: PolicyUpdate) -> bool:
+        """Note a publish; False if it was known already."""
+        known = self._policies.get((run.run_id, update.version))
+        if known is not None and known.step == update.step:
+            return False
+        if run.policy_version is not None and update.version <= run.policy_version:
+            raise PolicyNotNewer(
+                f"version {update.version} (step {update.step}) is not above {run.policy_version} "
+                f"(step {run.policy_step}); a publish takes a version that was never used",
+                version=update.version,
+                highest_version=run.policy_version,
+            )
+        row = PolicyRow(run_id=run.run_id, version=update.version, step=update.step, published_at=update.published_at)
+        with self._ledger.transaction():
+            self._ledger.put_policy(row)
+            self.change(run, policy_version=update.version, policy_step=update.step, published_at=update.published_at)
+        self._policies[run.run_id, update.version] = row
+        return True
+
+    def orphan_policies(self, run_id: str, after_step: int) -> None:
+        """Versions published after the checkpoint that is resumed from belong to a history that was given up."""
+        for row in self._policies.values():
+            if row.run_id == run_id and row.step > after_step and not row.orphaned:
+                row.orphaned = True
+                self._ledger.put_policy(row)
+
+    def is_orphaned(self, run: RunRow, version: int | None) -> bool:
+        row = None if version is None else self._policies.get((run.run_id, version))
+        return row is not None and row.orphaned
+
+    def step_of(self, run: RunRow, version: int | None) -> int | None:
+        """The trainer step of a version; that of the newest for one not announced yet; None if it cannot be told."""
+        if version is None:
+            return None
+        row = self._policies.get((run.run_id, version))
+        if row is not None:
+            return row.step
+        announced = run.policy_version
+        return run.policy_step if announced is not None and version > announced else None
+
+
+def make_run(request: RunRequest, now: float, *, first_after: int) -> RunRow:
+    """A new run whose first batch is the one after `first_after`."""
+    return RunRow(
+        run_id=f"run-{uuid.uuid4().hex[:12]}",
+        name=request.name,
+        legacy=False,
+        state="open",
+        epoch=1,
+        batch_size=request.batch_size,
+        max_token_length=request.max_token_length,
+        num_steps=request.num_steps,
+        starting_step=0,
+        checkpoint_dir=request.checkpoint_dir,
+        checkpoint_interval=request.checkpoint_interval,
+        wandb_project=request.wandb_project,
+        wandb_group=request.wandb_group,
+        max_staleness=request.max_staleness,
+        began_at=now,
+        committed_batch=first_after,
+        formed_batch=first_after,
+        handed_batch=first_after,
+    )

@@ -1,0 +1,57 @@
+"""What the parts of the broker share: the store, the rows in memory, counters, and who wants to hear of changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from atropos_api.broker.counters import Counters
+from atropos_api.broker.environments import Environments
+from atropos_api.broker.events import EventLog
+from atropos_api.broker.queue import GroupQueue
+from atropos_api.broker.runs import Runs
+from atropos_api.broker.settings import BrokerSettings
+from atropos_api.store.base import BodyLog, EnvironmentRow, GroupRow, Ledger
+
+Clock = Callable[[], float]
+Listener = Callable[[], None]
+
+
+@dataclass(slots=True)
+class State:
+    """One broker's memory. `batches` holds the formed, uncommitted batches of the open run by number."""
+
+    settings: BrokerSettings
+    clock: Clock
+    ledger: Ledger
+    bodies: BodyLog
+    runs: Runs
+    environments: Environments
+    events: EventLog
+    revision: int
+    next_seq: int
+    queue: GroupQueue = field(default_factory=GroupQueue)
+    batches: dict[int, list[GroupRow]] = field(default_factory=dict)
+    kept: dict[int, list[GroupRow]] = field(default_factory=dict)
+    left_over: dict[str, list[GroupRow]] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+    latest_body: bytes | None = None
+    on_groups: list[Listener] = field(default_factory=list)
+    on_pacing: list[Listener] = field(default_factory=list)
+
+    def alive_environments(self) -> list[EnvironmentRow]:
+        return self.environments.alive(self.clock(), self.settings.environment_timeout_seconds)
+
+    def registered_sizes(self) -> set[int]:
+        return {row.group_size for row in self.environments if row.connected}
+
+    def pacing_changed(self) -> None:
+        """A new revision: environments that wait on the old one get their answer now."""
+        self.revision += 1
+        for listener in self.on_pacing:
+            listener()
+
+    def groups_changed(self) -> None:
+        """Perhaps a batch can be formed now that could not be before."""
+        for listener in self.on_groups:
+            listener()

@@ -1,0 +1,33 @@
+"""`run-api`: start a broker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from atropos_api.common.cliconfig import load_config, run_cli
+from atropos_api.common.logs import setup_logging
+from atropos_api.config import BrokerConfig
+
+DESCRIPTION = (
+    "The trajectory broker: environments push scored groups, one trainer pulls numbered batches. One run is open at a "
+    "time; a second concurrent run needs a second broker."
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Parse the arguments and serve until told to stop."""
+    config = load_config(BrokerConfig, argv, prog="run-api", description=DESCRIPTION, section="api")
+    setup_logging("run-api", level=config.log_level)
+    # The server stack takes most of a second to import, which --help should not cost.
+    from atropos_api.http.serve import serve
+
+    return serve(config)
+
+
+def main() -> NoReturn:
+    run_cli(run)
+
+
+if __name__ == "__main__":
+    main()

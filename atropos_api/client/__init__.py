@@ -1,0 +1,21 @@
+"""How environments and trainers call the broker: one client that blocks, one that does not, the same calls."""
+
+from atropos_api.client.asynchronous import AsyncBrokerClient
+from atropos_api.client.blocking import BrokerClient
+from atropos_api.client.errors import (
+    BatchCommitted,
+    BrokerHostUnknown,
+    BrokerRefused,
+    BrokerUnreachable,
+    RunSuperseded,
+)
+
+__all__ = [
+    "AsyncBrokerClient",
+    "BatchCommitted",
+    "BrokerClient",
+    "BrokerHostUnknown",
+    "BrokerRefused",
+    "BrokerUnreachable",
+    "RunSuperseded",
+]

@@ -1,0 +1,158 @@
+"""The async client: what environments use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import anyio
+import httpx
+
+from atropos_api.client import calls
+from atropos_api.client.calls import Call
+from atropos_api.client.errors import BrokerHostUnknown
+from atropos_api.wire.groups import Batch, Group
+from atropos_api.wire.messages import (
+    EnvironmentInfo,
+    EnvironmentRequest,
+    Pacing,
+    PolicyUpdate,
+    RunInfo,
+    RunRequest,
+    SubmitAnswer,
+)
+
+
+class AsyncBrokerClient:
+    """Calls one broker. Close it, or use it as an async context manager.
+
+    `timeout_seconds` bounds one attempt, `retry_seconds` all attempts of a call together, so that a broker that
+    is restarted in between is no error.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout_seconds: float = 30.0,
+        retry_seconds: float = 60.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._timeout_seconds = timeout_seconds
+        self._retry_seconds = retry_seconds
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=calls.default_headers(token), transport=transport, trust_env=False
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def wait_until_ready(
+        self, timeout_seconds: float = 600.0, on_wait: Callable[[str], None] | None = None
+    ) -> None:
+        """Return as soon as the broker is ready; `on_wait` hears one line each ten seconds."""
+        started = time.monotonic()
+        next_line = started + calls.WAIT_LINE_SECONDS
+        while True:
+            error = await self._probe()
+            if error is None:
+                return
+            now = time.monotonic()
+            failure = calls.unreachable(self.url, error, waited_seconds=now - started)
+            if isinstance(failure, BrokerHostUnknown) or now - started >= timeout_seconds:
+                raise failure
+            if on_wait is not None and now >= next_line:
+                on_wait(f"waiting for the broker at {self.url} ({now - started:.0f} s): {error}")
+                next_line += calls.WAIT_LINE_SECONDS
+            await anyio.sleep(calls.READY_POLL_SECONDS)
+
+    async def begin_run(self, request: RunRequest) -> RunInfo:
+        return calls.read_run(await self._send(calls.begin_run(request)))
+
+    async def finish_run(self, run_id: str) -> None:
+        await self._send(calls.finish_run(run_id))
+
+    async def get_batch(
+        self,
+        number: int,
+        *,
+        run_id: str,
+        epoch: int,
+        wait_seconds: float = 30.0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> Batch | None:
+        """Batch `number`, the same each time until it is committed; None if it did not form in time."""
+        call = calls.get_batch(
+            number, run_id=run_id, epoch=epoch, wait_seconds=wait_seconds, rank=rank, world_size=world_size
+        )
+        return calls.read_batch(await self._send(call))
+
+    async def commit(self, number: int, *, run_id: str, epoch: int) -> None:
+        """Everything up to `number` is covered by a checkpoint; the broker may forget it."""
+        await self._send(calls.commit(number, run_id=run_id, epoch=epoch))
+
+    async def update_policy(self, update: PolicyUpdate) -> None:
+        await self._send(calls.update_policy(update))
+
+    async def register_environment(self, request: EnvironmentRequest) -> EnvironmentInfo:
+        return calls.read_environment(await self._send(calls.register_environment(request)))
+
+    async def heartbeat(self, environment_id: int, *, revision: int | None = None, wait_seconds: float = 0.0) -> Pacing:
+        """The pacing now, or as soon as it is no longer `revision`, at latest after `wait_seconds`."""
+        call = calls.heartbeat(environment_id, revision=revision, wait_seconds=wait_seconds)
+        return calls.read_pacing(await self._send(call))
+
+    async def submit(self, environment_id: int, groups: Sequence[Group], *, idempotency_key: str) -> SubmitAnswer:
+        """Hand in groups; repeating it with the same key is harmless."""
+        return calls.read_submit_answer(
+            await self._send(calls.submit(environment_id, groups, idempotency_key=idempotency_key))
+        )
+
+    async def status(self) -> dict[str, Any]:
+        return calls.read_status(await self._send(calls.status()))
+
+    async def _probe(self) -> Exception | None:
+        call = calls.readiness()
+        try:
+            response = await self._http.request(call.method, call.path, timeout=5.0)
+        except httpx.TransportError as error:
+            return error
+        if response.status_code in {401, 403}:
+            calls.raise_for_problem(response)
+        return None if response.is_success else ConnectionError(f"it answers {response.status_code}")
+
+    async def _send(self, call: Call) -> httpx.Response:
+        started = time.monotonic()
+        attempt = 0
+        while True:
+            outcome = await self._attempt(call)
+            waited = time.monotonic() - started
+            delay = calls.retry_delay(attempt, outcome)
+            if not calls.should_retry(call, outcome) or waited + delay > self._retry_seconds:
+                return calls.settle(self.url, outcome, waited_seconds=waited)
+            await anyio.sleep(delay)
+            attempt += 1
+
+    async def _attempt(self, call: Call) -> httpx.Response | httpx.TransportError:
+        timeout = httpx.Timeout(self._timeout_seconds, read=self._timeout_seconds + call.extra_seconds)
+        try:
+            return await self._http.request(
+                call.method,
+                call.path,
+                params=call.params,
+                headers=call.headers,
+                content=call.content,
+                timeout=timeout,
+            )
+        except httpx.TransportError as error:
+            return error

@@ -1,0 +1,155 @@
+"""The blocking client: what the trainer and scripts use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import httpx
+
+from atropos_api.client import calls
+from atropos_api.client.calls import Call
+from atropos_api.client.errors import BrokerHostUnknown
+from atropos_api.wire.groups import Batch, Group
+from atropos_api.wire.messages import (
+    EnvironmentInfo,
+    EnvironmentRequest,
+    Pacing,
+    PolicyUpdate,
+    RunInfo,
+    RunRequest,
+    SubmitAnswer,
+)
+
+
+class BrokerClient:
+    """Calls one broker; usable from several threads. Close it, or use it as a context manager.
+
+    `timeout_seconds` bounds one attempt, `retry_seconds` all attempts of a call together, so that a broker that
+    is restarted in between is no error.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout_seconds: float = 30.0,
+        retry_seconds: float = 60.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._timeout_seconds = timeout_seconds
+        self._retry_seconds = retry_seconds
+        self._http = httpx.Client(
+            base_url=self.url, headers=calls.default_headers(token), transport=transport, trust_env=False
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def wait_until_ready(self, timeout_seconds: float = 600.0, on_wait: Callable[[str], None] | None = None) -> None:
+        """Return as soon as the broker is ready; `on_wait` hears one line each ten seconds."""
+        started = time.monotonic()
+        next_line = started + calls.WAIT_LINE_SECONDS
+        while True:
+            error = self._probe()
+            if error is None:
+                return
+            now = time.monotonic()
+            failure = calls.unreachable(self.url, error, waited_seconds=now - started)
+            if isinstance(failure, BrokerHostUnknown) or now - started >= timeout_seconds:
+                raise failure
+            if on_wait is not None and now >= next_line:
+                on_wait(f"waiting for the broker at {self.url} ({now - started:.0f} s): {error}")
+                next_line += calls.WAIT_LINE_SECONDS
+            time.sleep(calls.READY_POLL_SECONDS)
+
+    def begin_run(self, request: RunRequest) -> RunInfo:
+        return calls.read_run(self._send(calls.begin_run(request)))
+
+    def finish_run(self, run_id: str) -> None:
+        self._send(calls.finish_run(run_id))
+
+    def get_batch(
+        self,
+        number: int,
+        *,
+        run_id: str,
+        epoch: int,
+        wait_seconds: float = 30.0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> Batch | None:
+        """Batch `number`, the same each time until it is committed; None if it did not form in time."""
+        call = calls.get_batch(
+            number, run_id=run_id, epoch=epoch, wait_seconds=wait_seconds, rank=rank, world_size=world_size
+        )
+        return calls.read_batch(self._send(call))
+
+    def commit(self, number: int, *, run_id: str, epoch: int) -> None:
+        """Everything up to `number` is covered by a checkpoint; the broker may forget it."""
+        self._send(calls.commit(number, run_id=run_id, epoch=epoch))
+
+    def update_policy(self, update: PolicyUpdate) -> None:
+        self._send(calls.update_policy(update))
+
+    def register_environment(self, request: EnvironmentRequest) -> EnvironmentInfo:
+        return calls.read_environment(self._send(calls.register_environment(request)))
+
+    def heartbeat(self, environment_id: int, *, revision: int | None = None, wait_seconds: float = 0.0) -> Pacing:
+        """The pacing now, or as soon as it is no longer `revision`, at latest after `wait_seconds`."""
+        call = calls.heartbeat(environment_id, revision=revision, wait_seconds=wait_seconds)
+        return calls.read_pacing(self._send(call))
+
+    def submit(self, environment_id: int, groups: Sequence[Group], *, idempotency_key: str) -> SubmitAnswer:
+        """Hand in groups; repeating it with the same key is harmless."""
+        return calls.read_submit_answer(
+            self._send(calls.submit(environment_id, groups, idempotency_key=idempotency_key))
+        )
+
+    def status(self) -> dict[str, Any]:
+        return calls.read_status(self._send(calls.status()))
+
+    def _probe(self) -> Exception | None:
+        call = calls.readiness()
+        try:
+            response = self._http.request(call.method, call.path, timeout=5.0)
+        except httpx.TransportError as error:
+            return error
+        if response.status_code in {401, 403}:
+            calls.raise_for_problem(response)
+        return None if response.is_success else ConnectionError(f"it answers {response.status_code}")
+
+    def _send(self, call: Call) -> httpx.Response:
+        started = time.monotonic()
+        attempt = 0
+        while True:
+            outcome = self._attempt(call)
+            waited = time.monotonic() - started
+            delay = calls.retry_delay(attempt, outcome)
+            if not calls.should_retry(call, outcome) or waited + delay > self._retry_seconds:
+                return calls.settle(self.url, outcome, waited_seconds=waited)
+            time.sleep(delay)
+            attempt += 1
+
+    def _attempt(self, call: Call) -> httpx.Response | httpx.TransportError:
+        timeout = httpx.Timeout(self._timeout_seconds, read=self._timeout_seconds + call.extra_seconds)
+        try:
+            return self._http.request(
+                call.method,
+                call.path,
+                params=call.params,
+                headers=call.headers,
+                content=call.content,
+                timeout=timeout,
+            )
+        except httpx.TransportError as error:
+            return error

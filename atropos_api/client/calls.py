@@ -1,0 +1,195 @@
+"""The broker's calls as data: what to send and how to read the answer. Both clients are loops around this."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import httpx
+import msgspec
+
+from atropos_api.client.errors import (
+    BatchCommitted,
+    BrokerHostUnknown,
+    BrokerRefused,
+    BrokerUnreachable,
+    RunSuperseded,
+)
+from atropos_api.wire.groups import Batch, Group
+from atropos_api.wire.messages import (
+    CommitRequest,
+    EnvironmentInfo,
+    EnvironmentRequest,
+    Pacing,
+    PolicyUpdate,
+    RunInfo,
+    RunRequest,
+    Submission,
+    SubmitAnswer,
+    decode_problem,
+)
+
+AnswerT = TypeVar("AnswerT")
+
+RETRIED_STATUSES: Final = frozenset({502, 503, 504})
+FIRST_DELAY_SECONDS: Final = 0.05
+LONGEST_DELAY_SECONDS: Final = 2.0
+READY_POLL_SECONDS: Final = 0.25
+WAIT_LINE_SECONDS: Final = 10.0
+
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One request. `repeatable`: a lost answer may be asked for again without doing the thing twice."""
+
+    method: str
+    path: str
+    params: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    content: bytes | None = None
+    extra_seconds: float = 0.0
+    repeatable: bool = True
+
+
+def default_headers(token: str | None) -> dict[str, str]:
+    # Compressing for a loopback peer costs more than the bytes it saves.
+    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return headers
+
+
+def begin_run(request: RunRequest) -> Call:
+    return Call(method="POST", path="/v1/runs", content=_encoder.encode(request), repeatable=False)
+
+
+def finish_run(run_id: str) -> Call:
+    return Call(method="POST", path=f"/v1/runs/{run_id}/finish")
+
+
+def get_batch(number: int, *, run_id: str, epoch: int, wait_seconds: float, rank: int, world_size: int) -> Call:
+    params = {"run_id": run_id, "epoch": str(epoch), "wait": str(wait_seconds)}
+    if world_size != 1:
+        params |= {"rank": str(rank), "world_size": str(world_size)}
+    return Call(method="GET", path=f"/v1/batches/{number}", params=params, extra_seconds=wait_seconds)
+
+
+def commit(number: int, *, run_id: str, epoch: int) -> Call:
+    body = _encoder.encode(CommitRequest(run_id=run_id, epoch=epoch))
+    return Call(method="POST", path=f"/v1/batches/{number}/commit", content=body)
+
+
+def update_policy(update: PolicyUpdate) -> Call:
+    return Call(method="PUT", path="/v1/policy", content=_encoder.encode(update))
+
+
+def register_environment(request: EnvironmentRequest) -> Call:
+    return Call(method="POST", path="/v1/environments", content=_encoder.encode(request))
+
+
+def heartbeat(environment_id: int, *, revision: int | None, wait_seconds: float) -> Call:
+    params = {"wait": str(wait_seconds)}
+    if revision is not None:
+        params["revision"] = str(revision)
+    path = f"/v1/environments/{environment_id}/heartbeat"
+    return Call(method="PUT", path=path, params=params, extra_seconds=wait_seconds)
+
+
+def submit(environment_id: int, groups: Sequence[Group], *, idempotency_key: str) -> Call:
+    body = _encoder.encode(Submission(environment_id=environment_id, groups=list(groups)))
+    return Call(method="POST", path="/v1/groups", content=body, headers={"Idempotency-Key": idempotency_key})
+
+
+def status() -> Call:
+    return Call(method="GET", path="/v1/status")
+
+
+def readiness() -> Call:
+    return Call(method="GET", path="/readyz")
+
+
+def read_batch(response: httpx.Response) -> Batch | None:
+    return None if response.status_code == 204 else msgspec.json.decode(response.content, type=Batch)
+
+
+def read_run(response: httpx.Response) -> RunInfo:
+    return msgspec.json.decode(response.content, type=RunInfo)
+
+
+def read_environment(response: httpx.Response) -> EnvironmentInfo:
+    return msgspec.json.decode(response.content, type=EnvironmentInfo)
+
+
+def read_pacing(response: httpx.Response) -> Pacing:
+    return msgspec.json.decode(response.content, type=Pacing)
+
+
+def read_submit_answer(response: httpx.Response) -> SubmitAnswer:
+    return msgspec.json.decode(response.content, type=SubmitAnswer)
+
+
+def read_status(response: httpx.Response) -> dict[str, Any]:
+    return msgspec.json.decode(response.content, type=dict[str, Any])
+
+
+def raise_for_problem(response: httpx.Response) -> None:
+    """Turn an answer that is not a success into the error a caller can tell apart."""
+    if response.is_success:
+        return
+    refused = BrokerRefused(decode_problem(response.content), response.status_code)
+    if refused.kind == "run-superseded":
+        raise RunSuperseded(refused.problem, refused.status)
+    if refused.kind == "batch-committed":
+        raise BatchCommitted(refused.problem, refused.status)
+    raise refused
+
+
+def should_retry(call: Call, failure: httpx.Response | httpx.TransportError) -> bool:
+    """Connection errors and gateway statuses, if the call can be repeated or never reached the broker."""
+    if isinstance(failure, httpx.Response):
+        # 503 is the broker's own word that nothing was kept.
+        return failure.status_code == 503 or (failure.status_code in RETRIED_STATUSES and call.repeatable)
+    if _find_host_error(failure) is not None:
+        return False
+    return call.repeatable or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
+
+
+def settle(url: str, outcome: httpx.Response | httpx.TransportError, *, waited_seconds: float) -> httpx.Response:
+    """The response if it is a success; everything else becomes its error."""
+    if isinstance(outcome, httpx.Response):
+        raise_for_problem(outcome)
+        return outcome
+    raise unreachable(url, outcome, waited_seconds=waited_seconds) from outcome
+
+
+def retry_delay(attempt: int, failure: httpx.Response | httpx.TransportError) -> float:
+    """Doubling from 50 ms to 2 s, or what the broker asks for in `Retry-After`."""
+    if isinstance(failure, httpx.Response):
+        asked = failure.headers.get("Retry-After", "")
+        if asked.isdigit():
+            return float(asked)
+    return min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0**attempt)
+
+
+def unreachable(url: str, error: Exception | None, *, waited_seconds: float) -> BrokerUnreachable | BrokerHostUnknown:
+    """The error for a broker that gives no answer; a host name that does not resolve is told apart."""
+    host_error = _find_host_error(error)
+    if host_error is not None:
+        host = httpx.URL(url).host
+        return BrokerHostUnknown(f"the broker's host {host!r} cannot be resolved ({host_error}); check the URL {url}")
+    reason = f": {type(error).__name__} {error}".rstrip() if error is not None else ""
+    return BrokerUnreachable(
+        f"Atropos API not reachable at {url} after {waited_seconds:.0f} s{reason}; is run-api running there?"
+    )
+
+
+def _find_host_error(error: BaseException | None) -> socket.gaierror | None:
+    while error is not None:
+        if isinstance(error, socket.gaierror):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

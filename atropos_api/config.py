@@ -1,0 +1,75 @@
+"""Everything `run-api` can be told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from atropos_api.broker.settings import BrokerSettings
+
+
+class BrokerConfig(BaseModel):
+    """The broker's options; field names are flags, descriptions their help."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs a token")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
+    reload: bool = Field(False, description="Restart when the source changes (for work on the broker itself)")
+    store: str = Field("./atropos-data", description="Directory for groups and runs, or the word memory")
+    fsync: Literal["always", "interval", "never"] = Field(
+        "interval",
+        description="When to force data to the disk: before each answer; once a second; never. All three lose nothing "
+        "when the broker is killed; when the power goes, interval may lose a second and never what was not yet written",
+    )
+    fresh: bool = Field(False, description="Delete what the store holds and begin anew")
+    token: str | None = Field(None, description="Bearer token that callers must show; made up if the host needs one")
+    allowed_hosts: list[str] = Field(
+        default_factory=list, description="Host names beside loopback and IP addresses by which callers may address us"
+    )
+    max_staleness: int | None = Field(
+        None, ge=0, description="Expire groups whose policy is more than this many trainer steps old"
+    )
+    drop_orphaned: bool = Field(False, description="Drop queued groups of policies that a resumed run gave up")
+    require_versions: bool = Field(False, description="Refuse groups that do not say their policy versions")
+    dedup_window: float = Field(
+        30.0, ge=0, description="Seconds in which a repeated submission without a key is recognised; 0 turns it off"
+    )
+    max_uncommitted: int = Field(16, ge=1, description="Batches that may be formed and not yet committed")
+    keep_batches: int = Field(0, ge=0, description="Committed batches whose groups are kept for replay")
+    environment_timeout: float = Field(
+        60.0, gt=0, description="Seconds of silence after which an environment's weight and minimum are void"
+    )
+    min_allocation_wait: float = Field(
+        120.0, ge=0, description="Seconds a batch waits for an environment's minimum before it is formed without"
+    )
+    max_queued_sequences: int = Field(200_000, ge=1, description="Sequences that may wait; more are answered 503")
+    max_queued_bytes: int = Field(16 * 2**30, ge=1, description="Bytes of groups that may wait; more are answered 503")
+    max_body_bytes: int = Field(256 * 2**20, ge=1024, description="Largest request body, as sent")
+    max_inflated_bytes: int = Field(1024 * 2**20, ge=1024, description="Largest request body, decompressed")
+    log_level: str = Field("info", description="debug, info, warning or error")
+
+    @field_validator("store")
+    @classmethod
+    def _refuse_redis(cls, value: str) -> str:
+        if value.startswith(("redis://", "rediss://")):
+            raise ValueError("Redis is not supported yet; name a directory or say memory")
+        if not value:
+            raise ValueError("name a directory or say memory")
+        return value
+
+    def settings(self) -> BrokerSettings:
+        """The part of the options that the rules need."""
+        return BrokerSettings(
+            max_staleness=self.max_staleness,
+            drop_orphaned=self.drop_orphaned,
+            require_versions=self.require_versions,
+            max_uncommitted=self.max_uncommitted,
+            keep_batches=self.keep_batches,
+            environment_timeout_seconds=self.environment_timeout,
+            min_allocation_wait_seconds=self.min_allocation_wait,
+            dedup_window_seconds=self.dedup_window,
+            max_queued_sequences=self.max_queued_sequences,
+            max_queued_bytes=self.max_queued_bytes,
+        )

@@ -1,0 +1,96 @@
+"""Request bodies in (bounded, inflated), small answers out."""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from isal import isal_zlib
+
+from atropos_api.errors import InvalidRequest, TooLarge
+from atropos_api.http.services import services_of
+
+StructT = TypeVar("StructT")
+
+GZIP_WBITS: Final = 31
+INFLATE_STEP_BYTES: Final = 1 << 20
+COMPRESS_FROM_BYTES: Final = 1000
+JSON: Final = "application/json"
+
+_encoder = msgspec.json.Encoder()
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body, decompressed; never more in memory than the limits allow."""
+    config = services_of(request).config
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > config.max_body_bytes:
+        raise _too_large(int(declared), config.max_body_bytes, "--max-body-bytes")
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > config.max_body_bytes:
+            raise _too_large(size, config.max_body_bytes, "--max-body-bytes")
+        chunks.append(chunk)
+    body = b"".join(chunks) if len(chunks) != 1 else chunks[0]
+    encoding = request.headers.get("content-encoding", "").lower()
+    return inflate(body, config.max_inflated_bytes) if "gzip" in encoding and body else body
+
+
+def inflate(body: bytes, limit_bytes: int) -> bytes:
+    """Gunzip all members, piece by piece, so that a bomb is refused before it has grown."""
+    parts: list[bytes] = []
+    size = 0
+    rest = body
+    while rest:
+        member = isal_zlib.decompressobj(wbits=GZIP_WBITS)
+        data = rest
+        while not member.eof:
+            try:
+                part = member.decompress(data, INFLATE_STEP_BYTES)
+            except isal_zlib.error as error:
+                raise _bad_gzip(str(error)) from None
+            data = member.unconsumed_tail
+            size += len(part)
+            parts.append(part)
+            if size > limit_bytes:
+                raise _too_large(size, limit_bytes, "--max-inflated-bytes")
+            if not part and not data and not member.eof:
+                raise _bad_gzip("it ends too early")
+        rest = member.unused_data.lstrip(b"\0")
+    return b"".join(parts)
+
+
+def decode_body(body: bytes, kind: type[StructT]) -> StructT:
+    """A small JSON body as its type; what is wrong with it is named."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the body has the wrong shape: {error}", field="body") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", field="body") from None
+
+
+def json_response(content: Any, status_code: int = 200) -> Response:
+    return Response(_encoder.encode(content), status_code=status_code, media_type=JSON)
+
+
+def wants_gzip(request: Request, size: int) -> bool:
+    return size >= COMPRESS_FROM_BYTES and "gzip" in request.headers.get("accept-encoding", "").lower()
+
+
+def compress(body: bytes) -> bytes:
+    """Gzip at the fastest level: more would cost the broker more than it saves anyone."""
+    deflater = isal_zlib.compressobj(1, isal_zlib.DEFLATED, GZIP_WBITS)
+    compressed: bytes = deflater.compress(body) + deflater.flush()
+    return compressed
+
+
+def _bad_gzip(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"the body is not valid gzip: {reason}", field="body")
+
+
+def _too_large(size: int, limit: int, flag: str) -> TooLarge:
+    return TooLarge(f"the body has {size} bytes or more, {limit} are allowed ({flag})", limit_bytes=limit)

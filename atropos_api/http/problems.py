@@ -1,0 +1,77 @@
+"""Errors as answers: problem+json with a stable type, the offending value, and what to do."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+from fastapi import Request, Response
+
+from atropos_api.errors import BrokerError
+
+logger = logging.getLogger(__name__)
+
+PROBLEM_TYPE: Final = "application/problem+json"
+TYPE_PREFIX: Final = "https://atropos.invalid/problems/"
+
+STATUS_BY_KIND: Final = {
+    "invalid-request": 422,
+    "invalid-group": 422,
+    "group-size-cannot-fill-batch": 422,
+    "unknown-environment": 404,
+    "unknown-run": 404,
+    "no-open-run": 409,
+    "run-superseded": 409,
+    "batch-out-of-order": 409,
+    "policy-not-newer": 409,
+    "batch-committed": 410,
+    "body-too-large": 413,
+    "token-required": 401,
+    "cross-site-request": 403,
+    "queue-full": 503,
+    "store-unavailable": 503,
+}
+
+RETRY_AFTER_SECONDS: Final = "1"
+
+
+def problem_response(status: int, kind: str, detail: str, **members: Any) -> Response:
+    headers = {}
+    if status == 503:
+        headers["Retry-After"] = RETRY_AFTER_SECONDS
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    body = {"type": TYPE_PREFIX + kind, "title": _title(status), "status": status, "detail": detail, **members}
+    return Response(msgspec.json.encode(body), status_code=status, media_type=PROBLEM_TYPE, headers=headers)
+
+
+def answer_broker_error(_: Request, error: Exception) -> Response:
+    """The one place where an error of the rules becomes a status."""
+    if not isinstance(error, BrokerError):
+        raise error
+    status = STATUS_BY_KIND[error.kind]
+    if status == 422:
+        logger.warning("refused: %s", error)
+    return problem_response(status, error.kind, str(error), **error.details)
+
+
+def answer_unexpected(_: Request, error: Exception) -> Response:
+    """A fault of ours; the log has it whole, the caller is told so and may repeat what is repeatable."""
+    logger.error("unexpected error", exc_info=error)
+    return problem_response(500, "internal-error", "the broker failed at this request; its log says why")
+
+
+def answer_http_error(_: Request, error: Exception) -> Response:
+    """What the framework refuses by itself: unknown paths and methods."""
+    status = getattr(error, "status_code", 500)
+    detail = str(getattr(error, "detail", error))
+    return problem_response(status, detail.lower().replace(" ", "-"), detail)
+
+
+def _title(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Error"

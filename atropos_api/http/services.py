@@ -1,0 +1,55 @@
+"""What the handlers need, built once by `create_app`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from atropos_api.broker import Broker
+from atropos_api.config import BrokerConfig
+
+
+class Bell:
+    """Wakes everyone who waits, and costs nothing while nobody does."""
+
+    def __init__(self) -> None:
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def ring(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self, timeout_seconds: float) -> None:
+        """Return at the next ring, or after the timeout."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await asyncio.wait((waiter,), timeout=timeout_seconds)
+        finally:
+            self._waiters.discard(waiter)
+            waiter.cancel()
+
+
+@dataclass(slots=True)
+class Services:
+    """The broker and what surrounds it for one app. `stopping` ends every wait, so that shutting down is quick."""
+
+    broker: Broker
+    config: BrokerConfig
+    groups_bell: Bell = field(default_factory=Bell)
+    pacing_bell: Bell = field(default_factory=Bell)
+    legacy_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    stopping: bool = False
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.groups_bell.ring()
+        self.pacing_bell.ring()
+
+
+def services_of(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services

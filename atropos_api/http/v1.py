@@ -1,0 +1,115 @@
+"""The v1 contract: runs, environments, groups, numbered batches, policy."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request, Response
+
+from atropos_api.errors import InvalidRequest
+from atropos_api.http.bodies import JSON, compress, decode_body, json_response, read_body, wants_gzip
+from atropos_api.http.parameters import parse_int, read_int, read_wait
+from atropos_api.http.services import Services, services_of
+from atropos_api.store.base import GroupRow
+from atropos_api.wire.messages import CommitRequest, EnvironmentRequest, PolicyUpdate, RunRequest
+from atropos_api.wire.payload import check_group, decode_submission
+
+LONGEST_KEY = 200
+
+router = APIRouter(prefix="/v1", tags=["v1"])
+
+
+@router.post("/runs", summary="Begin or resume a run")
+async def begin_run(request: Request) -> Response:
+    wanted = decode_body(await read_body(request), RunRequest)
+    return json_response(services_of(request).broker.begin_run(wanted))
+
+
+@router.post("/runs/{run_id}/finish", summary="End a run; its environments are told to stop")
+async def finish_run(request: Request, run_id: str) -> Response:
+    services_of(request).broker.finish_run(run_id)
+    return Response(status_code=204)
+
+
+@router.put("/policy", summary="Announce a published policy version")
+async def update_policy(request: Request) -> Response:
+    services_of(request).broker.update_policy(decode_body(await read_body(request), PolicyUpdate))
+    return Response(status_code=204)
+
+
+@router.get("/batches/{number}", summary="Batch by number; the same bytes until it is committed")
+async def get_batch(request: Request, number: str) -> Response:
+    services = services_of(request)
+    run_id = request.query_params.get("run_id")
+    epoch = read_int(request, "epoch")
+    world_size = read_int(request, "world_size", 1, least=1) or 1
+    rank = read_int(request, "rank", 0, least=0) or 0
+    wanted = parse_int(number, "number", least=1)
+    deadline = time.monotonic() + read_wait(request)
+    while True:
+        groups = services.broker.get_batch(wanted, run_id=run_id, epoch=epoch, rank=rank, world_size=world_size)
+        if groups is not None:
+            return _batch_response(request, services, wanted, groups)
+        remaining = deadline - time.monotonic()
+        if remaining <= 0 or services.stopping:
+            return Response(status_code=204, headers={"Retry-After": "0"})
+        await services.groups_bell.wait(min(remaining, _until_retry(services)))
+
+
+@router.post("/batches/{number}/commit", summary="Everything up to this batch is covered by a checkpoint")
+async def commit(request: Request, number: str) -> Response:
+    wanted = decode_body(await read_body(request), CommitRequest)
+    broker = services_of(request).broker
+    broker.commit(parse_int(number, "number", least=1), run_id=wanted.run_id, epoch=wanted.epoch)
+    return Response(status_code=204)
+
+
+@router.post("/environments", summary="Register an environment by a stable name")
+async def register_environment(request: Request) -> Response:
+    wanted = decode_body(await read_body(request), EnvironmentRequest)
+    return json_response(services_of(request).broker.register_environment(wanted))
+
+
+@router.put("/environments/{environment_id}/heartbeat", summary="Stay alive; pacing, or its next change")
+async def heartbeat(request: Request, environment_id: str) -> Response:
+    services = services_of(request)
+    wanted = parse_int(environment_id, "environment_id")
+    revision = read_int(request, "revision")
+    deadline = time.monotonic() + read_wait(request)
+    while True:
+        pacing = services.broker.heartbeat(wanted)
+        remaining = deadline - time.monotonic()
+        if pacing.revision != revision or remaining <= 0 or services.stopping:
+            return json_response(pacing)
+        await services.pacing_bell.wait(remaining)
+
+
+@router.post("/groups", summary="Submit scored groups", status_code=202)
+async def submit(request: Request) -> Response:
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= LONGEST_KEY:
+        raise InvalidRequest(f"Idempotency-Key: 1 to {LONGEST_KEY} characters are needed", field="Idempotency-Key")
+    submission = decode_submission(await read_body(request))
+    env_id = submission.environment_id
+    groups = [
+        check_group(fields, where=f"groups[{index}].", env_id=env_id) for index, fields in enumerate(submission.groups)
+    ]
+    answer = services_of(request).broker.submit(env_id, groups, key=key)
+    return json_response(answer, status_code=202)
+
+
+def _until_retry(services: Services) -> float:
+    """Seconds until a batch that waits for a minimum may be formed without it."""
+    retry_at = services.broker.batches.retry_at
+    return float("inf") if retry_at is None else max(0.01, retry_at - services.broker.state.clock())
+
+
+def _batch_response(request: Request, services: Services, number: int, groups: list[GroupRow]) -> Response:
+    run = services.broker.state.runs.require_open()
+    head = f'{{"number":{number},"run_id":"{run.run_id}","groups":['.encode()
+    body = b"".join((head, b",".join(services.broker.read_bodies(groups)), b"]}"))
+    if wants_gzip(request, len(body)):
+        return Response(
+            compress(body), media_type=JSON, headers={"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
+        )
+    return Response(body, media_type=JSON)

@@ -1,0 +1,181 @@
+"""What the broker keeps: small rows in a ledger, bodies in a log. The rows are also the broker's own state.
+
+A submission is kept once both have it: bodies are written first, then the rows that point at them in one transaction.
+A body without a row was never acknowledged and is nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+
+NO_RUN = ""
+"""Run of groups that came while no run was open; the next run takes them over."""
+
+
+class BodyRef(NamedTuple):
+    """Where a body lies in the log."""
+
+    segment: int
+    offset: int
+    length: int
+
+
+class RunRow(msgspec.Struct, kw_only=True):
+    """A run. `handed_batch` counts batches handed out; the last one may not have reached its trainer (`delivered`)."""
+
+    run_id: str
+    name: str
+    legacy: bool
+    state: Literal["open", "closed", "finished"]
+    epoch: int
+    batch_size: int
+    max_token_length: int
+    num_steps: int
+    starting_step: int
+    checkpoint_dir: str
+    checkpoint_interval: int
+    wandb_project: str
+    wandb_group: str
+    max_staleness: int | None
+    began_at: float
+    committed_batch: int = 0
+    formed_batch: int = 0
+    handed_batch: int = 0
+    delivered: bool = True
+    started: bool = True
+    policy_version: int | None = None
+    policy_step: int | None = None
+    published_at: float | None = None
+
+
+class EnvironmentRow(msgspec.Struct, kw_only=True):
+    """A registered environment. `seen_at` is kept in memory and written with the next other change."""
+
+    environment_id: int
+    name: str
+    display_name: str
+    group_size: int
+    max_token_length: int
+    weight: float
+    min_batch_allocation: float | None
+    max_batches_offpolicy: int
+    connected: bool
+    registered_at: float
+    seen_at: float
+    run_id: str | None = None
+    """The run it last took part in: that run's end is its end."""
+    legacy: bool = False
+
+
+class GroupRow(msgspec.Struct, kw_only=True, gc=False):
+    """A queued or batched group; `seq` is its place in the order of arrival."""
+
+    seq: int
+    run_id: str
+    env_id: int | None
+    size: int
+    token_count: int
+    body: BodyRef
+    received_version: int | None
+    oldest_version: int | None
+    arrived_at: float
+    batch: int = 0
+    """Number of the batch that holds it; 0 while it is queued."""
+    key_id: int = 0
+    """The idempotency key it came under; 0 for none."""
+
+
+class KeyRow(msgspec.Struct, kw_only=True, gc=False):
+    """An idempotency key that was used: repeating it changes nothing while it is remembered."""
+
+    key_id: int
+    owner: str
+    key: str
+    group_count: int
+    used_at: float
+    done_at: float | None = None
+    """When the last of its groups was committed or dropped."""
+
+
+class PolicyRow(msgspec.Struct, kw_only=True, gc=False):
+    """A publish. Orphaned: made after the checkpoint that its run was later resumed from."""
+
+    run_id: str
+    version: int
+    step: int
+    published_at: float
+    orphaned: bool = False
+
+
+class Snapshot(msgspec.Struct, kw_only=True):
+    """Everything a broker starts from. `answered_seq`: groups up to here are known to have been acknowledged."""
+
+    runs: list[RunRow]
+    environments: list[EnvironmentRow]
+    groups: list[GroupRow]
+    keys: list[KeyRow]
+    policies: list[PolicyRow]
+    next_seq: int
+    answered_seq: int
+
+
+class Ledger(Protocol):
+    """Small rows. Outside `transaction` every call is one of its own; inside, all or none of them are kept."""
+
+    def load(self) -> Snapshot: ...
+
+    def transaction(self) -> AbstractContextManager[None]: ...
+
+    def put_run(self, row: RunRow) -> None: ...
+
+    def put_environment(self, row: EnvironmentRow) -> None: ...
+
+    def put_policy(self, row: PolicyRow) -> None: ...
+
+    def put_key(self, row: KeyRow) -> None: ...
+
+    def forget_keys(self, key_ids: Sequence[int]) -> None: ...
+
+    def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None: ...
+
+    def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
+        """Record membership: batch 0 puts the groups back into the queue."""
+
+    def adopt_groups(self, run_id: str) -> None:
+        """Groups without a run become those of `run_id`."""
+
+    def move_groups(self, places: Iterable[tuple[int, BodyRef]]) -> None:
+        """Record new places of bodies, by seq."""
+
+    def drop_groups(self, seqs: Sequence[int]) -> None: ...
+
+    def sync(self) -> None:
+        """Make everything recorded so far survive the loss of power."""
+
+    def close(self) -> None: ...
+
+
+class BodyLog(Protocol):
+    """Bodies, append-only. `discard` says that nobody will ask for a body again; its space comes back some time."""
+
+    def append(self, bodies: Sequence[bytes]) -> list[BodyRef]: ...
+
+    def read(self, refs: Sequence[BodyRef]) -> list[bytes]: ...
+
+    def discard(self, refs: Iterable[BodyRef]) -> None: ...
+
+    def adopt(self, refs: Iterable[BodyRef]) -> list[BodyRef]:
+        """Tell the log at start which bodies are alive; answers those that are not there (lost with the power)."""
+
+    def sparse_segments(self) -> list[int]:
+        """Segments worth rewriting: sealed, and mostly dead."""
+
+    def sync(self) -> None: ...
+
+    def size_bytes(self) -> int: ...
+
+    def close(self) -> None: ...

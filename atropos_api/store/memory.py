@@ -1,0 +1,131 @@
+"""A store that ends with the process: for tests, and for runs that need no second chance (`--store memory`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from atropos_api.store.base import (
+    NO_RUN,
+    BodyRef,
+    EnvironmentRow,
+    GroupRow,
+    KeyRow,
+    PolicyRow,
+    RunRow,
+    Snapshot,
+)
+
+
+class MemoryLedger:
+    """Rows in dictionaries. They are the broker's own objects, so keeping them costs one reference each."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, RunRow] = {}
+        self._environments: dict[int, EnvironmentRow] = {}
+        self._policies: dict[tuple[str, int], PolicyRow] = {}
+        self._keys: dict[int, KeyRow] = {}
+        self._groups: dict[int, GroupRow] = {}
+        self._next_seq = 1
+        self._answered_seq = 0
+
+    def load(self) -> Snapshot:
+        return Snapshot(
+            runs=list(self._runs.values()),
+            environments=list(self._environments.values()),
+            groups=list(self._groups.values()),
+            keys=list(self._keys.values()),
+            policies=list(self._policies.values()),
+            next_seq=self._next_seq,
+            answered_seq=self._answered_seq,
+        )
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        yield
+
+    def put_run(self, row: RunRow) -> None:
+        self._runs[row.run_id] = row
+
+    def put_environment(self, row: EnvironmentRow) -> None:
+        self._environments[row.environment_id] = row
+
+    def put_policy(self, row: PolicyRow) -> None:
+        self._policies[row.run_id, row.version] = row
+
+    def put_key(self, row: KeyRow) -> None:
+        self._keys[row.key_id] = row
+
+    def forget_keys(self, key_ids: Sequence[int]) -> None:
+        for key_id in key_ids:
+            self._keys.pop(key_id, None)
+
+    def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
+        for row in rows:
+            self._groups[row.seq] = row
+            self._next_seq = max(self._next_seq, row.seq + 1)
+        self._answered_seq = answered_seq
+
+    def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
+        for seq in seqs:
+            self._groups[seq].batch = batch
+
+    def adopt_groups(self, run_id: str) -> None:
+        for row in self._groups.values():
+            if row.run_id == NO_RUN:
+                row.run_id = run_id
+
+    def move_groups(self, places: Iterable[tuple[int, BodyRef]]) -> None:
+        for seq, body in places:
+            self._groups[seq].body = body
+
+    def drop_groups(self, seqs: Sequence[int]) -> None:
+        for seq in seqs:
+            self._groups.pop(seq, None)
+
+    def sync(self) -> None:
+        """Memory is as durable as it gets."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class MemoryBodyLog:
+    """Bodies in a dictionary; a discarded body is freed at once."""
+
+    def __init__(self) -> None:
+        self._bodies: dict[int, bytes] = {}
+        self._next_offset = 0
+        self._size_bytes = 0
+
+    def append(self, bodies: Sequence[bytes]) -> list[BodyRef]:
+        refs = []
+        for body in bodies:
+            self._bodies[self._next_offset] = body
+            refs.append(BodyRef(0, self._next_offset, len(body)))
+            self._next_offset += 1
+            self._size_bytes += len(body)
+        return refs
+
+    def read(self, refs: Sequence[BodyRef]) -> list[bytes]:
+        return [self._bodies[ref.offset] for ref in refs]
+
+    def discard(self, refs: Iterable[BodyRef]) -> None:
+        for ref in refs:
+            if self._bodies.pop(ref.offset, None) is not None:
+                self._size_bytes -= ref.length
+
+    def adopt(self, refs: Iterable[BodyRef]) -> list[BodyRef]:
+        return [ref for ref in refs if ref.offset not in self._bodies]
+
+    def sparse_segments(self) -> list[int]:
+        return []
+
+    def sync(self) -> None:
+        """Memory is as durable as it gets."""
+
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def close(self) -> None:
+        """Nothing is held open."""
