@@ -21,6 +21,7 @@ from example_trainer.running.plan import (
     VLLM,
     LocalBase,
     Plan,
+    Programs,
     local_base,
     make_plan,
     python_path,
@@ -92,6 +93,7 @@ class Launch:
 
     settings: RunSettings
     run: RunDir
+    programs: Programs = field(default_factory=Programs)
     started_at: float = field(default_factory=lambda: psutil.Process().create_time())
 
     def go(self) -> Summary:
@@ -106,7 +108,7 @@ class Launch:
             try:
                 if base is not None:
                     model = self._make_base(base, supervisor, snapshot, view, stop)
-                plan = make_plan(self.settings, self.run, places, model=model)
+                plan = make_plan(self.settings, self.run, places, model=model, programs=self.programs)
                 self._record(plan)
                 return self._train(plan, supervisor, snapshot, view, stop)
             finally:

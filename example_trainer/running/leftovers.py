@@ -8,12 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own place for it
+
+
+@dataclass(slots=True)
+class _Sighting:
+    """A new file that none of the run's processes had mapped so far."""
+
+    seen_at: float
+    looked_at: float = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """After a tenth of its age: often at first, when its owner may be about to map it, then rarely."""
+        return now - self.looked_at >= (now - self.seen_at) / 10
 
 
 class SharedMemoryLedger:
@@ -23,6 +37,7 @@ class SharedMemoryLedger:
         self._root = root
         self._foreign = self._listing()
         self._owned: set[str] = set()
+        self._undecided: dict[str, _Sighting] = {}
 
     @property
     def owned(self) -> frozenset[str]:
@@ -31,13 +46,19 @@ class SharedMemoryLedger:
     def observe(self, processes: Iterable[psutil.Process]) -> frozenset[str]:
         """Note what `processes` have mapped of the files that are new; answers those noted just now.
 
-        Mappings are read only while there is a new file whose owner is unknown, so a quiet run costs one listing.
+        Mappings are read only for files of unknown owner, and for those less and less often: a quiet run costs one
+        listing of a directory, so this may be called many times a second.
         """
-        unknown = self._listing() - self._foreign - self._owned
-        if not unknown:
+        now = time.monotonic()
+        undecided = self._listing() - self._foreign - self._owned
+        self._undecided = {name: self._undecided.get(name) or _Sighting(now) for name in undecided}
+        due = [sighting for sighting in self._undecided.values() if sighting.is_due(now)]
+        if not due:
             return frozenset()
         mapped = set().union(*(mapped_files(process.pid, self._root) for process in processes))
-        fresh = frozenset(unknown & mapped)
+        for sighting in due:
+            sighting.looked_at = now
+        fresh = frozenset(undecided & mapped)
         self._owned |= fresh
         return fresh
 

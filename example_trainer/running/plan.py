@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,15 @@ PACKAGE_ROOT = Path(example_trainer.__file__).resolve().parents[1]
 
 class EnvironmentNotFound(TrainerError):
     """The environment server named is neither a file nor a module here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Programs:
+    """What Python is told to run for each part; tests put small stand-ins here."""
+
+    broker: tuple[str, ...] = ("-m", "atropos_api")
+    vllm: tuple[str, ...] = ("-m", "example_trainer.vllm_api_server")
+    trainer: tuple[str, ...] = ("-m", "example_trainer.grpo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +126,11 @@ def settle_places(settings: RunSettings) -> Places:
     return Places(broker_url=broker_url, broker_port=broker_port, vllm_port=_vllm_port(settings))
 
 
-def make_plan(settings: RunSettings, run: RunDir, places: Places, *, model: str) -> Plan:
+def make_plan(
+    settings: RunSettings, run: RunDir, places: Places, *, model: str, programs: Programs | None = None
+) -> Plan:
     """Every program of the run with its command line and its settings."""
-    builder = _Builder(settings=settings, run=run, places=places, model=model)
+    builder = _Builder(settings=settings, run=run, places=places, model=model, programs=programs or Programs())
     children = []
     if places.broker_port is not None:
         children.append(builder.broker())
@@ -151,6 +162,7 @@ class _Builder:
     run: RunDir
     places: Places
     model: str
+    programs: Programs
     files: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
     bridge_token: str = field(default_factory=lambda: secrets.token_hex(16))
 
@@ -158,14 +170,14 @@ class _Builder:
         flags = self.settings.flags["api"]
         content = {"host": LOOPBACK, "store": str(self.run.broker_store), **self.settings.sections["api"]}
         path = self._write("api", {"api": content | {"port": self.places.broker_port}})
-        command = (sys.executable, "-m", "atropos_api", "--config", path, *flags.without("port").unprefixed("api"))
+        command = self._command(self.programs.broker, path, flags.without("port").unprefixed("api"))
         return ChildSpec(name=BROKER, command=command, environment=self._environment())
 
     def vllm(self) -> ChildSpec:
         flags = self.settings.flags["vllm"].without("port", "model")
         content = self._vllm_defaults() | dict(self.settings.sections["vllm"])
         path = self._write(VLLM, {VLLM: content | {"model": self.model, "port": self.places.vllm_port}})
-        command = (sys.executable, "-m", "example_trainer.vllm_api_server", "--config", path, *flags.unprefixed(VLLM))
+        command = self._command(self.programs.vllm, path, flags.unprefixed(VLLM))
         own = {"LOGDIR": str(self._manifest.parent)}
         if self.settings.trainer.vllm_gpu is not None:
             own["CUDA_VISIBLE_DEVICES"] = str(self.settings.trainer.vllm_gpu)
@@ -178,7 +190,7 @@ class _Builder:
         }
         path = self._write(entry.name, content)
         flags = [*self.settings.flags["env"].without("server").arguments, *self.settings.flags["openai"].arguments]
-        command = (sys.executable, *program_of(entry.server), "serve", "--config", path, *flags)
+        command = self._command((*program_of(entry.server), "serve"), path, flags)
         return ChildSpec(name=entry.name, command=command, environment=self._environment(), ends_by_itself=True)
 
     def trainer(self) -> ChildSpec:
@@ -196,7 +208,7 @@ class _Builder:
         path = self._write(TRAINER, {TRAINER: asked | settled})
         return ChildSpec(
             name=TRAINER,
-            command=(sys.executable, "-m", "example_trainer.grpo", "--config", path),
+            command=self._command(self.programs.trainer, path),
             environment=self._environment(),
             ends_by_itself=True,
             # In the other modes it replaces its server by design, and W&B's service ends before it does.
@@ -249,6 +261,9 @@ class _Builder:
         if Path(self.model).is_dir():
             own["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")
         return own
+
+    def _command(self, program: tuple[str, ...], path: str, flags: Sequence[str] = ()) -> tuple[str, ...]:
+        return (sys.executable, *program, "--config", path, *flags)
 
     def _write(self, name: str, content: Mapping[str, Any]) -> str:
         path = self.run.configs / f"{name}.yaml"

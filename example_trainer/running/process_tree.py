@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 MARK_VARIABLE = "ATROPOS_RUN_TREE"
+ORPHAN_GRACE_SECONDS = 1.5
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
@@ -97,12 +98,16 @@ def end_processes(find: Callable[[], list[psutil.Process]], *, grace_seconds: fl
     """SIGTERM to the heads of what `find` answers, then SIGKILL to all that is left after the grace.
 
     Heads are the processes whose parent is not among those found: a server told to stop ends its own workers, and
-    one whose workers are told first waits for their answers for ever. Resource trackers are killed last: one that
-    outlives the rest removes the named semaphores of the processes that were killed.
+    one whose workers are told first waits for their answers for ever. What a head leaves behind gets a short grace
+    of its own. Resource trackers are killed last: one that outlives the rest removes the named semaphores of the
+    processes that were killed.
     """
-    _signal_all(_heads(find()), signal.SIGTERM)
-    if wait_until(lambda: not find(), grace_seconds):
-        return
+    heads = _heads(find())
+    _signal_all(heads, signal.SIGTERM)
+    if wait_until(lambda: not any(map(is_alive, heads)), grace_seconds):
+        _signal_all(_heads(find()), signal.SIGTERM)
+        if wait_until(lambda: not find(), min(grace_seconds, ORPHAN_GRACE_SECONDS)):
+            return
     _signal_all([process for process in find() if not _is_resource_tracker(process)], signal.SIGKILL)
     if wait_until(lambda: not find(), 1.0):
         return

@@ -182,6 +182,7 @@ class Supervisor:
         if any(child.has_failed for child in self):
             time.sleep(0.3)  # what failed because of the first failure is told in the same message
             raise self._failure([child for child in self if child.has_failed])
+        self._note_shared_memory()
         now = time.monotonic()
         if now - self._observed_at >= OBSERVE_INTERVAL_SECONDS:
             self._observed_at = now
@@ -249,13 +250,12 @@ class Supervisor:
         self._reap(table)
         for child in self:
             self._observe_descendants(child, table, now)
-        self._note_shared_memory()
 
     def _observe_descendants(self, child: Child, table: dict[int, list[int]], now: float) -> None:
+        size_before = len(child.descendants)
         known = {process.pid for process in child.descendants}
         for process in filter(None, map(open_process, set(descendants(child.process.pid, table)) - known)):
             child.descendants[process] = Descendant(seen_at=now, title="")
-        size_before = len(child.descendants)
         for process in list(child.descendants):
             if is_alive(process):
                 child.descendants[process].title = describe(process)

@@ -1,0 +1,24 @@
+"""The real launcher over stand-ins for its programs; a program of its own, so that it can be killed like one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from atropos_api.common.cliconfig import run_cli
+from example_trainer.run import carry_out
+from example_trainer.running.launcher import plan_launch
+from example_trainer.running.plan import Programs
+from example_trainer.running.run_file import read_settings
+
+STANDINS = str(Path(__file__).with_name("standins.py"))
+
+
+def main(argv: list[str]) -> int:
+    launch = plan_launch(read_settings(["--env.server", STANDINS, *argv]))
+    launch.programs = Programs(broker=(STANDINS, "broker"), vllm=(STANDINS, "vllm"), trainer=(STANDINS, "trainer"))
+    return carry_out(launch)
+
+
+if __name__ == "__main__":
+    run_cli(main)

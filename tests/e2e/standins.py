@@ -1,0 +1,107 @@
+"""Small programs that behave towards the launcher like broker, vLLM, environment and trainer. Run by path.
+
+`python standins.py broker|vllm|trainer|serve --config FILE`. How a stand-in misbehaves is set in STANDIN_<ROLE>.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def serve_http(port: int, answers: dict[str, Any]) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            answer = answers.get(self.path.split("?")[0])
+            body = json.dumps(answer).encode()
+            self.send_response(404 if answer is None else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+def broker(settings: dict[str, Any]) -> None:
+    status = {
+        "run": {"run_id": "r", "current_step": 0},
+        "environments": [{"name": "arithmetic"}],
+        "queue": {"sequences": 64},
+    }
+    serve_http(settings["api"]["port"], {"/health": {}, "/v1/status": status})
+
+
+def vllm(settings: dict[str, Any]) -> None:
+    """A server with a worker of its own, shared memory, a socket file and a reluctance to stop when told to."""
+    segment = Path("/dev/shm") / f"atropos-standin-{os.getpid()}"
+    segment.write_bytes(b"\0" * 4096)
+    (Path(tempfile.gettempdir()) / "engine.sock").touch()
+    handle = segment.open("r+b")
+    mapping = mmap.mmap(handle.fileno(), 4096)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"],
+        start_new_session=True,
+    )
+    Path(os.environ["LOGDIR"], "worker.pid").write_text(str(worker.pid))
+    if os.environ.get("STANDIN_VLLM") == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    serve_http(settings["vllm"]["port"], {"/health": {}})
+    mapping.close()
+
+
+def serve(settings: dict[str, Any]) -> None:
+    """An environment: it ends after the trainer has, and writes the evaluations before and after."""
+    evals = Path(settings["env"]["data_dir_to_save_evals"])
+    if settings["openai"]["server_type"] != "vllm":
+        sys.exit("arithmetic_server: error: --openai.server_type openai gives no logprobs; set it to vllm")
+    write_eval(evals / "step-0", 0.08)
+    done = evals.parent / "trained"
+    while not done.exists():
+        time.sleep(0.05)
+    write_eval(evals / "step-5", 0.97)
+
+
+def write_eval(folder: Path, accuracy: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.json").write_text(json.dumps({"results": {"all": {"eval/accuracy": accuracy}}}))
+
+
+def trainer(settings: dict[str, Any]) -> None:
+    run_dir, steps = Path(settings["trainer"]["run_dir"]), settings["trainer"]["training_steps"]
+    behaviour = os.environ.get("STANDIN_TRAINER", "")
+    if behaviour == "refuse":
+        sys.stderr.write("a line of no interest\natropos-grpo: error: --lr -1 is below zero\n")
+        sys.exit(2)
+    with (run_dir / "metrics.jsonl").open("a") as metrics:
+        for step in range(1, steps + 1):
+            time.sleep(0.05)
+            row = {"step": step, "reward/mean": min(1.0, 0.25 + 0.1 * step), "response/length_mean": 13.0 + step}
+            metrics.write(json.dumps(row | {"time/step": 0.05, "timestamp": time.time()}) + "\n")
+            metrics.flush()
+    if behaviour == "crash":
+        sys.exit("the trainer has had enough")
+    if behaviour == "hang":
+        time.sleep(600)
+    (run_dir / "trained").touch()
+
+
+if __name__ == "__main__":
+    role = sys.argv[1]
+    config = yaml.safe_load(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
+    {"broker": broker, "vllm": vllm, "serve": serve, "trainer": trainer}[role](config)

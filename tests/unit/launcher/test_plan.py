@@ -1,0 +1,136 @@
+"""What will run follows from what was asked for: programs, ports, addresses, settings."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from example_trainer.errors import ModelNotFound
+from example_trainer.running.plan import (
+    EnvironmentNotFound,
+    LocalBase,
+    Plan,
+    local_base,
+    make_plan,
+    program_of,
+    require_model,
+    settle_places,
+)
+from example_trainer.running.ports import PortTaken
+from example_trainer.running.run_dir import plan_run_dir
+from example_trainer.running.run_file import read_settings
+
+OWN_ENVIRONMENT = ("--env.server", __file__)
+
+
+def plan(tmp_path: Path, *argv: str) -> Plan:
+    settings = read_settings(["--model-name", "some/model", "--run-dir", str(tmp_path / "run"), *argv])
+    run = plan_run_dir(settings.trainer.run_dir, name="x", log_dir=None, resume=False)
+    return make_plan(settings, run, settle_places(settings), model="some/model")
+
+
+def names(made: Plan) -> list[str]:
+    return [spec.name for spec in made.children]
+
+
+def test_a_whole_run_has_four_programs(tmp_path: Path) -> None:
+    assert names(plan(tmp_path, *OWN_ENVIRONMENT)) == ["broker", "vllm", "environment", "trainer"]
+
+
+def test_with_a_broker_elsewhere_only_vllm_and_trainer_start(tmp_path: Path) -> None:
+    made = plan(tmp_path, "--atropos-url", "http://broker:8000", "--vllm-port", str(_free_port()))
+    assert names(made) == ["vllm", "trainer"]
+    assert made.settings_of("trainer")["trainer"]["atropos_url"] == "http://broker:8000"
+
+
+@pytest.mark.parametrize("mode", ["none", "lora_restart"])
+def test_a_trainer_that_restarts_its_server_starts_it_as_well(tmp_path: Path, mode: str) -> None:
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", mode)
+    assert names(made) == ["broker", "environment", "trainer"]
+    trainer = made.child("trainer")
+    assert trainer is not None
+    assert not trainer.watch_descendants
+
+
+def test_all_programs_agree_on_addresses_and_model(tmp_path: Path) -> None:
+    made = plan(tmp_path, *OWN_ENVIRONMENT)
+    broker, vllm = made.settings_of("broker")["api"], made.settings_of("vllm")["vllm"]
+    environment, trainer = made.settings_of("environment"), made.settings_of("trainer")["trainer"]
+    assert trainer["atropos_url"] == environment["env"]["rollout_server_url"] == f"http://127.0.0.1:{broker['port']}"
+    assert trainer["vllm_port"] == vllm["port"]
+    assert environment["openai"]["base_url"] == f"http://127.0.0.1:{vllm['port']}/v1"
+    assert trainer["model_name"] == vllm["model"] == environment["openai"]["model_name"] == "some/model"
+    assert trainer["vllm_config_path"] == str(tmp_path / "run/bridge/vllm_bridge_config.json")
+    child = made.child("vllm")
+    assert child is not None
+    assert child.environment["LOGDIR"] == str(tmp_path / "run/bridge")
+
+
+def test_the_broker_stores_under_the_run_directory(tmp_path: Path) -> None:
+    """R10: what an earlier run left queued elsewhere is never trained on."""
+    assert plan(tmp_path, *OWN_ENVIRONMENT).settings_of("broker")["api"]["store"] == str(tmp_path / "run/broker")
+
+
+def test_the_trainer_gets_what_was_set_and_nothing_else(tmp_path: Path) -> None:
+    given = plan(tmp_path, *OWN_ENVIRONMENT, "--lr", "1e-4", "--dry-run").settings_of("trainer")["trainer"]
+    assert given["lr"] == 1e-4
+    assert "clip_eps" not in given
+    assert "dry_run" not in given
+
+
+def test_flags_of_a_section_reach_their_program_as_typed(tmp_path: Path) -> None:
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--env.group_size", "4", "--vllm.enforce-eager", "--api.max-staleness", "2")
+    environment, vllm, broker = made.child("environment"), made.child("vllm"), made.child("broker")
+    assert environment is not None
+    assert vllm is not None
+    assert broker is not None
+    assert environment.command[-2:] == ("--env.group_size", "4")
+    assert vllm.command[-1] == "--enforce-eager"
+    assert broker.command[-2:] == ("--max-staleness", "2")
+
+
+def test_the_run_file_of_an_environment_wins_over_what_the_launcher_fills_in(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"env: {{server: {__file__}, total_steps: 99}}\nopenai: {{server_type: sglang}}\n")
+    given = plan(tmp_path, "--config", str(path)).settings_of("environment")
+    assert given["env"]["total_steps"] == 99
+    assert given["openai"]["server_type"] == "sglang"
+    assert "server" not in given["env"]
+
+
+def test_a_port_that_is_taken_is_told_with_its_holder_and_the_flag(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortTaken, match=rf"port {port} is taken by pid \d+ .*--api\.port"):
+            plan(tmp_path, *OWN_ENVIRONMENT, "--api.port", str(port))
+        with pytest.raises(PortTaken, match="--vllm-port"):
+            plan(tmp_path, *OWN_ENVIRONMENT, "--vllm-port", str(port))
+
+
+def test_a_missing_model_is_told_before_anything_starts(tmp_path: Path) -> None:
+    for name in ("/nowhere/model", "./nowhere", "~/nowhere/at/all"):
+        with pytest.raises(ModelNotFound, match="no such directory"):
+            require_model(name)
+    with pytest.raises(ModelNotFound, match=r"no config\.json"):
+        require_model(str(tmp_path))
+    assert require_model("org/model") == "org/model"
+
+
+def test_local_bases_are_named_by_task_and_seed() -> None:
+    assert local_base("tiny/chain") == LocalBase(task="chain", seed=0)
+    assert local_base("tiny/add:3") == LocalBase(task="add", seed=3)
+    assert local_base("org/chain") is None
+
+
+def test_environment_servers_are_files_or_modules() -> None:
+    assert program_of(__file__) == (__file__,)
+    assert program_of("my.package.server") == ("-m", "my.package.server")
+    with pytest.raises(EnvironmentNotFound, match=r"nowhere\.py"):
+        program_of("nowhere.py")
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

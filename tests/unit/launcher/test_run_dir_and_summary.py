@@ -1,0 +1,94 @@
+"""A run directory keeps what was run and what came of it; a second attempt adds to it and overwrites nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from example_trainer.running.plot import rolling_mean
+from example_trainer.running.run_dir import RunDirectoryInUse, plan_run_dir
+from example_trainer.running.summary import NoRun, as_table, summarise
+
+
+def write_run(root: Path, rewards: list[float]) -> None:
+    rows = [
+        {
+            "step": step,
+            "reward/mean": reward,
+            "response/length_mean": 13.0 + step,
+            "time/step": 0.3,
+            "timestamp": 100.0 + step,
+        }
+        for step, reward in enumerate(rewards, 1)
+    ]
+    (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step, accuracy in ((0, 0.08), (len(rewards), 0.97)):
+        folder = root / f"evals/step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "metrics.json").write_text(json.dumps({"results": {"all": {"eval/accuracy": accuracy}}}))
+
+
+def test_each_attempt_has_logs_of_its_own(tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        run = plan_run_dir(tmp_path, name="demo", log_dir=None, resume=False)
+        run.create()
+        assert run.logs == tmp_path / f"logs/attempt_{attempt}"
+        assert (tmp_path / "logs/latest").resolve() == run.logs.resolve()
+
+
+def test_log_dir_is_taken_exactly_where_it_is_given(tmp_path: Path) -> None:
+    """R20: unset it lies inside the run directory, set it lies exactly there."""
+    run = plan_run_dir(tmp_path / "run", name="demo", log_dir=tmp_path / "elsewhere", resume=False)
+    run.create()
+    assert (tmp_path / "elsewhere/latest").exists()
+
+
+def test_a_directory_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path: Path) -> None:
+    write_run(tmp_path, [0.1])
+    with pytest.raises(RunDirectoryInUse, match="--resume"):
+        plan_run_dir(tmp_path, name="demo", log_dir=None, resume=False)
+    plan_run_dir(tmp_path, name="demo", log_dir=None, resume=True)
+
+
+def test_the_record_names_versions_and_revision(tmp_path: Path) -> None:
+    run = plan_run_dir(tmp_path, name="demo", log_dir=None, resume=False)
+    run.create()
+    run.write_record({"trainer": {"lr": 1e-4}})
+    record = json.loads((tmp_path / "config.json").read_text())
+    assert record["trainer"] == {"lr": 1e-4}
+    assert "pydantic" in record["versions"]
+    assert "git" in record
+
+
+def test_the_summary_tells_before_and_after(tmp_path: Path) -> None:
+    write_run(tmp_path, [0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 0.95, 0.96, 0.96])
+    timeline = {"start": 90.0, "broker": 91.0, "imports": 96.0, "vllm": 99.0, "trainer": 99.5, "end": 115.0}
+    summary = summarise(tmp_path, timeline=timeline)
+    assert (summary.accuracy_base, summary.accuracy_trained) == (0.08, 0.97)
+    assert summary.reward_first == pytest.approx(0.62)
+    assert summary.reward_last == pytest.approx(0.944)
+    assert summary.good_reward_step == 7
+    assert summary.first_step_after_seconds == pytest.approx(11.0)
+    assert summary.good_reward_after_seconds == pytest.approx(17.0)
+    assert summary.split_seconds == {"imports": 6.0, "engine": 3.0, "first batch": 1.7, "steps": 9.3, "end": 5.0}
+
+
+def test_the_table_leaves_out_what_is_not_known(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(as_table(summarise(tmp_path)))
+    assert "reward, first and last 5 steps" in capture.get()
+    assert "greedy" not in capture.get()
+
+
+def test_a_directory_without_steps_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(NoRun, match=r"no metrics\.jsonl"):
+        summarise(tmp_path)
+
+
+def test_the_rolling_mean_starts_with_what_there_is() -> None:
+    assert rolling_mean([1.0, 2.0, 3.0], window=2) == [1.0, 1.5, 2.5]

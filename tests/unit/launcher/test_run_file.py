@@ -1,0 +1,131 @@
+"""Run files and flags reach the program they belong to, and mistakes in them are told in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atropos_api.common.cliconfig import ConfigError
+from example_trainer.running.run_file import read_settings, split_section_flags
+
+RUN_FILE = """
+trainer: {model_name: m, training_steps: 5, lr: 1.0e-4}
+api: {port: 8100}
+env: {server: arithmetic_server.py, group_size: 8}
+openai: {server_type: vllm}
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN_FILE)
+    return str(path)
+
+
+def test_sections_of_a_run_file_reach_their_programs(run_file: str) -> None:
+    settings = read_settings(["--config", run_file])
+    assert settings.trainer.training_steps == 5
+    assert settings.section("api") == {"port": 8100}
+    (environment,) = settings.environments
+    assert environment.server == "arithmetic_server.py"
+    assert environment.env == {"group_size": 8}
+    assert environment.openai == {"server_type": "vllm"}
+
+
+def test_flags_lie_over_files_and_later_files_over_earlier_ones(run_file: str, tmp_path: Path) -> None:
+    second = tmp_path / "second.yaml"
+    second.write_text("trainer: {training_steps: 7}\nenv: {max_token_length: 64}\n")
+    settings = read_settings(["--config", run_file, f"--config={second}", "--lr", "2e-4", "--api.port", "8101"])
+    assert (settings.trainer.training_steps, settings.trainer.lr) == (7, 2e-4)
+    assert settings.section("api")["port"] == "8101"
+    assert settings.environments[0].env == {"group_size": 8, "max_token_length": 64}
+
+
+def test_the_launcher_trains_with_shared_weights_unless_told_otherwise(run_file: str) -> None:
+    assert read_settings(["--config", run_file]).trainer.weight_bridge_mode == "shared_vllm"
+    asked = read_settings(["--config", run_file, "--weight-bridge-mode", "none"])
+    assert asked.trainer.weight_bridge_mode == "none"
+
+
+def test_without_an_env_section_no_environment_is_started() -> None:
+    settings = read_settings(["--model-name", "m", "--atropos-url", "http://localhost:8000", "--training-steps", "30"])
+    assert settings.environments == ()
+
+
+def test_an_environment_file_is_a_run_file_with_env_and_openai_alone(tmp_path: Path) -> None:
+    """R30: one file serves the environment server and the launcher."""
+    path = tmp_path / "env.yaml"
+    path.write_text("env: {group_size: 4}\nopenai:\n  - {base_url: 'http://a/v1'}\n  - {base_url: 'http://b/v1'}\n")
+    settings = read_settings(["--config", str(path), "--model-name", "m", "--env.server", "gsm8k_server.py"])
+    assert settings.environments[0].server == "gsm8k_server.py"
+    assert len(settings.environments[0].openai) == 2
+
+
+def test_several_environments_are_numbered(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("environments:\n  - {file: a.py, env: {group_size: 4}}\n  - {file: b.py}\n")
+    settings = read_settings(["--config", str(path), "--model-name", "m"])
+    names = [(entry.name, entry.server) for entry in settings.environments]
+    assert names == [("environment-1", "a.py"), ("environment-2", "b.py")]
+
+
+def test_section_flags_keep_the_form_in_which_they_were_typed() -> None:
+    own, flags = split_section_flags(
+        [
+            "--lr",
+            "1",
+            "--env.group-size=8",
+            "--env.use_wandb",
+            "--seed",
+            "3",
+            "--openai.base_url",
+            "a",
+            "b",
+            "--env.x",
+            "-1",
+        ]
+    )
+    assert own == ["--lr", "1", "--seed", "3"]
+    assert flags["env"].arguments == ("--env.group-size=8", "--env.use_wandb", "--env.x", "-1")
+    assert flags["env"].values == {"group_size": "8", "use_wandb": True, "x": "-1"}
+    assert flags["openai"].values == {"base_url": ["a", "b"]}
+    assert flags["env"].without("group_size").arguments == ("--env.use_wandb", "--env.x", "-1")
+    assert flags["env"].unprefixed("env")[0] == "--group-size=8"
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (
+            ["--model-name", "m", "--trainig-steps", "3"],
+            "unknown option --trainig-steps, did you mean --training-steps?",
+        ),
+        (["--model-name", "m", "--opneai.x", "1"], "unknown option --opneai.x, did you mean openai?"),
+        (["--config"], "--config needs the path"),
+        (["--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_told_with_the_remedy(argv: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_settings(argv)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("trainer: {model_name: m}\nenvv: {}\n", "unknown section 'envv', did you mean env?"),
+        ("trainer: {model_name: m, lrr: 1}\n", "unknown key 'lrr', did you mean lr?"),
+        ("trainer: {model_name: m}\nenv: 3\n", "section 'env' holds int"),
+        ("trainer: {model_name: m}\nenv: {group_size: 3}\n", "which server?"),
+    ],
+)
+def test_mistakes_in_a_run_file_are_told_with_the_remedy(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"^\S") as error:
+        read_settings(["--config", str(path)])
+    assert told in str(error.value)

@@ -1,0 +1,204 @@
+"""Children are noticed when they end, are ended whole, and leave nothing; real processes, each a few lines long."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from example_trainer.running.process_tree import is_alive, wait_until
+from example_trainer.running.supervisor import ChildFailed, ChildSpec, Supervisor
+
+SLEEP = "import time; time.sleep(600)"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+STARTS_WORKER = f"""
+import subprocess, sys, pathlib, time
+worker = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(str(worker.pid))
+time.sleep(600)
+"""
+MAPS_SHARED_MEMORY = """
+import mmap, pathlib, sys, tempfile, time
+path = pathlib.Path("/dev/shm") / sys.argv[1]
+path.write_bytes(b"0" * 4096)
+handle = path.open("r+b")
+mapping = mmap.mmap(handle.fileno(), 4096)
+pathlib.Path(tempfile.gettempdir(), "scratch").touch()
+print(tempfile.gettempdir(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    with Supervisor(tmp_path) as supervisor:
+        yield supervisor
+
+
+def python(name: str, code: str, *arguments: str, ends_by_itself: bool = False) -> ChildSpec:
+    return ChildSpec(name=name, command=(sys.executable, "-c", code, *arguments), ends_by_itself=ends_by_itself)
+
+
+def wait_for_file(path: Path) -> str:
+    assert wait_until(lambda: path.exists() and path.stat().st_size > 0, 10)
+    return path.read_text()
+
+
+def check_until_failure(supervisor: Supervisor, limit_seconds: float = 10) -> ChildFailed:
+    deadline = time.monotonic() + limit_seconds
+    while time.monotonic() < deadline:
+        try:
+            supervisor.check()
+        except ChildFailed as failure:
+            return failure
+        time.sleep(0.05)
+    raise AssertionError("nothing was noticed")
+
+
+def test_a_crash_is_told_with_exit_code_and_last_lines(supervisor: Supervisor) -> None:
+    supervisor.start(python("trainer", "print('step 7'); raise SystemExit(3)", ends_by_itself=True))
+    failure = check_until_failure(supervisor)
+    assert failure.exit_code == 1
+    assert "trainer exited with code 3" in str(failure)
+    assert "step 7" in str(failure)
+
+
+def test_a_refusal_is_one_line_and_exit_code_2(supervisor: Supervisor) -> None:
+    code = "import sys; print('loading'); sys.stderr.write('prog: error: --lr -1 is below 0\\n'); sys.exit(2)"
+    supervisor.start(python("trainer", code, ends_by_itself=True))
+    failure = check_until_failure(supervisor)
+    assert failure.exit_code == 2
+    assert str(failure) == "trainer: prog: error: --lr -1 is below 0"
+
+
+def test_success_of_a_program_that_ends_by_itself_is_no_failure(supervisor: Supervisor) -> None:
+    child = supervisor.start(python("trainer", "", ends_by_itself=True))
+    assert wait_until(lambda: child.exit_code is not None, 10)
+    supervisor.check()
+
+
+def test_a_server_that_exits_0_has_failed(supervisor: Supervisor) -> None:
+    supervisor.start(python("broker", ""))
+    assert "broker exited with code 0" in str(check_until_failure(supervisor))
+
+
+def test_a_killed_child_is_named_with_its_signal(supervisor: Supervisor) -> None:
+    child = supervisor.start(python("vllm", SLEEP))
+    os.kill(child.process.pid, 9)
+    assert "vllm was killed by SIGKILL" in str(check_until_failure(supervisor))
+
+
+def test_the_loss_of_a_settled_process_of_a_child_is_a_failure(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("example_trainer.running.supervisor.SETTLED_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr("example_trainer.running.supervisor.LOSS_GRACE_SECONDS", 0.5)
+    supervisor.start(python("vllm", STARTS_WORKER, str(tmp_path / "worker")))
+    worker = int(wait_for_file(tmp_path / "worker"))
+    until = time.monotonic() + 2.5
+    while time.monotonic() < until:
+        supervisor.check()
+        time.sleep(0.05)
+    os.kill(worker, 9)
+    assert f"vllm lost its process pid {worker}" in str(check_until_failure(supervisor))
+
+
+def test_a_process_of_a_child_that_is_replaced_is_no_loss(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("example_trainer.running.supervisor.SETTLED_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr("example_trainer.running.supervisor.LOSS_GRACE_SECONDS", 0.5)
+    pool = f"""
+import subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", {SLEEP!r}])
+time.sleep(2.2)
+worker.kill(); worker.wait()
+worker = subprocess.Popen([sys.executable, "-c", {SLEEP!r}])
+time.sleep(600)
+"""
+    supervisor.start(python("environment", pool, ends_by_itself=True))
+    until = time.monotonic() + 4.5
+    while time.monotonic() < until:
+        supervisor.check()
+        time.sleep(0.05)
+
+
+def test_closing_ends_children_that_ignore_sigterm_and_those_in_sessions_of_their_own(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path)
+    child = supervisor.start(python("vllm", STARTS_WORKER, str(tmp_path / "worker")))
+    worker = psutil.Process(int(wait_for_file(tmp_path / "worker")))
+    stubborn = supervisor.start(python("broker", STUBBORN))
+    supervisor.close(grace_seconds=0.5)
+    assert not [process for process in (child.handle, worker, stubborn.handle) if is_alive(process)]
+
+
+def test_an_orphan_is_found_by_the_mark_it_inherited(tmp_path: Path) -> None:
+    """Its parent is gone before anyone looked, so descent no longer leads to it."""
+    supervisor = Supervisor(tmp_path)
+    child = supervisor.start(python("vllm", STARTS_WORKER, str(tmp_path / "worker")))
+    worker = psutil.Process(int(wait_for_file(tmp_path / "worker")))
+    os.kill(child.process.pid, 9)
+    supervisor.close(grace_seconds=0.5)
+    assert not is_alive(worker)
+
+
+def test_a_stranger_with_the_same_command_line_survives(tmp_path: Path) -> None:
+    decoy = subprocess.Popen([sys.executable, "-c", SLEEP])
+    try:
+        supervisor = Supervisor(tmp_path)
+        supervisor.start(python("vllm", SLEEP))
+        supervisor.close(grace_seconds=1)
+        assert decoy.poll() is None
+    finally:
+        decoy.kill()
+        decoy.wait()
+
+
+def test_shared_memory_and_scratch_files_of_a_killed_child_are_removed(tmp_path: Path) -> None:
+    name = f"atropos-test-{os.getpid()}"
+    supervisor = Supervisor(tmp_path)
+    child = supervisor.start(python("vllm", MAPS_SHARED_MEMORY, name))
+    scratch = Path(wait_for_file(child.log_path).strip())
+    supervisor.check()
+    os.kill(child.process.pid, 9)
+    supervisor.close(grace_seconds=0.5)
+    assert not Path("/dev/shm", name).exists()
+    assert not scratch.exists()
+
+
+def test_what_a_killed_launcher_leaves_is_cleaned_up_for_it(tmp_path: Path) -> None:
+    """kill -9 of the launcher itself: its children end, and so do theirs, and nothing is left in memory or on disk."""
+    name = f"atropos-test-{os.getpid()}-orphaned"
+    launcher = f"""
+import sys, time
+from pathlib import Path
+from example_trainer.running.supervisor import ChildSpec, Supervisor
+supervisor = Supervisor(Path(sys.argv[1]))
+worker = supervisor.start(ChildSpec(name="a", command=(sys.executable, "-c", {STARTS_WORKER!r}, sys.argv[1] + "/worker")))
+mapper = supervisor.start(ChildSpec(name="b", command=(sys.executable, "-c", {MAPS_SHARED_MEMORY!r}, {name!r})))
+while not (Path(sys.argv[1]) / "worker").exists() or not mapper.log_path.read_text():
+    time.sleep(0.05)
+supervisor.check()
+Path(sys.argv[1], "children").write_text(f"{{worker.process.pid}} {{mapper.process.pid}}")
+time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", launcher, str(tmp_path)])
+    pids = [*map(int, wait_for_file(tmp_path / "children").split()), int((tmp_path / "worker").read_text())]
+    tree = [psutil.Process(pid) for pid in pids]
+    scratch = Path((tmp_path / "b.log").read_text().strip())
+    process.kill()
+    process.wait()
+    assert wait_until(lambda: not any(map(is_alive, tree)), 10)
+    assert wait_until(lambda: not Path("/dev/shm", name).exists() and not scratch.exists(), 5)
+
+
+def test_output_of_any_length_never_blocks_a_child(supervisor: Supervisor) -> None:
+    child = supervisor.start(python("broker", "print('x' * 2_000_000)", ends_by_itself=True))
+    assert wait_until(lambda: child.exit_code is not None, 10)
+    assert child.log_path.stat().st_size > 2_000_000
