@@ -1,13 +1,16 @@
 """The policy under training: a Hugging Face causal language model and the weights the optimizer steps.
 
 A `Policy` keeps two things apart that most trainers mix: the *module* that the forward runs on and
-the *masters* that the optimizer changes. Three layouts share this one interface:
+the *masters* that the optimizer changes. What the module's trained parameters are is the layout:
 
-- plain: the module's parameters are the masters (fp32), the forward computes in the served dtype
-  under autocast;
+- plain: the masters themselves where these have the served dtype, else a copy of them in the served
+  dtype, cast anew for each forward. The sampler computes in that dtype throughout, so this agrees
+  with it more closely than autocast over fp32 weights would (its residual stream stays fp32);
 - shared, forward from masters: the same, and `served` holds views into the tensors vLLM reads, which
   only a publish writes;
-- shared, forward from views: the module's parameters are those views, gradients move to the masters.
+- shared, forward from views: those views.
+
+Gradients always end up with the masters, in their precision.
 
 The module is always built by transformers' own loading, so that buffers (rotary frequencies with
 their scaling above all) are never rebuilt by hand.
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,6 +66,7 @@ class Policy:
         self.tokenizer_name = options.model_name
         self.forwards_from_masters = True
         self.served: Mapping[str, torch.Tensor] = {}
+        self._copies: dict[str, nn.Parameter] = {}
         self._names = checkpoint_names(module)
         self._places = _places_by_name(module, self._names)
         trained = trained_parameters(self._names, options.train_layer_indices)
@@ -77,12 +81,24 @@ class Policy:
         """Module parameter name to checkpoint name, tied parameters once."""
         return self._names
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """The context of every forward: computes in the served dtype where the masters are finer."""
-        finer = any(master.dtype != self.dtype for master in self.masters.values())
-        if self.forwards_from_masters and finer:
-            return torch.autocast(self.device.type, dtype=self.dtype)
-        return nullcontext()
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The context of every forward: the module computes in the served dtype from the masters as they are now."""
+        with torch.no_grad():
+            for name, copy in self._copies.items():
+                # Through .data: a graph of an earlier micro-batch may still hold the copy, with these values.
+                copy.data.copy_(self.masters[name])
+        yield
+
+    def compute_in_served_dtype(self) -> None:
+        """Give the module weights of its own in the served dtype, where the masters have another."""
+        for name in self._places:
+            weight = self._current(name)
+            if weight.dtype != self.dtype:
+                copy = self._install(name, weight.detach().to(device=self.device, dtype=self.dtype))
+                if name in self.masters:
+                    self._copies[name] = copy
+        self.module.to(self.device)  # what is left: buffers
 
     def attach(self, served: Mapping[str, torch.Tensor], *, forwards_from_masters: bool) -> None:
         """Take the server's tensors, by checkpoint name; called again after the server has restarted.
@@ -92,29 +108,35 @@ class Policy:
         """
         self.served = served
         self.forwards_from_masters = forwards_from_masters
-        for name, places in self._places.items():
-            trained = name in self.masters
-            if trained and forwards_from_masters:
-                continue
-            view = nn.Parameter(served[name], requires_grad=trained)
-            if trained:
-                register: Any = view.register_post_accumulate_grad_hook
-                register(partial(self._collect, name))
-            for owner, attribute in places:
-                setattr(owner, attribute, view)
-        self.module.to(self.device)  # what is left: buffers
+        for name in self._places:
+            if name not in self.masters or not forwards_from_masters:
+                self._install(name, served[name])
+        self.module.to(self.device)
 
     def collect_gradients(self) -> None:
-        """Move gradients from the module's views to the masters; nothing to do in the other layouts.
+        """Move gradients from the module's parameters to the masters; nothing to do where they are the same.
 
         Hooks do it already during backward, in the masters' precision, so that many micro-batches
         add up without rounding. This sweeps up gradients that were assigned rather than accumulated.
         """
         for name, master in self.masters.items():
-            owner, attribute = self._places[name][0]
-            parameter: nn.Parameter = getattr(owner, attribute)
-            if parameter is not master:
+            if (parameter := self._current(name)) is not master:
                 self._collect(name, parameter)
+
+    def _current(self, name: str) -> nn.Parameter:
+        owner, attribute = self._places[name][0]
+        parameter: nn.Parameter = getattr(owner, attribute)
+        return parameter
+
+    def _install(self, name: str, weight: torch.Tensor) -> nn.Parameter:
+        """Let the forward read `weight`, and send its gradients to the master."""
+        parameter = nn.Parameter(weight, requires_grad=name in self.masters)
+        if parameter.requires_grad:
+            register: Any = parameter.register_post_accumulate_grad_hook
+            register(partial(self._collect, name))
+        for owner, attribute in self._places[name]:
+            setattr(owner, attribute, parameter)
+        return parameter
 
     def _collect(self, name: str, parameter: torch.Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -125,6 +147,15 @@ class Policy:
             master.grad = gradient.to(device=master.device, dtype=master.dtype)
         else:
             master.grad.add_(gradient.to(device=master.device))
+
+    @torch.no_grad()
+    def stale_weights(self) -> list[str]:
+        """Trained weights that the forward would read with other values than the masters have."""
+        return [
+            name
+            for name, master in self.masters.items()
+            if not torch.equal(self._current(name), master.to(device=self.device, dtype=self.dtype))
+        ]
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, torch.Tensor]:
@@ -151,7 +182,7 @@ class Policy:
                 setattr(owner, attribute, parameter)
 
     def _replace(self, name: str, weight: torch.Tensor, replaced: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-        current: nn.Parameter = getattr(*self._places[name][0])
+        current = self._current(name)
         substitute = nn.Parameter(weight.to(device=self.device, dtype=current.dtype), requires_grad=False)
         for owner, attribute in self._places[name]:
             replaced.append((owner, attribute, current))
@@ -184,15 +215,18 @@ class Policy:
         tensors: dict[str, torch.Tensor] = {}
         for parameter_name, name in self._names.items():
             weight = self.masters.get(name)
-            tensors[parameter_name] = getattr(*self._places[name][0]) if weight is None else weight
+            tensors[parameter_name] = self._current(name) if weight is None else weight
         tensors.update(_persistent_buffers(self.module))
         stored = to_checkpoint_layout(self.module, {name: tensor.detach() for name, tensor in tensors.items()})
         cast = {name: _cast_floating(tensor, dtype) for name, tensor in stored.items()}
         return {name: tensor.contiguous() for name, tensor in cast.items()}
 
 
-def load_policy(options: PolicyOptions) -> Policy:
-    """Load a policy from a local directory or by name, in the plain layout."""
+def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -> Policy:
+    """Load a policy from a local directory or by name.
+
+    Without `forwards_from_masters` the caller attaches served tensors before the first forward.
+    """
     device = resolve_device(options.device)
     config = _load_config(options)
     served_dtype = resolve_dtype(options.dtype, config)
@@ -201,6 +235,8 @@ def load_policy(options: PolicyOptions) -> Policy:
     if options.master_weights != "host":
         module = module.to(device)
     policy = Policy(module, served_dtype=served_dtype, device=device, options=options)
+    if forwards_from_masters:
+        policy.compute_in_served_dtype()
     logger.info(
         "loaded %s: %.1fM parameters, %.1fM of them trained, served as %s on %s",
         options.model_name,

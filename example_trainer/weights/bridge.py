@@ -4,10 +4,11 @@ The training loop asks it for a policy, hands it a version number after a step, 
 end. How the new weights reach the server (shared tensors, a restart) is behind this protocol.
 
 Order of a run: `prepare()`, then the masters may be overwritten from a checkpoint, then the run's
-first version is published before anything can be sampled; that first publish proves that trainer
-and server compute the same logprobs. From then on `publish` follows the steps that
-`should_publish` asks for. While the loop waits for rollouts it asks `needs_publish` every few
-seconds: a server that has restarted serves nothing until the current masters are published again.
+first version, above both `highest_version()` and what the broker remembers, is published before
+anything can be sampled; that publish proves that trainer and server compute the same logprobs. From
+then on `publish` follows the steps that `should_publish` asks for. While the loop waits for rollouts
+it asks `needs_publish` every few seconds: a server that has restarted serves nothing until the
+current masters are published again.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ class WeightBridge(Protocol):
         """
         ...
 
+    def highest_version(self) -> int:
+        """The highest version the server has had; what is published next must be above it. 0 if none."""
+        ...
+
     def should_publish(self, steps_since_publish: int) -> bool:
         """Whether a publish is due after this many optimizer steps without one."""
         ...
@@ -88,6 +93,27 @@ def make_bridge(config: TrainingConfig) -> WeightBridge:
             f"--weight-bridge-mode {config.weight_bridge_mode} is not available in this version; "
             "use shared_vllm, or none"
         )
+    if config.weight_bridge_mode == "shared_vllm":
+        return _shared(config)
     from example_trainer.weights.local import LocalBridge
 
     return LocalBridge(policy_options(config))
+
+
+def _shared(config: TrainingConfig) -> WeightBridge:
+    from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
+
+    return SharedVllmBridge(
+        SharedOptions(
+            policy=policy_options(config),
+            server_url=f"http://{config.vllm_host}:{config.vllm_port}",
+            manifest_path=config.vllm_config_path,
+            bridge_token=config.bridge_token,
+            wait_timeout_seconds=config.wait_timeout,
+            forwards_from_masters=config.forwards_from_masters,
+            drain_seconds=config.drain_seconds,
+            in_flight=config.in_flight,
+            sync_budget=config.sync_budget,
+            max_staleness=config.max_staleness,
+        )
+    )

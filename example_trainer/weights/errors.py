@@ -18,11 +18,19 @@ class ModeNotAvailable(TrainerError):
 
 
 class ServerUnavailable(TrainerError):
-    """The vLLM server does not answer, or not in time."""
+    """The vLLM server does not answer."""
+
+
+class WaitTimedOut(TrainerError):
+    """What was waited for did not come within `--wait-timeout`."""
 
 
 class ServerRefused(TrainerError):
     """The vLLM server answered a bridge request with an error."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class ServerExited(TrainerError):

@@ -23,6 +23,9 @@ class LocalBridge:
         self.published_versions.append(version)
         return PublishReport(version=version, seconds=0.0)
 
+    def highest_version(self) -> int:
+        return max(self.published_versions, default=0)
+
     def should_publish(self, steps_since_publish: int) -> bool:
         return steps_since_publish > 0
 

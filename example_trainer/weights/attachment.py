@@ -1,0 +1,161 @@
+"""Attaching to a running inference server: find its manifest, check that it fits, map its memory.
+
+Everything here may have to wait, because processes are started in any order, and everything that
+waiting cannot mend is refused at once with the reason and the flag to change.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+from example_trainer.model import Policy
+from example_trainer.weights.errors import CannotShare, ServerRefused, ServerUnavailable
+from example_trainer.weights.manifest import (
+    BridgeManifest,
+    ManifestMissing,
+    ManifestStale,
+    find_manifest,
+    load_manifest,
+)
+from example_trainer.weights.segment import make_segment
+from example_trainer.weights.server_client import ServerClient, ServerInfo
+from example_trainer.weights.tensor_map import map_parameters
+from example_trainer.weights.versions import NO_VERSION, SegmentHeader
+from example_trainer.weights.waiting import NotYet, check_host, wait_for
+
+logger = logging.getLogger(__name__)
+
+
+class Attachment:
+    """The tensors of one server process, for as long as that process lives."""
+
+    def __init__(self, manifest: BridgeManifest, info: ServerInfo, client: ServerClient) -> None:
+        self.manifest = manifest
+        self.info = info
+        self.client = client
+        self.segment = make_segment(manifest.device)
+        self.header = SegmentHeader(Path(manifest.header_path))
+        self.storages = {storage.id: self.segment.attach(storage.handle) for storage in manifest.storages}
+        self.generated_tokens_total = 0
+        self.proven = False
+
+    @property
+    def boot_id(self) -> str:
+        return self.manifest.boot_id
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.storages.values())).device
+
+    def hang(self, policy: Policy, *, forwards_from_masters: bool) -> None:
+        """Map every parameter of the policy onto these tensors."""
+        views = map_parameters(policy.module, self.manifest, self.storages)
+        if not policy.served:
+            _compare_with_loaded(policy, views, untouched=self.header.state().version == NO_VERSION)
+        policy.attach(views, forwards_from_masters=forwards_from_masters)
+        logger.info(
+            "attached to %d tensors (%.1f MB) of the vLLM server at %s",
+            len(views),
+            sum(view.numel() * view.element_size() for view in views.values()) / 1e6,
+            self.client.url,
+        )
+
+    def close(self) -> None:
+        self.client.close()
+        self.header.close()
+
+
+def attach(server_url: str, *, manifest_flag: str, token: str | None, timeout_seconds: float) -> Attachment:
+    """Wait until a server shares its weights and answers, then map them."""
+    check_host(server_url, "--vllm-host")
+    return wait_for(
+        lambda: _try_attach(server_url, manifest_flag, token),
+        what=f"the vLLM server at {server_url}",
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def _try_attach(server_url: str, manifest_flag: str, token: str | None) -> Attachment:
+    try:
+        path = find_manifest(manifest_flag, os.environ, server_url)
+        manifest = load_manifest(path)
+    except (ManifestMissing, ManifestStale) as error:
+        _refuse_unshared(server_url)
+        raise NotYet(str(error)) from error
+    if manifest_flag == "auto" and urlsplit(manifest.url).port != urlsplit(server_url).port:
+        raise NotYet(f"{path} is of the server at {manifest.url}, not of the one at {server_url} (--vllm-port)")
+    client = ServerClient(manifest.url, token or manifest.bridge_token)
+    try:
+        info = client.info()
+        _check_boot(path, manifest, info)
+        _refuse_unfit(manifest, info)
+        return Attachment(manifest, info, client)
+    except (ServerUnavailable, ServerRefused) as error:
+        client.close()
+        raise NotYet(str(error)) from error
+    except BaseException:
+        client.close()
+        raise
+
+
+def _refuse_unshared(server_url: str) -> None:
+    """A server that runs without sharing will not begin to: say so rather than wait."""
+    client = ServerClient(server_url)
+    try:
+        info = client.info()
+    except (ServerUnavailable, ServerRefused):
+        return
+    finally:
+        client.close()
+    if not info.sharing:
+        remedy = info.how_to_share or "start it with --share-weights"
+        raise CannotShare(f"the vLLM server at {server_url} does not share its weights: {remedy}")
+
+
+def _check_boot(path: Path, manifest: BridgeManifest, info: ServerInfo) -> None:
+    if info.boot_id != manifest.boot_id:
+        raise NotYet(f"{path} is of another start (boot {manifest.boot_id}) than the server (boot {info.boot_id})")
+
+
+def _refuse_unfit(manifest: BridgeManifest, info: ServerInfo) -> None:
+    if info.lora:
+        raise CannotShare(
+            f"the vLLM server at {manifest.url} runs with --enable-lora, which shared_vllm does not train; "
+            "start it without, or use --weight-bridge-mode lora_restart"
+        )
+    if manifest.dtype.removeprefix("torch.") not in ("float32", "bfloat16"):
+        raise CannotShare(
+            f"the vLLM server at {manifest.url} serves {manifest.dtype}, which cannot be trained; "
+            "start it with --dtype bfloat16, or float32 on a CPU"
+        )
+
+
+def _compare_with_loaded(policy: Policy, views: dict[str, torch.Tensor], *, untouched: bool) -> None:
+    """The server's tensors against the checkpoint just loaded, bit by bit, where they must agree."""
+    loaded = {policy.parameter_names[name]: parameter for name, parameter in policy.module.named_parameters()}
+    different = [name for name, view in views.items() if not _same(loaded[name], view)]
+    frozen = [name for name in different if name not in policy.masters]
+    if frozen:
+        raise CannotShare(
+            f"{len(frozen)} tensors that are not trained differ between {policy.tokenizer_name} and the server "
+            f"({', '.join(frozen[:3])}, ...); start both with the same model"
+        )
+    if different and untouched:
+        logger.warning(
+            "the server was started with other weights than %s (%d of %d tensors differ, %s first); "
+            "the first publish replaces them",
+            policy.tokenizer_name,
+            len(different),
+            len(views),
+            different[0],
+        )
+
+
+@torch.no_grad()
+def _same(loaded: torch.Tensor, view: torch.Tensor) -> bool:
+    return torch.equal(loaded.to(device=view.device, dtype=view.dtype), view)

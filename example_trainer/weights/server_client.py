@@ -1,0 +1,154 @@
+"""The trainer's side of the inference server's bridge routes, as plain calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from example_trainer.weights.errors import ServerRefused, ServerUnavailable
+
+_QUICK_SECONDS = 5.0
+_SLOW_SECONDS = 600.0  # a fence that waits for requests to finish, a probe on a slow machine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerInfo:
+    """What `/bridge/info` says."""
+
+    model: str
+    boot_id: str
+    sharing: bool
+    policy_version: int | None
+    paused: bool
+    torn: bool
+    lora: bool
+    max_model_len: int
+    manifest_path: str | None
+    how_to_share: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fence:
+    """A publish that the server has made way for: nothing runs until it is ended."""
+
+    publish_id: str
+    paused_requests: int
+    generated_tokens_total: int
+
+
+class ServerClient:
+    """Calls to one inference server; safe to use from several threads."""
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.url = url.rstrip("/")
+        # Between publishes the connection idles longer than servers keep one open, so none is kept.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=self.url, headers=headers, limits=limits, trust_env=False)
+
+    def info(self) -> ServerInfo:
+        answer = self._call("GET", "/bridge/info", timeout_seconds=_QUICK_SECONDS)
+        return ServerInfo(
+            model=str(answer.get("model", "")),
+            boot_id=str(answer.get("boot_id", "")),
+            sharing=bool(answer.get("sharing", False)),
+            policy_version=answer.get("policy_version"),
+            paused=bool(answer.get("paused", False)),
+            torn=bool(answer.get("torn", False)),
+            lora=bool(answer.get("lora", False)),
+            max_model_len=int(answer.get("max_model_len") or 0),
+            manifest_path=answer.get("manifest_path"),
+            how_to_share=answer.get("how_to_share"),
+        )
+
+    def healthy(self) -> bool:
+        try:
+            return self._http.get("/health", timeout=_QUICK_SECONDS).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    def begin_publish(self, *, lease_seconds: float, drain_seconds: float, in_flight: str) -> Fence:
+        answer = self._call(
+            "POST",
+            "/bridge/publish/begin",
+            {"lease_seconds": lease_seconds, "drain_seconds": drain_seconds, "in_flight": in_flight},
+        )
+        return Fence(
+            publish_id=str(answer["publish_id"]),
+            paused_requests=int(answer.get("paused_requests", 0)),
+            generated_tokens_total=int(answer.get("generated_tokens_total", 0)),
+        )
+
+    def renew_publish(self, publish_id: str) -> None:
+        self._call("POST", "/bridge/publish/renew", {"publish_id": publish_id}, timeout_seconds=_QUICK_SECONDS)
+
+    def end_publish(self, publish_id: str, version: int) -> dict[str, Any]:
+        return self._call("POST", "/bridge/publish/end", {"publish_id": publish_id, "version": version})
+
+    def abort_publish(self, publish_id: str) -> None:
+        self._call("POST", "/bridge/publish/abort", {"publish_id": publish_id}, timeout_seconds=_QUICK_SECONDS)
+
+    def pause(self, mode: str) -> None:
+        self._call("POST", "/bridge/pause", {"mode": mode}, timeout_seconds=_QUICK_SECONDS)
+
+    def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        return self._call("POST", "/generate", request)
+
+    @contextmanager
+    def lease(self, publish_id: str, lease_seconds: float) -> Iterator[None]:
+        """Renew the publish's lease for as long as the block runs, however long its copies take."""
+        done = threading.Event()
+
+        def renew() -> None:
+            while not done.wait(lease_seconds / 3):
+                try:
+                    self.renew_publish(publish_id)
+                except (ServerRefused, ServerUnavailable):
+                    return  # the end of the publish finds out and says so
+
+        keeper = threading.Thread(target=renew, name="publish-lease", daemon=True)
+        keeper.start()
+        try:
+            yield
+        finally:
+            done.set()
+            keeper.join()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_seconds: float = _SLOW_SECONDS
+    ) -> dict[str, Any]:
+        timeout = httpx.Timeout(timeout_seconds, connect=_QUICK_SECONDS)
+        try:
+            response = self._http.request(method, path, json=body, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise ServerUnavailable(
+                f"the vLLM server at {self.url} does not answer {path}: {_reason(error)}"
+            ) from error
+        if response.is_error:
+            problem = f"({response.status_code}): {_told(response)}"
+            raise ServerRefused(f"the vLLM server at {self.url} refused {path} {problem}", response.status_code)
+        answer = response.json()
+        return answer if isinstance(answer, dict) else {}
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__
+
+
+def _told(response: httpx.Response) -> str:
+    """The detail of a problem document, or the beginning of whatever came instead."""
+    try:
+        problem = response.json()
+    except ValueError:
+        return response.text[:200].strip() or "no reason given"
+    if isinstance(problem, dict):
+        return str(problem.get("detail") or problem.get("title") or problem)[:500]
+    return str(problem)[:200]

@@ -1,0 +1,203 @@
+"""From the server's manifest to views: one tensor per checkpoint name, over memory that vLLM reads.
+
+The manifest tells, for each checkpoint tensor, which elements of it lie where in a shared storage, as
+traced from the model class's own weight loading. Here these pieces become a single strided view per
+tensor, or a refusal: a tensor is mapped exactly or not at all, and a model with one parameter
+unmapped is not trained. There is no table of model families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from typing import Any
+
+import torch
+
+from example_trainer.weights.checkpoint_names import checkpoint_names, merged_parameters
+from example_trainer.weights.errors import CannotShare
+from example_trainer.weights.manifest import BridgeManifest, Piece, TensorMap
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A strided region of one storage, in elements. Equal places are the same memory."""
+
+    storage: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """What one piece covers of the checkpoint tensor, and what it implies for the whole view."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    stride: tuple[int | None, ...]
+    storage: str
+    offset: int
+
+    def overlaps(self, other: _Box) -> bool:
+        return all(
+            a < b + m and b < a + n for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
+        )
+
+
+def place_of(tensor: TensorMap) -> Place:
+    """The single region that a tensor's pieces form; ValueError says why they form none."""
+    shape = tuple(tensor.shape)
+    boxes = [_box(piece, shape) for piece in tensor.pieces]
+    if len({box.storage for box in boxes}) != 1:
+        raise ValueError(f"its {len(boxes)} pieces lie in different storages")
+    covered = sum(prod(box.size) for box in boxes)
+    if covered != prod(shape) or any(a.overlaps(b) for a, b in combinations(boxes, 2)):
+        raise ValueError(f"its pieces cover {covered} of {prod(shape)} elements, or some twice")
+    stride = tuple(_common_stride(boxes, dimension, shape) for dimension in range(len(shape)))
+    origins = {box.offset - _dot(box.start, stride) for box in boxes}
+    if len(origins) != 1:
+        raise ValueError(f"its {len(boxes)} pieces are not adjacent in memory")
+    return Place(boxes[0].storage, origins.pop(), shape, stride)
+
+
+def _box(piece: Piece, shape: tuple[int, ...]) -> _Box:
+    """Read a piece as a box of the checkpoint tensor, by matching its source strides to dimensions."""
+    contiguous = _contiguous_stride(shape)
+    start, rest = [], piece.source_offset
+    for step in contiguous:
+        start.append(rest // step)
+        rest %= step
+    size = [1] * len(shape)
+    stride: list[int | None] = [None] * len(shape)
+    for extent, source_step, step in zip(piece.source_shape, piece.source_stride, piece.stride, strict=True):
+        if extent == 1:
+            continue
+        matching = [k for k, n in enumerate(shape) if n > 1 and contiguous[k] == source_step]
+        if not matching:
+            raise ValueError("the server reshapes it while loading")
+        size[matching[0]], stride[matching[0]] = extent, step
+    if list(piece.shape) != list(piece.source_shape):
+        raise ValueError("the server broadcasts it while loading")
+    return _Box(tuple(start), tuple(size), tuple(stride), piece.storage, piece.offset)
+
+
+def _common_stride(boxes: list[_Box], dimension: int, shape: tuple[int, ...]) -> int:
+    strides = {box.stride[dimension] for box in boxes} - {None}
+    if len(strides) == 1:
+        return strides.pop() or 0
+    if shape[dimension] == 1:
+        return 0
+    if strides:
+        raise ValueError(f"its pieces have different strides along dimension {dimension}")
+    rows = sorted((box.start[dimension], box.offset) for box in boxes)  # cut into single rows
+    return (rows[1][1] - rows[0][1]) // max(1, rows[1][0] - rows[0][0])
+
+
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
+
+
+def _dot(first: Iterable[int], second: Iterable[int]) -> int:
+    return sum(a * b for a, b in zip(first, second, strict=True))
+
+
+def view_at(storage: torch.UntypedStorage, place: Place, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over a region of shared memory; nothing is copied."""
+    last = place.offset + _dot((n - 1 for n in place.shape), place.stride)
+    if place.offset < 0 or (last + 1) * dtype.itemsize > storage.nbytes():
+        raise CannotShare(
+            f"the manifest places a tensor at elements {place.offset}..{last} of storage {place.storage}, "
+            f"which has {storage.nbytes()} bytes; start the vLLM server again"
+        )
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, place.offset, place.shape, place.stride)
+
+
+def map_parameters(
+    model: Any, manifest: BridgeManifest, storages: Mapping[str, torch.UntypedStorage]
+) -> dict[str, torch.Tensor]:
+    """Views over the server's tensors for every parameter of a Hugging Face model, by checkpoint name.
+
+    Raises `CannotShare` naming each parameter that cannot be mapped and why.
+    """
+    names = checkpoint_names(model)
+    merged = merged_parameters(model)
+    views: dict[str, torch.Tensor] = {}
+    owners: dict[Place, str] = {}
+    refused: dict[str, str] = {}
+    for parameter_name, parameter in model.named_parameters():
+        name = names[parameter_name]
+        if parameter_name in merged:
+            refused[name] = "transformers merges it from several checkpoint tensors"
+            continue
+        try:
+            entry = _entry(name, model, manifest)
+            place = _without_padding(place_of(entry), tuple(parameter.shape))
+            views[name] = view_at(storages[place.storage], place, _dtype(entry))
+        except ValueError as problem:
+            refused[name] = str(problem)
+            continue
+        if (twin := owners.setdefault(place, name)) != name:
+            refused[name] = f"the server keeps it in the same memory as {twin}, the trainer apart"
+    refused.update(_split_ties(model, manifest, names))
+    if refused:
+        raise CannotShare(_refusal(manifest.model, refused, len(names)))
+    return views
+
+
+def _entry(name: str, model: Any, manifest: BridgeManifest) -> TensorMap:
+    """The manifest's entry for a tensor, whether or not its names carry the base model's prefix."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    spellings = (name, name.removeprefix(prefix), prefix + name)
+    for spelling in spellings:
+        target = manifest.tied.get(spelling, spelling)
+        if target in manifest.tensors:
+            return manifest.tensors[target]
+    if any(spelling in manifest.unmapped for spelling in spellings):
+        raise ValueError("the server could not tell where it loads this tensor")
+    raise ValueError("the server does not have this tensor")
+
+
+def _split_ties(model: Any, manifest: BridgeManifest, names: Mapping[str, str]) -> dict[str, str]:
+    """Tensors that are one in the trainer but lie in two places at the server."""
+    canonical = {id(parameter): names[name] for name, parameter in model.named_parameters()}
+    split = {}
+    for alias, parameter in model.named_parameters(remove_duplicate=False):
+        name = canonical[id(parameter)]
+        target = manifest.tied.get(alias, alias)
+        if alias not in names and target in manifest.tensors and name in manifest.tensors:
+            try:
+                same = place_of(manifest.tensors[target]) == place_of(manifest.tensors[name])
+            except ValueError:
+                continue  # refused by its own name
+            if not same:
+                split[alias] = f"the trainer ties it to {name}, the server keeps it apart"
+    return split
+
+
+def _without_padding(place: Place, shape: tuple[int, ...]) -> Place:
+    """Cut rows that only pad the vocabulary."""
+    if place.shape == shape:
+        return place
+    if place.shape[1:] == shape[1:] and place.shape[0] > shape[0]:
+        return Place(place.storage, place.offset, shape, place.stride)
+    raise ValueError(f"it has shape {place.shape} at the server and {shape} in the trainer")
+
+
+def _dtype(entry: TensorMap) -> torch.dtype:
+    dtype = getattr(torch, entry.dtype.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"it is stored as {entry.dtype}, which cannot be trained in place; serve it unquantised")
+    return dtype
+
+
+def _refusal(model_name: str, refused: Mapping[str, str], total: int) -> str:
+    shown = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:3])
+    more = f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
+    return (
+        f"{model_name} cannot be shared: {len(refused)} of {total} tensors are not mapped ({shown}{more}); "
+        "use --weight-bridge-mode none"
+    )
