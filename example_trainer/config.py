@@ -63,6 +63,9 @@ class ModelOptions(BaseModel):
     train_layer_indices: str | None = Field(
         None, description="Train these layers only, full weights: 20-31 or 0-3,28-31."
     )
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward: less memory, about a third more time."
+    )
     debug_loading: bool = Field(False, description="Log each tensor while the model is loaded.")
 
 

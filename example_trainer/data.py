@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atropos_api.wire import Batch, Group
+from example_trainer.config import TrainingConfig
 from example_trainer.errors import BadBatch, MissingLogprobs
 from example_trainer.objective.advantages import AdvantageSettings, compute_advantages, has_signal, shuffle
 from example_trainer.objective.packing import Row
@@ -98,6 +99,20 @@ class _Candidate:
     version_bounds: IntArray
     group: int
     advantage: float = 0.0
+
+
+def data_settings(config: TrainingConfig) -> DataSettings:
+    raw_rewards = config.loss_type == "no_baseline"
+    return DataSettings(
+        max_tokens=config.seq_len,
+        advantages=AdvantageSettings(
+            baseline="none" if raw_rewards else "group",
+            norm="none" if raw_rewards else config.advantage_norm,
+            std=config.advantage_std,
+        ),
+        shuffle_advantages=config.shuffle_advantages,
+        seed=config.seed,
+    )
 
 
 def prepare_batch(batch: Batch, settings: DataSettings) -> TrainingBatch:

@@ -4,6 +4,8 @@ Every command turns a `TrainerError` into one line on standard error and exit co
 names the cause, the offending value and the next step.
 """
 
+# ruff: noqa: N818 - each name says what happened; a suffix would say nothing more
+
 from __future__ import annotations
 
 from atropos_api.common.errors import AtroposError
@@ -15,6 +17,10 @@ class TrainerError(AtroposError):
 
 class ModelNotFound(TrainerError):
     """The model named by the user is neither a directory here nor loadable by name."""
+
+
+class UnsupportedModel(TrainerError):
+    """The model computes something that the trainer does not."""
 
 
 class MissingLogprobs(TrainerError):

