@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,12 +58,18 @@ class Policy:
     """A causal language model with its master weights; see the module's docstring for the layouts."""
 
     def __init__(
-        self, module: nn.Module, *, served_dtype: torch.dtype, device: torch.device, options: PolicyOptions
+        self,
+        module: nn.Module,
+        *,
+        hf_config: Any,
+        served_dtype: torch.dtype,
+        device: torch.device,
+        options: PolicyOptions,
     ) -> None:
         self.module = module
         self.dtype = served_dtype
         self.device = device
-        self.hf_config: Any = module.config
+        self.hf_config = hf_config
         self.tokenizer_name = options.model_name
         self.forwards_from_masters = True
         self.served: Mapping[str, torch.Tensor] = {}
@@ -228,13 +235,13 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
     Without `forwards_from_masters` the caller attaches served tensors before the first forward.
     """
     device = resolve_device(options.device)
-    config = _load_config(options)
-    served_dtype = resolve_dtype(options.dtype, config)
+    stored = _load_config(options)
+    served_dtype = resolve_dtype(options.dtype, stored)
     load_dtype = served_dtype if options.master_weights == "none" else torch.float32
-    module = _load_module(options, config, load_dtype)
+    module = _load_module(options, _for_training(stored), load_dtype)
     if options.master_weights != "host":
         module = module.to(device)
-    policy = Policy(module, served_dtype=served_dtype, device=device, options=options)
+    policy = Policy(module, hf_config=stored, served_dtype=served_dtype, device=device, options=options)
     if forwards_from_masters:
         policy.compute_in_served_dtype()
     logger.info(
@@ -268,9 +275,15 @@ def _load_config(options: PolicyOptions) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(options.model_name)
+        return AutoConfig.from_pretrained(options.model_name)
     except (OSError, ValueError) as error:
         raise ModelNotFound(_not_found(options.model_name, error)) from error
+
+
+def _for_training(stored: Any) -> Any:
+    """The checkpoint's configuration without what has no place in training; checkpoints keep the original."""
+    config = deepcopy(stored)
+    config.use_cache = False
     for name, value in vars(config).items():
         # The server samples without dropout; with it here, ratios to the sampled logprobs mean nothing.
         if name.endswith(("dropout", "_pdrop")) and isinstance(value, float):
@@ -290,7 +303,6 @@ def _load_module(options: PolicyOptions, config: Any, dtype: torch.dtype) -> nn.
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelNotFound(_not_found(options.model_name, error)) from error
-    module.config.use_cache = False
     if options.gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trained: nn.Module = module.train()

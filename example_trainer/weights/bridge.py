@@ -80,8 +80,7 @@ def policy_options(config: TrainingConfig) -> PolicyOptions:
         device=config.device,
         master_weights=config.master_weights,
         train_layer_indices=config.train_layer_indices,
-        attention=getattr(config, "attention", "sdpa"),
-        gradient_checkpointing=getattr(config, "gradient_checkpointing", False),
+        gradient_checkpointing=config.gradient_checkpointing,
         debug_loading=config.debug_loading,
     )
 
@@ -95,9 +94,7 @@ def make_bridge(config: TrainingConfig) -> WeightBridge:
         )
     if config.weight_bridge_mode == "shared_vllm":
         return _shared(config)
-    from example_trainer.weights.local import LocalBridge
-
-    return LocalBridge(policy_options(config))
+    return _restart(config)
 
 
 def _shared(config: TrainingConfig) -> WeightBridge:
@@ -117,3 +114,38 @@ def _shared(config: TrainingConfig) -> WeightBridge:
             max_staleness=config.max_staleness,
         )
     )
+
+
+def _restart(config: TrainingConfig) -> WeightBridge:
+    from example_trainer.vllm_manager import VllmOptions
+    from example_trainer.weights.restart import RestartBridge, RestartOptions
+
+    vllm = VllmOptions(
+        host=config.vllm_host,
+        port=config.vllm_port,
+        log_path=(config.log_dir or config.required_run_dir / "logs") / "vllm.log",
+        served_model_name=config.model_name,
+        tokenizer=config.model_name,
+        max_model_len=config.max_model_len,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        gpu=config.vllm_gpu,
+        seed=config.seed,
+        ready_timeout_seconds=config.wait_timeout,
+        extra_arguments=_vllm_arguments(config),
+    )
+    return RestartBridge(
+        RestartOptions(
+            policy=policy_options(config),
+            vllm=vllm,
+            weights_dir=config.required_run_dir / "served",
+            restart_interval=config.vllm_restart_interval,
+        )
+    )
+
+
+def _vllm_arguments(config: TrainingConfig) -> list[str]:
+    """Those of vLLM's own flags that the trainer's configuration names."""
+    arguments = ["--tensor-parallel-size", str(config.vllm_tensor_parallel_size)]
+    if config.vllm_quantization is not None:
+        arguments += ["--quantization", config.vllm_quantization]
+    return arguments

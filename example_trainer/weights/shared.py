@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -25,7 +25,8 @@ from example_trainer.weights.bridge import PublishReport
 from example_trainer.weights.budget import SyncBudget
 from example_trainer.weights.errors import CannotShare, ServerRefused, ServerUnavailable
 from example_trainer.weights.proof import prove
-from example_trainer.weights.server_client import Fence
+from example_trainer.weights.server_client import Fence, ServerClient
+from example_trainer.weights.versions import WriteRefused
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +120,9 @@ class SharedVllmBridge:
         for attempt in range(_ATTEMPTS):
             try:
                 return self._publish_once(version)
-            except (ServerUnavailable, ServerRefused) as error:
-                passing = isinstance(error, ServerUnavailable) or error.status in {404, 409, 410, 503}
-                if not passing or attempt == _ATTEMPTS - 1:
+            except (ServerUnavailable, ServerRefused, WriteRefused) as error:
+                lasting = isinstance(error, ServerRefused) and error.status not in {404, 409, 410, 503}
+                if lasting or attempt == _ATTEMPTS - 1:
                     raise PublishFailed(f"version {version} was not published: {error}") from error
                 logger.warning("publish of version %d is tried again: %s", version, error)
         raise AssertionError("unreachable")
@@ -137,7 +138,7 @@ class SharedVllmBridge:
         )
         with client.lease(fence.publish_id, self._options.lease_seconds):
             self._write(attachment, version, fence)
-        ended = client.end_publish(fence.publish_id, version)
+        ended = _end(client, fence.publish_id, version)
         report = PublishReport(
             version=version,
             seconds=time.monotonic() - started,
@@ -191,6 +192,9 @@ class SharedVllmBridge:
         except ServerUnavailable as error:
             logger.warning("%s; waiting for it to come back", error)
         attachment = self._attach()
+        if attachment.boot_id == current.boot_id:
+            attachment.close()
+            return current
         if attachment.info.model != current.info.model:
             raise CannotShare(f"the server came back with {attachment.info.model} in place of {current.info.model}")
         logger.warning("the vLLM server has restarted (boot %s); attached again", attachment.boot_id)
@@ -198,6 +202,13 @@ class SharedVllmBridge:
         self._attached = attachment
         current.close()
         return attachment
+
+
+def _end(client: ServerClient, publish_id: str, version: int) -> dict[str, Any]:
+    try:
+        return client.end_publish(publish_id, version)
+    except ServerUnavailable:  # perhaps only the answer was lost: repeated, it is the same
+        return client.end_publish(publish_id, version)
 
 
 def _refuse_master_weights(options: SharedOptions) -> None:

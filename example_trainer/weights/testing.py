@@ -45,6 +45,8 @@ class FakeServer:
         self.boot_id = secrets.token_hex(8)
         self.policy_version: int | None = None
         self.open_publish: str | None = None
+        self.last_end: tuple[str, dict[str, Any]] | None = None
+        self.drop_next_answer_to: str | None = None
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.generated_tokens = 0
         self._segment = PosixSegment(self.boot_id)
@@ -106,12 +108,16 @@ class FakeServer:
         }
 
     def _end(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if self.last_end is not None and body.get("publish_id") == self.last_end[0]:
+            return 200, self.last_end[1]
         state = self.header.state()
         if body.get("publish_id") != self.open_publish or state.torn or state.version != body.get("version"):
             return 409, {"detail": f"the header says {state}, the request {body}"}
         self.open_publish = None
         self.policy_version = int(body["version"])
-        return 200, {"version": self.policy_version, "recomputed_tokens": 0, "fence_seconds": 0.001}
+        answer = {"version": self.policy_version, "recomputed_tokens": 0, "fence_seconds": 0.001}
+        self.last_end = (body["publish_id"], answer)
+        return 200, answer
 
     def _abort(self, _: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         self.open_publish = None
@@ -225,6 +231,10 @@ class ServedFake:
 
             def _reply(self, body: dict[str, Any]) -> None:
                 status, answer = outer.server.answer(self.path, body)
+                if outer.server.drop_next_answer_to == self.path:
+                    outer.server.drop_next_answer_to = None
+                    self.close_connection = True
+                    return
                 data = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")

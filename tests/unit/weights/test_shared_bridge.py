@@ -176,22 +176,34 @@ def test_r26_a_trainer_that_dies_mid_publish_leaves_a_torn_header_that_a_whole_p
     assert not fake.server.header.state().torn
 
 
-def test_a_lost_answer_to_the_end_of_a_publish_is_asked_for_again(shared, monkeypatch):
+@pytest.mark.parametrize("lost", ["/bridge/publish/end", "/bridge/info"])
+def test_a_lost_answer_is_asked_for_again(shared, lost):
     fake, bridge = shared("qwen2")
     bridge.prepare()
     bridge.publish(1)
-    answer, lost = FakeServer.answer, []
-
-    def lose_one_answer(self, path, body):
-        result = answer(self, path, body)
-        if path.endswith("publish/end") and not lost:
-            lost.append(path)
-            return 503, {"detail": "the answer was lost"}
-        return result
-
-    monkeypatch.setattr(FakeServer, "answer", lose_one_answer)
+    fake.server.drop_next_answer_to = lost
     assert bridge.publish(2).version == 2
     assert fake.server.policy_version == 2
+
+
+def test_a_publish_whose_lease_lapsed_before_the_write_is_begun_again(shared, monkeypatch):
+    _, bridge = shared("qwen2")
+    policy = bridge.prepare()
+    bridge.publish(1)
+    begin, refused = FakeServer._begin, []
+
+    def lapse_once(self, body):
+        result = begin(self, body)
+        self.header.allow_writes(bool(refused))
+        if not refused:
+            refused.append(result)
+            self.open_publish = None
+        return result
+
+    monkeypatch.setattr(FakeServer, "_begin", lapse_once)
+    train_one_step(policy)
+    assert bridge.publish(2).version == 2
+    assert served_equals_masters(policy)
 
 
 def test_a_version_that_is_not_new_is_refused_and_the_fence_is_lifted(shared):

@@ -1,0 +1,27 @@
+"""Run a program that the kernel kills when the process that started it ends.
+
+Called as `python with_parent.py PARENT_PID program ...`. A program of its own rather than a `preexec_fn`, because
+trainers have threads and code between fork and exec may then hang. It becomes the program (same process id), so
+nobody has to wait for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    parent_pid, program = int(arguments[0]), arguments[1:]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it ended before the kernel was asked
+        sys.exit(1)
+    os.execv(program[0], program)  # noqa: S606  its arguments are a list
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
