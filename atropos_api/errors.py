@@ -15,6 +15,7 @@ __all__ = [
     "CommittedBatch",
     "DataDirectoryInUse",
     "Forbidden",
+    "InvalidEncoding",
     "InvalidGroup",
     "InvalidRequest",
     "NoOpenRun",
@@ -58,6 +59,12 @@ class InvalidGroup(BrokerError):
         self.field = field
         self.value = value
         self.reason = reason
+
+
+class InvalidEncoding(BrokerError):
+    """A compressed body that cannot be decompressed."""
+
+    kind = "invalid-gzip"
 
 
 class UnusableGroupSize(BrokerError):

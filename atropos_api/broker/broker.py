@@ -114,6 +114,11 @@ class Broker:
         self.batches.expire(self.state.runs.require_open(), run.formed_batch + 1)
         self.state.pacing_changed()
 
+    def close_run(self, run: RunRow) -> None:
+        """Close the open run without a successor; what it did not train is left over."""
+        with self.state.ledger.transaction():
+            self._close_open(run, "closed")
+
     def open_new_run(self, run: RunRow) -> RunRow:
         """Close what is open and open `run`, in one write."""
         with self.state.ledger.transaction():
@@ -174,6 +179,11 @@ class Broker:
         self.state.events.add("environment-registered", environment_id=row.environment_id, name=row.name)
         self.state.pacing_changed()
         return self.environment_info(row)
+
+    def disconnect_environment(self, environment_id: int) -> None:
+        self.state.environments.disconnect(environment_id)
+        self.state.events.add("environment-left", environment_id=environment_id)
+        self.state.pacing_changed()
 
     def check_group_size(self, request: EnvironmentRequest) -> None:
         """Refuse a size that no batch of the open run could ever hold, with the arithmetic."""
@@ -281,6 +291,8 @@ class Broker:
         taken: list[GroupRow] = []
         if groups:
             taken = self.intake.take(groups, [environment_id] * len(groups), run_id=self.run_for(row), key=key_row)
+            if key is None:
+                self.intake.settle(taken)
         if had_room and not self._has_room():
             self.state.pacing_changed()
         waiting = sum(not self.can_be_used(group.size, row.group_size) for group in taken)
@@ -303,6 +315,13 @@ class Broker:
         registered = self.state.registered_sizes()
         waiting = {other: count for other, count in self.state.queue.groups_by_size.items() if other not in registered}
         return can_fill(registered, run.batch_size, containing=size, at_most=waiting)
+
+    def under_pressure(self) -> bool:
+        """Nine tenths of the room for queued groups are taken."""
+        queue, settings = self.state.queue, self.settings
+        return (
+            queue.sequences > 0.9 * settings.max_queued_sequences or queue.body_bytes > 0.9 * settings.max_queued_bytes
+        )
 
     def _has_room(self) -> bool:
         run = self.state.runs.open

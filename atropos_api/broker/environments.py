@@ -88,8 +88,9 @@ class Environments:
     def touch(self, row: EnvironmentRow, now: float, run_id: str | None) -> None:
         """Note a sign of life, and the run that the environment takes part in."""
         row.seen_at = now
-        if run_id is not None and row.run_id != run_id:
-            row.run_id = run_id
+        if not row.connected or (run_id is not None and row.run_id != run_id):
+            row.connected = True
+            row.run_id = run_id or row.run_id
             self._ledger.put_environment(row)
 
     def disconnect(self, environment_id: int) -> None:

@@ -23,10 +23,13 @@ class EventLog:
         self._clock = clock
         self._events: deque[Event] = deque(maxlen=capacity)
         self.last_id = int(clock() * 1000)
+        self.on_event: list[Callable[[], None]] = []
 
     def add(self, kind: str, **data: Any) -> None:
         self.last_id += 1
         self._events.append(Event(id=self.last_id, type=kind, time=self._clock(), data=data))
+        for listener in self.on_event:
+            listener()
 
     def after(self, event_id: int) -> list[Event]:
         """Events later than `event_id`, oldest first."""

@@ -96,6 +96,7 @@ class Intake:
         self._keys = keys
         self.repeats = Repeats(state.settings.dedup_window_seconds)
         self.answered_seq = 0
+        self._unanswered: set[int] = set()
 
     def take(
         self,
@@ -141,11 +142,21 @@ class Intake:
         self._count(groups)
         return rows
 
+    def settle(self, rows: Sequence[GroupRow]) -> None:
+        """The answer for these groups has left, or its failure is noted; a crash from now on makes no repeat of them.
+
+        It becomes durable with the next submission: only what is younger can be unanswered after a crash.
+        """
+        self._unanswered.difference_update(row.seq for row in rows)
+        self.answered_seq = min(self._unanswered, default=self._state.next_seq) - 1
+
     def _enqueue(self, rows: Sequence[GroupRow], run_id: str, key: KeyRow | None) -> None:
         state = self._state
         state.next_seq += len(rows)
         if key is not None:
             self._keys.keep(key)
+        else:
+            self._unanswered.update(row.seq for row in rows)
         open_id = state.runs.open.run_id if state.runs.open is not None else NO_RUN
         if run_id == open_id:
             for row in rows:

@@ -93,6 +93,15 @@ class GroupQueue:
     def lanes(self) -> list[QueueLane]:
         return list(self._lanes.values())
 
+    def lanes_of(self, env_id: int | None) -> list[QueueLane]:
+        return [lane for (owner, _), lane in self._lanes.items() if owner == env_id]
+
+    def lanes_of_size(self, size: int) -> list[QueueLane]:
+        return [lane for (_, lane_size), lane in self._lanes.items() if lane_size == size]
+
+    def largest_size_of(self, env_id: int | None) -> int:
+        return max((size for owner, size in self._lanes if owner == env_id), default=0)
+
     @property
     def sizes(self) -> set[int]:
         return set(self.groups_by_size)

@@ -4,27 +4,46 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from atropos_api.broker import Broker
+from atropos_api.broker.legacy import LegacyContract
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import BrokerError
-from atropos_api.http import ops, v1
+from atropos_api.http import events, metrics, ops, v0, v1
+from atropos_api.http.delivery import TRANSPORT_KEY, find_transport
+from atropos_api.http.door import Door
 from atropos_api.http.problems import answer_broker_error, answer_http_error, answer_unexpected
 from atropos_api.http.services import Services
 
 
-def create_app(config: BrokerConfig, broker: Broker) -> FastAPI:
-    """The broker's HTTP side; needs a running event loop only once requests come."""
-    app = FastAPI(title="Atropos broker", version="1", redoc_url=None)
-    services = Services(broker=broker, config=config)
+class BrokerApp(FastAPI):
+    """FastAPI, with the connection's transport noted before any middleware hides it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[TRANSPORT_KEY] = find_transport(send)
+        await super().__call__(scope, receive, send)
+
+
+def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
+    """The broker's HTTP side; `app.state.services` holds what its handlers share."""
+    app = BrokerApp(title="Atropos broker", version="1", redoc_url=None)
+    app.state.services = make_services(config, broker)
+    app.add_middleware(Door, config=config)
+    app.add_exception_handler(BrokerError, answer_broker_error)
+    app.add_exception_handler(HTTPException, answer_http_error)
+    app.add_exception_handler(Exception, answer_unexpected)
+    for part in (v0, v1, ops, events, metrics):
+        app.include_router(part.router)
+    return app
+
+
+def make_services(config: BrokerConfig, broker: Broker) -> Services:
+    services = Services(broker=broker, config=config, legacy=LegacyContract(broker))
     broker.state.on_groups.append(services.groups_bell.ring)
     broker.state.on_pacing.append(services.pacing_bell.ring)
     # A run that ends or is taken over concerns those who wait for its batches.
     broker.state.on_pacing.append(services.groups_bell.ring)
-    app.state.services = services
-    app.add_exception_handler(BrokerError, answer_broker_error)
-    app.add_exception_handler(HTTPException, answer_http_error)
-    app.add_exception_handler(Exception, answer_unexpected)
-    app.include_router(v1.router)
-    app.include_router(ops.router)
-    return app
+    broker.state.events.on_event.append(services.events_bell.ring)
+    broker.state.on_groups.append(services.events_bell.ring)
+    return services

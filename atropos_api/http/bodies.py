@@ -8,7 +8,7 @@ import msgspec
 from fastapi import Request, Response
 from isal import isal_zlib
 
-from atropos_api.errors import InvalidRequest, TooLarge
+from atropos_api.errors import InvalidEncoding, InvalidRequest, TooLarge
 from atropos_api.http.services import services_of
 
 StructT = TypeVar("StructT")
@@ -17,6 +17,7 @@ GZIP_WBITS: Final = 31
 INFLATE_STEP_BYTES: Final = 1 << 20
 COMPRESS_FROM_BYTES: Final = 1000
 JSON: Final = "application/json"
+GZIP_HEADERS: Final = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
 
 _encoder = msgspec.json.Encoder()
 
@@ -50,7 +51,7 @@ def inflate(body: bytes, limit_bytes: int) -> bytes:
         while not member.eof:
             try:
                 part = member.decompress(data, INFLATE_STEP_BYTES)
-            except isal_zlib.error as error:
+            except isal_zlib.error as error:  # type: ignore[misc]
                 raise _bad_gzip(str(error)) from None
             data = member.unconsumed_tail
             size += len(part)
@@ -63,10 +64,10 @@ def inflate(body: bytes, limit_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def decode_body(body: bytes, kind: type[StructT]) -> StructT:
-    """A small JSON body as its type; what is wrong with it is named."""
+def decode_body(body: bytes, kind: type[StructT], *, strict: bool = True) -> StructT:
+    """A small JSON body as its type; what is wrong with it is named. Not `strict`: numbers may come as text."""
     try:
-        return msgspec.json.decode(body or b"{}", type=kind)
+        return msgspec.json.decode(body or b"{}", type=kind, strict=strict)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the body has the wrong shape: {error}", field="body") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -88,8 +89,8 @@ def compress(body: bytes) -> bytes:
     return compressed
 
 
-def _bad_gzip(reason: str) -> InvalidRequest:
-    return InvalidRequest(f"the body is not valid gzip: {reason}", field="body")
+def _bad_gzip(reason: str) -> InvalidEncoding:
+    return InvalidEncoding(f"Invalid gzip payload: {reason}", field="body")
 
 
 def _too_large(size: int, limit: int, flag: str) -> TooLarge:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ STATUS_BY_KIND: Final = {
     "batch-out-of-order": 409,
     "policy-not-newer": 409,
     "batch-committed": 410,
+    "invalid-gzip": 400,
     "body-too-large": 413,
     "token-required": 401,
     "cross-site-request": 403,
@@ -47,14 +49,37 @@ def problem_response(status: int, kind: str, detail: str, **members: Any) -> Res
     return Response(msgspec.json.encode(body), status_code=status, media_type=PROBLEM_TYPE, headers=headers)
 
 
-def answer_broker_error(_: Request, error: Exception) -> Response:
+def answer_broker_error(request: Request, error: Exception) -> Response:
     """The one place where an error of the rules becomes a status."""
     if not isinstance(error, BrokerError):
         raise error
     status = STATUS_BY_KIND[error.kind]
     if status == 422:
         logger.warning("refused: %s", error)
+    if not request.url.path.startswith("/v1/"):
+        return legacy_response(status, error)
     return problem_response(status, error.kind, str(error), **error.details)
+
+
+def legacy_response(status: int, error: BrokerError) -> Response:
+    """The same for callers of the Atropos contract, who know FastAPI's own form of errors."""
+    headers = {"Retry-After": RETRY_AFTER_SECONDS} if status == 503 else {}
+    if status != 422:
+        return _json({"detail": str(error), **error.details}, status, headers)
+    return _json({"detail": [describe_invalid(error)], **error.details}, status, headers)
+
+
+def describe_invalid(error: BrokerError) -> dict[str, Any]:
+    """One entry of a FastAPI-like 422."""
+    place = [
+        int(part) if part.isdigit() else part for part in re.split(r"[.\[\]]+", error.details.get("field", "")) if part
+    ]
+    return {
+        "type": error.kind,
+        "loc": ["body", *place],
+        "msg": str(error),
+        "input": error.details.get("value"),
+    }
 
 
 def answer_unexpected(_: Request, error: Exception) -> Response:
@@ -68,6 +93,10 @@ def answer_http_error(_: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 500)
     detail = str(getattr(error, "detail", error))
     return problem_response(status, detail.lower().replace(" ", "-"), detail)
+
+
+def _json(body: dict[str, Any], status: int, headers: dict[str, str]) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json", headers=headers)
 
 
 def _title(status: int) -> str:

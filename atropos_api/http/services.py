@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from atropos_api.broker import Broker
+from atropos_api.broker.legacy import LegacyContract
 from atropos_api.config import BrokerConfig
 
 
@@ -22,12 +23,13 @@ class Bell:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def wait(self, timeout_seconds: float) -> None:
-        """Return at the next ring, or after the timeout."""
+    async def wait(self, timeout_seconds: float) -> bool:
+        """Return at the next ring (True), or after the timeout."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
-            await asyncio.wait((waiter,), timeout=timeout_seconds)
+            done, _ = await asyncio.wait((waiter,), timeout=timeout_seconds)
+            return bool(done)
         finally:
             self._waiters.discard(waiter)
             waiter.cancel()
@@ -39,15 +41,18 @@ class Services:
 
     broker: Broker
     config: BrokerConfig
+    legacy: LegacyContract
     groups_bell: Bell = field(default_factory=Bell)
     pacing_bell: Bell = field(default_factory=Bell)
+    events_bell: Bell = field(default_factory=Bell)
+    stop_bell: Bell = field(default_factory=Bell)
     legacy_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: bool = False
 
     def stop(self) -> None:
         self.stopping = True
-        self.groups_bell.ring()
-        self.pacing_bell.ring()
+        for bell in (self.groups_bell, self.pacing_bell, self.events_bell, self.stop_bell):
+            bell.ring()
 
 
 def services_of(request: Request) -> Services:

@@ -7,7 +7,7 @@ import time
 from fastapi import APIRouter, Request, Response
 
 from atropos_api.errors import InvalidRequest
-from atropos_api.http.bodies import JSON, compress, decode_body, json_response, read_body, wants_gzip
+from atropos_api.http.bodies import GZIP_HEADERS, JSON, compress, decode_body, json_response, read_body, wants_gzip
 from atropos_api.http.parameters import parse_int, read_int, read_wait
 from atropos_api.http.services import Services, services_of
 from atropos_api.store.base import GroupRow
@@ -109,7 +109,5 @@ def _batch_response(request: Request, services: Services, number: int, groups: l
     head = f'{{"number":{number},"run_id":"{run.run_id}","groups":['.encode()
     body = b"".join((head, b",".join(services.broker.read_bodies(groups)), b"]}"))
     if wants_gzip(request, len(body)):
-        return Response(
-            compress(body), media_type=JSON, headers={"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
-        )
+        return Response(compress(body), media_type=JSON, headers=GZIP_HEADERS)
     return Response(body, media_type=JSON)

@@ -203,9 +203,12 @@ def _read_env_id(text: bytes, where: str) -> int | None:
     if text == _NULL:
         return None
     try:
-        return msgspec.json.decode(text, type=int, strict=False)
+        number = msgspec.json.decode(text, type=int, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise InvalidGroup(f"{where}env_id", text[:80].decode("utf-8", "replace"), "an integer is needed") from None
+    if not -(2**63) <= number < 2**63:
+        raise InvalidGroup(f"{where}env_id", str(number), "it does not fit in 64 bits")
+    return number
 
 
 def _decode_free(text: bytes, field: str) -> Any:

@@ -1,0 +1,118 @@
+"""The durable store: one directory that one broker holds at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Literal
+
+from atropos_api.errors import DataDirectoryInUse
+from atropos_api.store.ledger_sqlite import SqliteLedger
+from atropos_api.store.segments import SegmentLog
+
+logger = logging.getLogger(__name__)
+
+Fsync = Literal["always", "interval", "never"]
+
+SYNC_INTERVAL_SECONDS = 1.0
+
+
+class DirectoryLock:
+    """An advisory lock that ends with the process, however it ends."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "lock"
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = path.read_text(encoding="utf-8").strip() or "unknown"
+            os.close(self._descriptor)
+            raise DataDirectoryInUse(
+                f"{directory} is in use by another broker (pid {owner}); stop it or choose another --store"
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        os.close(self._descriptor)
+
+
+class PeriodicSync:
+    """Forces the store to the disk a second after something was written; sleeps for good while nothing is."""
+
+    def __init__(self, ledger: SqliteLedger, bodies: SegmentLog) -> None:
+        self._ledger = ledger
+        self._bodies = bodies
+        self._dirty = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="store-sync", daemon=True)
+        self._thread.start()
+
+    def mark(self) -> None:
+        if not self._dirty.is_set():
+            self._dirty.set()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._dirty.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._dirty.wait()
+            closing = self._closing.wait(SYNC_INTERVAL_SECONDS)
+            self._dirty.clear()
+            try:
+                self._bodies.sync()
+                self._ledger.sync()
+            except OSError:
+                logger.exception("the store could not be forced to the disk; a loss of power now would cost groups")
+            if closing:
+                return
+
+
+class DurableLedger(SqliteLedger):
+    """The ledger of a directory; closing it gives the directory back."""
+
+    def __init__(self, directory: Path, bodies: SegmentLog, *, fsync: Fsync, lock: DirectoryLock) -> None:
+        self._periodic: PeriodicSync | None = None
+        super().__init__(directory / "ledger.sqlite", synchronous="OFF" if fsync == "never" else "NORMAL")
+        self._lock = lock
+        if fsync == "interval":
+            self._periodic = PeriodicSync(self, bodies)
+
+    def _mark_dirty(self) -> None:
+        if self._periodic is not None:
+            self._periodic.mark()
+
+    def close(self) -> None:
+        if self._periodic is not None:
+            self._periodic.close()
+        super().close()
+        self._lock.release()
+
+
+def open_directory(directory: Path, *, fsync: Fsync, fresh: bool) -> tuple[DurableLedger, SegmentLog]:
+    """Take the directory (made if need be) and open what it holds; `fresh` deletes that first."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = DirectoryLock(directory)
+    try:
+        if fresh:
+            _delete_contents(directory)
+        bodies = SegmentLog(directory / "segments")
+        return DurableLedger(directory, bodies, fsync=fsync, lock=lock), bodies
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _delete_contents(directory: Path) -> None:
+    """Only what this module makes; the directory may be anybody's."""
+    shutil.rmtree(directory / "segments", ignore_errors=True)
+    for name in ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm"):
+        (directory / name).unlink(missing_ok=True)

@@ -1,0 +1,217 @@
+"""The ledger in SQLite: one file, write-ahead log, one writer that holds it for good."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from atropos_api.errors import StoreDamaged, StoreUnavailable
+from atropos_api.store.base import BodyRef, EnvironmentRow, GroupRow, KeyRow, PolicyRow, RunRow, Snapshot
+
+SCHEMA_VERSION: Final = 1
+SCHEMA: Final = """
+CREATE TABLE runs (run_id TEXT PRIMARY KEY, row BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE environments (environment_id INTEGER PRIMARY KEY, row BLOB NOT NULL);
+CREATE TABLE policies (
+    run_id TEXT, version INTEGER, step INTEGER, published_at REAL, orphaned INTEGER, PRIMARY KEY (run_id, version)
+) WITHOUT ROWID;
+CREATE TABLE keys (
+    key_id INTEGER PRIMARY KEY, owner TEXT, key TEXT, group_count INTEGER, used_at REAL, done_at REAL
+);
+CREATE TABLE groups (
+    seq INTEGER PRIMARY KEY, run_id TEXT, env_id INTEGER, size INTEGER, token_count INTEGER,
+    segment INTEGER, offset INTEGER, length INTEGER, received_version INTEGER, oldest_version INTEGER,
+    arrived_at REAL, batch INTEGER, key_id INTEGER
+);
+CREATE TABLE places (one INTEGER PRIMARY KEY CHECK (one = 1), next_seq INTEGER, answered_seq INTEGER);
+INSERT INTO places VALUES (1, 1, 0);
+"""
+
+_encoder = msgspec.json.Encoder()
+
+
+class SqliteLedger:
+    """Rows in one database. `synchronous` is SQLite's word: NORMAL survives the process, `sync` the power."""
+
+    def __init__(self, path: Path, *, synchronous: str = "NORMAL") -> None:
+        self._path = path
+        self._depth = 0
+        try:
+            # Closing happens wherever the server ends, so the connection is not tied to the opening thread.
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=64)
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute(f"PRAGMA synchronous={synchronous}")
+            self._prepare_schema()
+        except sqlite3.DatabaseError as error:
+            raise StoreDamaged(f"{path} cannot be used as the broker's ledger: {error}; --fresh begins anew") from error
+
+    def load(self) -> Snapshot:
+        next_seq, answered_seq = self._db.execute("SELECT next_seq, answered_seq FROM places").fetchone()
+        return Snapshot(
+            runs=[msgspec.json.decode(row, type=RunRow) for (row,) in self._db.execute("SELECT row FROM runs")],
+            environments=[
+                msgspec.json.decode(row, type=EnvironmentRow)
+                for (row,) in self._db.execute("SELECT row FROM environments ORDER BY environment_id")
+            ],
+            groups=[_group_of(row) for row in self._db.execute("SELECT * FROM groups ORDER BY seq")],
+            keys=[_key_of(row) for row in self._db.execute("SELECT * FROM keys ORDER BY key_id")],
+            policies=[_policy_of(row) for row in self._db.execute("SELECT * FROM policies ORDER BY version")],
+            next_seq=next_seq,
+            answered_seq=answered_seq,
+        )
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All or nothing; a transaction inside another is a part of it."""
+        if self._depth:
+            yield
+            return
+        self._execute("BEGIN IMMEDIATE")
+        self._depth += 1
+        try:
+            yield
+            self._execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        finally:
+            self._depth -= 1
+
+    def put_run(self, row: RunRow) -> None:
+        self._execute("INSERT OR REPLACE INTO runs VALUES (?, ?)", (row.run_id, _encoder.encode(row)))
+
+    def put_environment(self, row: EnvironmentRow) -> None:
+        values = (row.environment_id, _encoder.encode(row))
+        self._execute("INSERT OR REPLACE INTO environments VALUES (?, ?)", values)
+
+    def put_policy(self, row: PolicyRow) -> None:
+        values = (row.run_id, row.version, row.step, row.published_at, row.orphaned)
+        self._execute("INSERT OR REPLACE INTO policies VALUES (?, ?, ?, ?, ?)", values)
+
+    def put_key(self, row: KeyRow) -> None:
+        values = (row.key_id, row.owner, row.key, row.group_count, row.used_at, row.done_at)
+        self._execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?)", values)
+
+    def forget_keys(self, key_ids: Sequence[int]) -> None:
+        self._execute_many("DELETE FROM keys WHERE key_id = ?", [(key_id,) for key_id in key_ids])
+
+    def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
+        with self.transaction():
+            self._execute_many(
+                "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", [_values_of(row) for row in rows]
+            )
+            self._execute("UPDATE places SET next_seq = ?, answered_seq = ?", (rows[-1].seq + 1, answered_seq))
+
+    def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
+        with self.transaction():
+            self._execute_many("UPDATE groups SET batch = ? WHERE seq = ?", [(batch, seq) for seq in seqs])
+
+    def adopt_groups(self, run_id: str) -> None:
+        self._execute("UPDATE groups SET run_id = ? WHERE run_id = ''", (run_id,))
+
+    def move_groups(self, places: Iterable[tuple[int, BodyRef]]) -> None:
+        with self.transaction():
+            self._execute_many(
+                "UPDATE groups SET segment = ?, offset = ?, length = ? WHERE seq = ?",
+                [(*body, seq) for seq, body in places],
+            )
+
+    def drop_groups(self, seqs: Sequence[int]) -> None:
+        with self.transaction():
+            self._execute_many("DELETE FROM groups WHERE seq = ?", [(seq,) for seq in seqs])
+
+    def sync(self) -> None:
+        """Force the write-ahead log to the disk; may be called from another thread."""
+        try:
+            descriptor = os.open(f"{self._path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _mark_dirty(self) -> None:
+        """Something is about to be written; a subclass may care."""
+
+    def _prepare_schema(self) -> None:
+        (found,) = self._db.execute("PRAGMA user_version").fetchone()
+        if found == 0:
+            self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        elif found != SCHEMA_VERSION:
+            raise StoreDamaged(
+                f"{self._path} was written by another release (schema {found}, this one has {SCHEMA_VERSION}); "
+                "finish its run with that release or begin anew with --fresh"
+            )
+
+    def _execute(self, statement: str, values: Sequence[Any] = ()) -> None:
+        self._mark_dirty()
+        try:
+            self._db.execute(statement, values)
+        except sqlite3.OperationalError as error:
+            raise _unavailable(error) from error
+
+    def _execute_many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+        self._mark_dirty()
+        try:
+            self._db.executemany(statement, rows)
+        except sqlite3.OperationalError as error:
+            raise _unavailable(error) from error
+
+
+def _values_of(row: GroupRow) -> tuple[Any, ...]:
+    return (
+        row.seq,
+        row.run_id,
+        row.env_id,
+        row.size,
+        row.token_count,
+        *row.body,
+        row.received_version,
+        row.oldest_version,
+        row.arrived_at,
+        row.batch,
+        row.key_id,
+    )
+
+
+def _group_of(row: tuple[Any, ...]) -> GroupRow:
+    seq, run_id, env_id, size, token_count, segment, offset, length, received, oldest, arrived_at, batch, key_id = row
+    return GroupRow(
+        seq=seq,
+        run_id=run_id,
+        env_id=env_id,
+        size=size,
+        token_count=token_count,
+        body=BodyRef(segment, offset, length),
+        received_version=received,
+        oldest_version=oldest,
+        arrived_at=arrived_at,
+        batch=batch,
+        key_id=key_id,
+    )
+
+
+def _key_of(row: tuple[Any, ...]) -> KeyRow:
+    key_id, owner, key, group_count, used_at, done_at = row
+    return KeyRow(key_id=key_id, owner=owner, key=key, group_count=group_count, used_at=used_at, done_at=done_at)
+
+
+def _policy_of(row: tuple[Any, ...]) -> PolicyRow:
+    run_id, version, step, published_at, orphaned = row
+    return PolicyRow(run_id=run_id, version=version, step=step, published_at=published_at, orphaned=bool(orphaned))
+
+
+def _unavailable(error: sqlite3.OperationalError) -> StoreUnavailable:
+    return StoreUnavailable(f"the store's ledger cannot be written ({error}); nothing was kept")
