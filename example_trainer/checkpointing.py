@@ -158,15 +158,26 @@ def remembered(steps_by_version: Mapping[int, int]) -> dict[str, int]:
 
 
 def _write_model(directory: Path, policy: Policy) -> None:
-    from huggingface_hub import save_torch_state_dict
-
     tensors = policy.checkpoint_tensors()
-    save_torch_state_dict(tensors, directory)
+    _write_tensors(directory, tensors)
     config = policy.hf_config.to_dict()
     trained = next(iter(policy.masters))
     config["dtype"] = str(tensors.get(trained, next(iter(tensors.values()))).dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     _copy_tokenizer(policy.tokenizer_name, directory)
+
+
+def _write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """One safetensors file, or several with an index where the model is large."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    split = split_torch_state_dict_into_shards(dict(tensors))
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: tensors[name] for name in names}, directory / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _copy_tokenizer(name: str, directory: Path) -> None:

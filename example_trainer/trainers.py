@@ -67,6 +67,8 @@ class Progress:
     """The step whose weights were published last."""
     weights_step: int = 0
     """The step that changed the weights last."""
+    announced_step: int = 0
+    """The last step that the broker knows to be trained."""
     committed: int = 0
     checkpointed: int | None = None
     skipped_in_a_row: int = 0
@@ -209,7 +211,8 @@ class Trainer:
         if publish:
             self._publish_taken()
         else:
-            self._session.announce_step(self.progress.version, step)
+            known = self._session.announce_step(self.progress.version, step)
+            self.progress.announced_step = step if known else self.progress.announced_step
         if state is not None:
             self._save(state, random)
         if state is not None or self.config.checkpoint_interval == 0:
@@ -240,10 +243,19 @@ class Trainer:
         return step % interval == 0 or step - self.progress.committed >= MOST_UNCOMMITTED
 
     def _publish_if_needed(self) -> None:
-        """A server that has restarted serves nothing until the present weights are published again."""
-        if (self._tail is None or self._tail.wait(0)) and self._bridge.needs_publish():
-            self._join_tail()
+        """While a batch is awaited: publish again where nobody can go on without.
+
+        A server that has restarted serves nothing until then. And a broker that does not know the last steps as
+        trained lets no environment begin more rollouts.
+        """
+        if self._tail is not None and not self._tail.wait(0):
+            return
+        self._join_tail()
+        if self._bridge.needs_publish():
             logger.info("the server has no policy; publishing again")
+            self._publish()
+        elif self.progress.announced_step < self.progress.step:
+            logger.info("rollouts wait for step %d; publishing now", self.progress.step)
             self._publish()
 
     def _publish(self) -> None:
@@ -255,13 +267,14 @@ class Trainer:
         progress = self.progress
         progress.version += 1
         progress.published_step = progress.weights_step
-        self.steps_by_version[progress.version] = progress.weights_step
+        self.steps_by_version[progress.version] = progress.step
         self._alignment.published(progress.version)
 
     def _publish_taken(self) -> None:
         version = self.progress.version
         self._report = self._bridge.publish(version)
         self._session.announce_policy(version, self.progress.step)
+        self.progress.announced_step = self.progress.step
 
     def _state(self) -> TrainerState:
         progress, config = self.progress, self.config
@@ -321,7 +334,7 @@ class Trainer:
             )
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        metrics[names.POLICY_VERSION] = float(self.progress.version)
+        metrics[names.POLICY_VERSION] = self.progress.version
         if self._report is not None:
             metrics[names.TIME_SYNC] = self._report.seconds
             metrics["time/sync_fence"] = self._report.fence_seconds

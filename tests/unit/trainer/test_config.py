@@ -1,0 +1,131 @@
+"""The trainer's settings: documented defaults, combinations that are refused, aliases."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from atropos_api.common.cliconfig import ConfigError, load_config
+from example_trainer.config import TrainingConfig
+
+DOCUMENTED_DEFAULTS = {
+    "weight_bridge_mode": "none",
+    "training_steps": 10,
+    "checkpoint_interval": 3,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 32,
+    "warmup_steps": 0,
+    "seq_len": 2048,
+    "train_layer_indices": None,
+    "clip_eps": 0.2,
+    "lr": 1e-5,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05,
+    "lora_target_modules": None,
+    "lora_layer_indices": None,
+    "vllm_port": 9001,
+    "vllm_config_path": "auto",
+    "gpu_memory_utilization": 0.45,
+    "vllm_gpu": None,
+    "max_model_len": 4096,
+    "dtype": "bfloat16",
+    "vllm_restart_interval": 3,
+    "atropos_url": "http://localhost:8000",
+    "use_wandb": False,
+    "wandb_project": None,
+    "wandb_group": None,
+    "trainer_rank": 0,
+    "world_size": 1,
+    "init_method": "env://",
+    "num_inference_nodes": 0,
+    "debug_loading": False,
+    "benchmark": False,
+    "optimizer": "adamw_8bit",
+    "max_grad_norm": 1.0,
+}
+
+REFUSED = [
+    ({"dtype": "float16"}, "loss scaling"),
+    ({"world_size": 2}, "--world-size 2"),
+    ({"trainer_rank": 1}, "--trainer-rank 1"),
+    ({"weight_bridge_mode": "shared_vllm", "world_size": 2}, "one unsharded copy"),
+    ({"weight_bridge_mode": "shared_vllm", "vllm_tensor_parallel_size": 2}, "--vllm-tensor-parallel-size 2"),
+    ({"weight_bridge_mode": "shared_vllm", "vllm_quantization": "fp8"}, "quantised"),
+    ({"weight_bridge_mode": "shared_vllm", "vllm_enable_sleep_mode": True}, "--vllm-enable-sleep-mode"),
+    ({"weight_bridge_mode": "shared_vllm", "num_inference_nodes": 1}, "one host"),
+    ({"weight_bridge_mode": "shared_vllm", "lora_r": 8}, "--lora-r 8"),
+    ({"weight_bridge_mode": "shared_vllm", "lora_layer_indices": "0-1"}, "--lora-layer-indices"),
+    ({"weight_bridge_mode": "lora_only", "train_layer_indices": "0-1"}, "--lora-layer-indices"),
+    ({"weight_bridge_mode": "lora_restart", "train_layer_indices": "0-1"}, "frozen"),
+    ({"master_weights": "none", "epochs_per_batch": 2}, "--master-weights fp32"),
+    ({"master_weights": "none", "mini_batches": 2}, "2 optimizer steps per batch"),
+    ({"overlap_publish": True, "forward_weights": "views"}, "--forward-weights masters"),
+    ({"epochs_per_batch": 4, "forward_weights": "views"}, "several steps per batch"),
+    ({"overlap_publish": True, "master_weights": "none"}, "--overlap-publish needs master weights"),
+    ({"forward_weights": "masters", "master_weights": "none"}, "--master-weights fp32"),
+]
+
+
+def make(**settings: object) -> TrainingConfig:
+    return TrainingConfig.model_validate({"model_name": "m", **settings})
+
+
+@pytest.mark.parametrize(("name", "value"), DOCUMENTED_DEFAULTS.items())
+def test_a_documented_flag_keeps_its_documented_default(name: str, value: object) -> None:
+    assert getattr(make(), name) == value
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED)
+def test_r31_what_cannot_work_is_refused_with_the_reason(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        make(**settings)
+    assert words in str(caught.value)
+
+
+def test_a_refusal_on_the_command_line_is_one_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(TrainingConfig, ["--model-name", "m", "--dtype", "float16"], prog="p", description="d")
+    assert "\n" not in str(caught.value)
+    assert "--dtype float16" in str(caught.value)
+
+
+def test_settings_passed_on_whole_are_accepted_again() -> None:
+    shared = make(weight_bridge_mode="shared_vllm")
+    assert TrainingConfig.model_validate(shared.model_dump()) == shared
+
+
+def test_the_model_may_be_named_by_either_flag() -> None:
+    for flag in ("--model-name", "--model", "--model_path"):
+        assert load_config(TrainingConfig, [flag, "x"], prog="p", description="d").model_name == "x"
+
+
+def test_the_courses_spellings_are_understood() -> None:
+    argv = "--model m --learning-rate 2e-5 --n-grpo-steps 7 --cliprange 0.1 --epochs-per-rollout-batch 2".split()
+    config = load_config(TrainingConfig, [*argv, "--loss-type", "grpo_clip"], prog="p", description="d")
+    assert (config.lr, config.training_steps, config.clip_eps, config.epochs_per_batch) == (2e-5, 7, 0.1, 2)
+    assert config.loss_type == "grpo"
+
+
+def test_a_step_takes_batch_size_times_accumulation_sequences() -> None:
+    assert make(batch_size=4, gradient_accumulation_steps=8).sequences_per_batch == 32
+
+
+def test_r36_the_forward_reads_the_views_unless_something_needs_the_masters() -> None:
+    shared = {"weight_bridge_mode": "shared_vllm"}
+    assert not make(**shared).forwards_from_masters
+    assert make(**shared, overlap_publish=True).forwards_from_masters
+    assert make(**shared, epochs_per_batch=4).forwards_from_masters
+    assert make(**shared, forward_weights="masters").forwards_from_masters
+    assert make(weight_bridge_mode="none").forwards_from_masters
+
+
+def test_shared_mode_publishes_each_step_and_restart_modes_at_their_interval() -> None:
+    assert make(weight_bridge_mode="shared_vllm", vllm_restart_interval=7).publish_interval == 1
+    assert make(weight_bridge_mode="lora_restart", vllm_restart_interval=7).publish_interval == 7
+
+
+def test_r19_a_high_rate_for_full_fine_tuning_is_warned_about() -> None:
+    assert "--lr 1e-05" in make().warnings()[0]
+    assert make(lr=1e-6).warnings() == []
+    assert make(weight_bridge_mode="lora_restart").warnings() == []
