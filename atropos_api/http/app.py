@@ -33,7 +33,8 @@ def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
     app.add_exception_handler(BrokerError, answer_broker_error)
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_exception_handler(Exception, answer_unexpected)
-    for part in (v0, v1, ops, events, metrics):
+    # Routes are tried in order, so those called most come first.
+    for part in (v1, v0, ops, events, metrics):
         app.include_router(part.router)
     return app
 

@@ -64,6 +64,8 @@ def answer_broker_error(request: Request, error: Exception) -> Response:
 def legacy_response(status: int, error: BrokerError) -> Response:
     """The same for callers of the Atropos contract, who know FastAPI's own form of errors."""
     headers = {"Retry-After": RETRY_AFTER_SECONDS} if status == 503 else {}
+    if status == 400:
+        return Response(str(error), status_code=status, media_type="text/plain")
     if status != 422:
         return _json({"detail": str(error), **error.details}, status, headers)
     return _json({"detail": [describe_invalid(error)], **error.details}, status, headers)
@@ -72,7 +74,9 @@ def legacy_response(status: int, error: BrokerError) -> Response:
 def describe_invalid(error: BrokerError) -> dict[str, Any]:
     """One entry of a FastAPI-like 422."""
     place = [
-        int(part) if part.isdigit() else part for part in re.split(r"[.\[\]]+", error.details.get("field", "")) if part
+        int(part) if part.isdigit() else part
+        for part in re.split(r"[.\[\]]+", error.details.get("field", ""))
+        if part not in {"", "body"}
     ]
     return {
         "type": error.kind,

@@ -47,6 +47,59 @@ class EnvironmentId(msgspec.Struct):
     env_id: int
 
 
+@router.get("/status-env", summary="Step and queue as one environment should see them")
+async def status_env(request: Request) -> Response:
+    body = await read_body(request)
+    asked = request.query_params.get("env_id")
+    if body:
+        environment_id = decode_body(body, EnvironmentId, strict=False).env_id
+    elif asked is not None:
+        environment_id = parse_int(asked, "env_id")
+    else:
+        raise InvalidRequest("env_id: it is required, as a JSON body or in the query", field="env_id")
+    return json_response(services_of(request).legacy.status_env(environment_id))
+
+
+@router.post("/scored_data", summary="Submit one group")
+async def scored_data(request: Request) -> Response:
+    services = services_of(request)
+    taken = await _take(request, services, [decode_fields(await read_body(request))], where="")
+    if taken.refused:
+        raise taken.refused[0][1]
+    if taken.buffered:
+        answer: dict[str, Any] = {"status": "buffered", "buffer_size": taken.last_buffer_size}
+    else:
+        answer = {"status": "received"}
+    return _answer(services, taken, answer, 200)
+
+
+@router.post("/scored_data_list", summary="Submit several groups")
+async def scored_data_list(request: Request) -> Response:
+    services = services_of(request)
+    taken = await _take(request, services, decode_list(await read_body(request)), where="[{index}].")
+    answer: dict[str, Any] = {"status": "received", "groups_processed": len(taken.rows) + taken.duplicates}
+    if taken.buffered:
+        answer |= {"buffered": taken.buffered, "last_buffer_size": taken.last_buffer_size}
+    if not taken.refused:
+        return _answer(services, taken, answer, 200)
+    for _, error in taken.refused:
+        logger.warning("refused from a list, its neighbours were taken: %s", error)
+    answer["detail"] = [describe_invalid(error) for _, error in taken.refused]
+    return _answer(services, taken, answer, 422)
+
+
+@router.get("/batch", summary="Commit the batch handed out before, hand out the next")
+async def batch(request: Request) -> Response:
+    services = services_of(request)
+    # Two trainers that poll at once get a batch each, one after the other.
+    await services.legacy_turn.acquire()
+    try:
+        return _next_batch(request, services)
+    except BaseException:
+        services.legacy_turn.release()
+        raise
+
+
 @router.get("/", summary="Who answers")
 async def root() -> Response:
     return json_response({"message": "AtroposLib API"})
@@ -110,59 +163,6 @@ async def status(request: Request) -> Response:
     run = broker.state.runs.open
     step = broker.trained_steps(run) if run is not None else 0
     return json_response({"current_step": step, "queue_size": broker.state.queue.groups if run is not None else 0})
-
-
-@router.get("/status-env", summary="Step and queue as one environment should see them")
-async def status_env(request: Request) -> Response:
-    body = await read_body(request)
-    asked = request.query_params.get("env_id")
-    if body:
-        environment_id = decode_body(body, EnvironmentId, strict=False).env_id
-    elif asked is not None:
-        environment_id = parse_int(asked, "env_id")
-    else:
-        raise InvalidRequest("env_id: it is required, as a JSON body or in the query", field="env_id")
-    return json_response(services_of(request).legacy.status_env(environment_id))
-
-
-@router.post("/scored_data", summary="Submit one group")
-async def scored_data(request: Request) -> Response:
-    services = services_of(request)
-    taken = await _take(request, services, [decode_fields(await read_body(request))], where="")
-    if taken.refused:
-        raise taken.refused[0][1]
-    if taken.buffered:
-        answer: dict[str, Any] = {"status": "buffered", "buffer_size": taken.last_buffer_size}
-    else:
-        answer = {"status": "received"}
-    return _answer(services, taken, answer, 200)
-
-
-@router.post("/scored_data_list", summary="Submit several groups")
-async def scored_data_list(request: Request) -> Response:
-    services = services_of(request)
-    taken = await _take(request, services, decode_list(await read_body(request)), where="[{index}].")
-    answer: dict[str, Any] = {"status": "received", "groups_processed": len(taken.rows) + taken.duplicates}
-    if taken.buffered:
-        answer |= {"buffered": taken.buffered, "last_buffer_size": taken.last_buffer_size}
-    if not taken.refused:
-        return _answer(services, taken, answer, 200)
-    for _, error in taken.refused:
-        logger.warning("refused from a list, its neighbours were taken: %s", error)
-    answer["detail"] = [describe_invalid(error) for _, error in taken.refused]
-    return _answer(services, taken, answer, 422)
-
-
-@router.get("/batch", summary="Commit the batch handed out before, hand out the next")
-async def batch(request: Request) -> Response:
-    services = services_of(request)
-    # Two trainers that poll at once get a batch each, one after the other.
-    await services.legacy_turn.acquire()
-    try:
-        return _next_batch(request, services)
-    except BaseException:
-        services.legacy_turn.release()
-        raise
 
 
 @router.get("/latest_example", summary="The group that came last")

@@ -1,4 +1,4 @@
-"""The v1 contract: runs, environments, groups, numbered batches, policy."""
+"""The v1 contract: groups, pacing and batches first, for they are called all the time; runs, policy, environments."""
 
 from __future__ import annotations
 
@@ -19,22 +19,32 @@ LONGEST_KEY = 200
 router = APIRouter(prefix="/v1", tags=["v1"])
 
 
-@router.post("/runs", summary="Begin or resume a run")
-async def begin_run(request: Request) -> Response:
-    wanted = decode_body(await read_body(request), RunRequest)
-    return json_response(services_of(request).broker.begin_run(wanted))
+@router.post("/groups", summary="Submit scored groups", status_code=202)
+async def submit(request: Request) -> Response:
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= LONGEST_KEY:
+        raise InvalidRequest(f"Idempotency-Key: 1 to {LONGEST_KEY} characters are needed", field="Idempotency-Key")
+    submission = decode_submission(await read_body(request))
+    env_id = submission.environment_id
+    groups = [
+        check_group(fields, where=f"groups[{index}].", env_id=env_id) for index, fields in enumerate(submission.groups)
+    ]
+    answer = services_of(request).broker.submit(env_id, groups, key=key)
+    return json_response(answer, status_code=202)
 
 
-@router.post("/runs/{run_id}/finish", summary="End a run; its environments are told to stop")
-async def finish_run(request: Request, run_id: str) -> Response:
-    services_of(request).broker.finish_run(run_id)
-    return Response(status_code=204)
-
-
-@router.put("/policy", summary="Announce a published policy version")
-async def update_policy(request: Request) -> Response:
-    services_of(request).broker.update_policy(decode_body(await read_body(request), PolicyUpdate))
-    return Response(status_code=204)
+@router.put("/environments/{environment_id}/heartbeat", summary="Stay alive; pacing, or its next change")
+async def heartbeat(request: Request, environment_id: str) -> Response:
+    services = services_of(request)
+    wanted = parse_int(environment_id, "environment_id")
+    revision = read_int(request, "revision")
+    deadline = time.monotonic() + read_wait(request)
+    while True:
+        pacing = services.broker.heartbeat(wanted)
+        remaining = deadline - time.monotonic()
+        if pacing.revision != revision or remaining <= 0 or services.stopping:
+            return json_response(pacing)
+        await services.pacing_bell.wait(remaining)
 
 
 @router.get("/batches/{number}", summary="Batch by number; the same bytes until it is committed")
@@ -56,6 +66,24 @@ async def get_batch(request: Request, number: str) -> Response:
         await services.groups_bell.wait(min(remaining, _until_retry(services)))
 
 
+@router.post("/runs", summary="Begin or resume a run")
+async def begin_run(request: Request) -> Response:
+    wanted = decode_body(await read_body(request), RunRequest)
+    return json_response(services_of(request).broker.begin_run(wanted))
+
+
+@router.post("/runs/{run_id}/finish", summary="End a run; its environments are told to stop")
+async def finish_run(request: Request, run_id: str) -> Response:
+    services_of(request).broker.finish_run(run_id)
+    return Response(status_code=204)
+
+
+@router.put("/policy", summary="Announce a published policy version")
+async def update_policy(request: Request) -> Response:
+    services_of(request).broker.update_policy(decode_body(await read_body(request), PolicyUpdate))
+    return Response(status_code=204)
+
+
 @router.post("/batches/{number}/commit", summary="Everything up to this batch is covered by a checkpoint")
 async def commit(request: Request, number: str) -> Response:
     wanted = decode_body(await read_body(request), CommitRequest)
@@ -68,34 +96,6 @@ async def commit(request: Request, number: str) -> Response:
 async def register_environment(request: Request) -> Response:
     wanted = decode_body(await read_body(request), EnvironmentRequest)
     return json_response(services_of(request).broker.register_environment(wanted))
-
-
-@router.put("/environments/{environment_id}/heartbeat", summary="Stay alive; pacing, or its next change")
-async def heartbeat(request: Request, environment_id: str) -> Response:
-    services = services_of(request)
-    wanted = parse_int(environment_id, "environment_id")
-    revision = read_int(request, "revision")
-    deadline = time.monotonic() + read_wait(request)
-    while True:
-        pacing = services.broker.heartbeat(wanted)
-        remaining = deadline - time.monotonic()
-        if pacing.revision != revision or remaining <= 0 or services.stopping:
-            return json_response(pacing)
-        await services.pacing_bell.wait(remaining)
-
-
-@router.post("/groups", summary="Submit scored groups", status_code=202)
-async def submit(request: Request) -> Response:
-    key = request.headers.get("idempotency-key")
-    if key is not None and not 0 < len(key) <= LONGEST_KEY:
-        raise InvalidRequest(f"Idempotency-Key: 1 to {LONGEST_KEY} characters are needed", field="Idempotency-Key")
-    submission = decode_submission(await read_body(request))
-    env_id = submission.environment_id
-    groups = [
-        check_group(fields, where=f"groups[{index}].", env_id=env_id) for index, fields in enumerate(submission.groups)
-    ]
-    answer = services_of(request).broker.submit(env_id, groups, key=key)
-    return json_response(answer, status_code=202)
 
 
 def _until_retry(services: Services) -> float:

@@ -19,10 +19,13 @@ from atropos_api.errors import InvalidGroup
 ID_LIMIT: Final = 2**31
 """Token ids travel as int32 to every trainer."""
 
-_ZEROES: Final = bytes.maketrans(b"123456789", b"000000000")
+_DIGITS: Final = b"0123456789"
 _SPACE: Final = b" \t\r\n"
+_ZEROES: Final = bytes.maketrans(b"123456789", b"000000000")
 _LONG_ID: Final = b"0" * 10
-_LONG_NUMBER: Final = b"0" * 64
+_LONGEST_NUMBER: Final = 300
+"""Characters; a number this short is finite unless it has an exponent."""
+
 _rows_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _floats_decoder = msgspec.json.Decoder(list[float])
 
@@ -31,29 +34,17 @@ Judge = Callable[[Any, str], int | float]
 
 def check_ids(raw: bytes, field: str, *, signed: bool = False) -> tuple[list[int], bytes]:
     """Lengths of the rows of an array of integer rows, and its text (rewritten where a value had to be coerced)."""
-    lengths = []
-    allowed = b"0,-" if signed else b"0,"
-    for row in _split_rows(raw, field):
-        plain = row.translate(_ZEROES, _SPACE)
-        if plain.translate(None, allowed) != b"[]" or _LONG_ID in plain:
-            return _judge_rows(raw, field, _signed_id if signed else _unsigned_id)
-        lengths.append(plain.count(b",") + 1 if len(plain) > 2 else 0)
+    lengths = _plain_lengths(raw, _DIGITS + _SPACE + (b"-" if signed else b""))
+    if lengths is None or _LONG_ID in raw.translate(_ZEROES):
+        return _judge_rows(raw, field, _signed_id if signed else _unsigned_id)
     return lengths, raw
 
 
 def check_floats(raw: bytes, field: str) -> tuple[list[int], bytes]:
     """As `check_ids`, for rows of finite numbers."""
-    lengths = []
-    for row in _split_rows(raw, field):
-        plain = row.translate(_ZEROES, _SPACE)
-        if plain.translate(None, b"0,-.") == b"[]" and _LONG_NUMBER not in plain:
-            lengths.append(plain.count(b",") + 1 if len(plain) > 2 else 0)
-            continue
-        # Exponents are common (-1.2e-05) and need a look at their value: 1e999 is valid JSON.
-        try:
-            lengths.append(len(_floats_decoder.decode(row)))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return _judge_rows(raw, field, _finite)
+    lengths = _plain_lengths(raw, _DIGITS + _SPACE + b"+-.eE")
+    if lengths is None or _has_long_number(raw) or not _exponents_fit(raw):
+        return _judge_rows(raw, field, _finite)
     return lengths, raw
 
 
@@ -75,6 +66,55 @@ def check_nested(raw: bytes, field: str, *, ids: bool) -> list[list[int]]:
     return [check(row, f"{field}[{index}]")[0] for index, row in enumerate(_split_rows(raw, field))]
 
 
+def _plain_lengths(raw: bytes, allowed: bytes) -> list[int] | None:
+    """Row lengths if the text is `[[...],[...]]` of characters in `allowed` and commas; else None.
+
+    What is left of a row without its numbers is its brackets and commas; msgspec has seen that between two commas
+    there is one number.
+    """
+    *rows, end, rest = raw.split(b"]") if raw.count(b"]") >= 2 else (b"", b"", b"x")
+    if rest.strip(_SPACE) or end.strip(_SPACE):
+        return None
+    lengths = []
+    opening = b"[["
+    for row in rows:
+        frame = row.translate(None, allowed)
+        commas = len(frame) - 2
+        if commas < 0 or frame != opening + b"," * commas:
+            return None
+        opening = b",["
+        lengths.append(commas + 1 if commas or _has_number(row) else 0)
+    return lengths
+
+
+def _has_number(row: bytes) -> bool:
+    return any(digit in row for digit in _DIGITS)
+
+
+def _exponents_fit(raw: bytes) -> bool:
+    """Whether rows with exponents hold finite values: -1.2e-05 is common, 1e999 is valid JSON."""
+    if b"e" not in raw and b"E" not in raw:
+        return True
+    rows = [row for row in raw.split(b"]") if b"e" in row or b"E" in row]
+    try:
+        for row in rows:
+            _floats_decoder.decode(b"[" + row.lstrip(b"[, \t\r\n") + b"]")
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def _has_long_number(raw: bytes) -> bool:
+    """Whether any value is longer than numbers are: jumps from comma to comma as far apart as one may be."""
+    position, last = 0, len(raw) - _LONGEST_NUMBER
+    while position < last:
+        comma = raw.rfind(b",", position, position + _LONGEST_NUMBER)
+        if comma < 0:
+            return True
+        position = comma + 1
+    return False
+
+
 def _split_rows(raw: bytes, field: str) -> list[bytes]:
     try:
         return [bytes(row) for row in _rows_decoder.decode(raw)]
@@ -83,8 +123,11 @@ def _split_rows(raw: bytes, field: str) -> list[bytes]:
 
 
 def _judge_rows(raw: bytes, field: str, judge: Judge) -> tuple[list[int], bytes]:
+    found = _loads(raw, field)
+    if not isinstance(found, list):
+        raise InvalidGroup(field, found, "an array of rows is needed")
     rows = []
-    for index, row in enumerate(_loads(raw, field)):
+    for index, row in enumerate(found):
         if not isinstance(row, list):
             raise InvalidGroup(f"{field}[{index}]", row, "an array is needed")
         rows.append([judge(value, f"{field}[{index}][{place}]") for place, value in enumerate(row)])
