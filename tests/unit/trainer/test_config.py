@@ -101,8 +101,9 @@ def test_the_model_may_be_named_by_either_flag() -> None:
 
 
 def test_the_courses_spellings_are_understood() -> None:
-    argv = "--model m --learning-rate 2e-5 --n-grpo-steps 7 --cliprange 0.1 --epochs-per-rollout-batch 2".split()
-    config = load_config(TrainingConfig, [*argv, "--loss-type", "grpo_clip"], prog="p", description="d")
+    spelt = {"model": "m", "learning-rate": "2e-5", "n-grpo-steps": "7", "cliprange": "0.1", "loss-type": "grpo_clip"}
+    argv = [part for name, value in spelt.items() for part in (f"--{name}", value)]
+    config = load_config(TrainingConfig, [*argv, "--epochs-per-rollout-batch", "2"], prog="p", description="d")
     assert (config.lr, config.training_steps, config.clip_eps, config.epochs_per_batch) == (2e-5, 7, 0.1, 2)
     assert config.loss_type == "grpo"
 

@@ -1,0 +1,49 @@
+"""Tiny models and rows that the trainer's unit tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from example_trainer.model import Policy, PolicyOptions, load_policy
+from example_trainer.objective.packing import Row
+from example_trainer.testing import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def policy(tiny_model: Path) -> Policy:
+    return load_policy(PolicyOptions(model_name=str(tiny_model), dtype="float32", device="cpu"))
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    return make_rows(seed=0)
+
+
+def make_rows(*, seed: int, groups: int = 5, vocabulary: int = 32, longest: int = 20) -> list[Row]:
+    """Groups of one to five answers of mixed lengths to prompts of mixed lengths, some with masked gaps."""
+    generator = np.random.default_rng(seed)
+    rows: list[Row] = []
+    first = 0
+    for group in range(groups):
+        prompt = generator.integers(0, vocabulary, size=generator.integers(2, 15))
+        for _ in range(generator.integers(1, 6)):
+            answer = generator.integers(0, vocabulary, size=generator.integers(1, longest))
+            targets = len(prompt) + np.flatnonzero(generator.random(len(answer)) < 0.8)
+            if not len(targets):
+                targets = np.array([len(prompt)])
+            rows.append(Row(tokens=np.concatenate([prompt, answer]), targets=targets, first_target=first, group=group))
+            first += len(targets)
+    return rows
+
+
+def labels_of(rows: list[Row]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([row.tokens[row.targets] for row in rows]))

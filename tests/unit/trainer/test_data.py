@@ -1,0 +1,174 @@
+"""From broker groups to training arrays: alignment of labels and logprobs, what is left out, what stops a run."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from atropos_api.wire import Batch, Group
+from example_trainer.data import DataSettings, TrainingBatch, find_temperature, prepare_batch, report_logprobs
+from example_trainer.errors import BadBatch, MissingLogprobs
+from example_trainer.objective.advantages import AdvantageSettings
+
+SETTINGS = DataSettings(max_tokens=16, advantages=AdvantageSettings(norm="none"))
+
+
+def group(scores: tuple[float, ...] = (1.0, 0.0), **fields: Any) -> Group:
+    size = len(scores)
+    values: dict[str, Any] = {
+        "tokens": [[5, 6, 7, 8 + at] for at in range(size)],
+        "masks": [[-100, -100, 7, 8 + at] for at in range(size)],
+        "scores": list(scores),
+        "inference_logprobs": [[1.0, 1.0, -0.5, -0.25 - at] for at in range(size)],
+        "env_id": 3,
+    }
+    return Group(**(values | fields))
+
+
+def prepare(*groups: Group, settings: DataSettings = SETTINGS) -> TrainingBatch:
+    return prepare_batch(Batch(number=4, run_id="r", groups=list(groups)), settings)
+
+
+def test_labels_logprobs_and_positions_belong_to_the_same_token() -> None:
+    batch = prepare(group())
+    assert batch.targets.labels.tolist() == [7, 8, 7, 9]
+    assert batch.targets.rollout_logprobs.tolist() == [-0.5, -0.25, -0.5, -1.25]
+    assert [row.targets.tolist() for row in batch.rows] == [[2, 3], [2, 3]]
+    assert [row.first_target for row in batch.rows] == [0, 2]
+    assert batch.targets.sequences.tolist() == [0, 0, 1, 1]
+
+
+def test_each_token_of_a_sequence_carries_its_advantage() -> None:
+    assert prepare(group()).targets.advantages.tolist() == [0.5, 0.5, -0.5, -0.5]
+
+
+def test_a_first_token_that_is_trained_is_left_out_since_nothing_predicts_it() -> None:
+    batch = prepare(group(masks=[[5, 6, 7, 8], [-100, 6, 7, 9]], inference_logprobs=[[-1.0] * 4, [-1.0] * 4]))
+    assert [row.targets.tolist() for row in batch.rows] == [[1, 2, 3], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [None, [[1.0, 1.0, 1.0, -0.2]] * 2, [[-0.5, -0.2]] * 2, [[1.0, 1.0, float("nan"), -0.2]] * 2],
+    ids=["none", "placeholder at a trained token", "too short", "not a number"],
+)
+def test_a_trained_token_without_logprob_stops_the_run_and_names_environment_and_sequence(logprobs: Any) -> None:
+    with pytest.raises(MissingLogprobs, match="GRPO requires inference_logprobs for importance sampling") as caught:
+        prepare(group(inference_logprobs=logprobs))
+    assert "environment 3, sequence 0" in str(caught.value)
+    assert "--openai.server_type vllm" in str(caught.value)
+
+
+def test_one_sequence_without_logprobs_among_many_is_found() -> None:
+    with pytest.raises(MissingLogprobs, match="sequence 1"):
+        prepare(group(inference_logprobs=[[1.0, 1.0, -0.5, -0.25], [1.0, 1.0, 1.0, 1.0]]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 1.0),
+        ({"group_overrides": {"temperature": 0.5}}, 0.5),
+        ({"group_overrides": {"temperature": 0.5}, "generation_params": {"temperature": 0.7}}, 0.7),
+        ({"generation_params": {"temperature": 0.7}, "overrides": [{"temperature": 0.9}, None]}, 0.9),
+        ({"generation_params": {"temperature": 0.7}, "overrides": [{}, {}]}, 0.7),
+        ({"generation_params": {"temperature": 0.7}, "overrides": [None, None]}, 0.7),
+    ],
+)
+def test_temperatures_come_from_override_then_generation_then_group_then_one(
+    fields: dict[str, Any], expected: float
+) -> None:
+    assert find_temperature(group(**fields), 0) == expected
+    assert prepare(group(**fields)).targets.temperatures[0].item() == pytest.approx(expected)
+
+
+def test_greedy_rollouts_are_refused_because_they_have_no_distribution() -> None:
+    with pytest.raises(BadBatch, match="temperature 0"):
+        prepare(group(generation_params={"temperature": 0.0}))
+
+
+def test_groups_of_equal_rewards_are_dropped_before_the_forward_but_counted_in_the_reward() -> None:
+    batch = prepare(group((1.0, 1.0)), group((0.0, 1.0)))
+    assert len(batch.rows) == 2
+    assert batch.counts["no_signal"] == 2
+    assert batch.rewards == [1.0, 1.0, 0.0, 1.0]
+    assert batch.response_lengths == [2, 2, 2, 2]
+
+
+def test_r34_a_batch_without_any_signal_has_no_rows() -> None:
+    batch = prepare(group((1.0, 1.0)), group((0.0,)))
+    assert batch.rows == []
+    assert len(batch.targets) == 0
+
+
+def test_r38_a_zeroed_sequence_stays_in_the_baseline_and_leaves_the_forward() -> None:
+    batch = prepare(group((3.0, 0.0, 0.0), overrides=[{"set_advantage_to_zero": True}, None, {}]))
+    assert batch.targets.advantages.tolist() == [-1.0] * 4
+    assert batch.counts["zeroed"] == 1
+
+
+def test_r38_an_all_masked_sequence_stays_in_the_baseline_and_leaves_the_forward() -> None:
+    masks = [[-100] * 4, [-100, -100, 7, 9]]
+    batch = prepare(group((1.0, 0.0), masks=masks))
+    assert batch.targets.advantages.tolist() == [-0.5, -0.5]
+    assert batch.counts["no_trained_token"] == 1
+
+
+def test_a_sequence_beyond_the_limit_keeps_its_place_in_the_baseline_and_is_counted() -> None:
+    long = list(range(20))
+    batch = prepare(
+        group(
+            (1.0, 0.0),
+            tokens=[long, [5, 6, 7, 8]],
+            masks=[[-100, *long[1:]], [-100, -100, 7, 8]],
+            inference_logprobs=[[-1.0] * 20, [-1.0] * 4],
+        )
+    )
+    assert batch.counts["overlong"] == 1
+    assert batch.targets.advantages.tolist() == [-0.5, -0.5]
+
+
+def test_advantages_from_the_environment_win_over_scores() -> None:
+    batch = prepare(group((1.0, 1.0), advantages=[[0.0, 0.0, 2.0, 3.0], [-4.0]]))
+    assert batch.targets.advantages.tolist() == [2.0, 3.0, -4.0, -4.0]
+
+
+def test_an_empty_advantage_list_means_none_are_supplied() -> None:
+    assert prepare(group(advantages=[[], []])).targets.advantages.tolist() == [0.5, 0.5, -0.5, -0.5]
+
+
+def test_versions_cover_the_tokens_of_their_spans_and_unknown_ones_fall_back_to_the_arrival() -> None:
+    spans = [[(2, 3, 8), (3, 4, 9)], [(2, 4, None)]]
+    batch = prepare(group(policy_versions=spans, received_version=10))
+    assert batch.targets.versions.tolist() == [8, 9, -1, -1]
+    assert batch.targets.version_bounds.tolist() == [8, 9, 10, 10]
+
+
+def test_a_mask_that_is_neither_hidden_nor_the_token_is_refused() -> None:
+    with pytest.raises(BadBatch, match="position 2 is 1"):
+        prepare(group(masks=[[-100, -100, 1, 1], [-100, -100, 7, 9]]))
+
+
+def test_shuffled_advantages_are_the_same_values_at_other_sequences_each_batch_anew() -> None:
+    groups = [group((float(at), float(at * at), 5.0)) for at in range(8)]
+    plain = prepare(*groups)
+    shuffled = prepare(
+        *groups, settings=DataSettings(max_tokens=16, advantages=AdvantageSettings(), shuffle_advantages=True)
+    )
+    again = prepare(
+        *groups, settings=DataSettings(max_tokens=16, advantages=AdvantageSettings(), shuffle_advantages=True)
+    )
+    normal = prepare(*groups, settings=DataSettings(max_tokens=16, advantages=AdvantageSettings()))
+    assert torch.equal(shuffled.targets.advantages, again.targets.advantages)
+    assert not torch.equal(shuffled.targets.advantages, normal.targets.advantages)
+    torch.testing.assert_close(shuffled.targets.advantages.sort().values, normal.targets.advantages.sort().values)
+    assert torch.equal(shuffled.targets.labels, plain.targets.labels)
+
+
+def test_the_first_batch_says_that_logprobs_are_there(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        report_logprobs(Batch(number=1, run_id="r", groups=[group()]))
+    assert "inference_logprobs found in batch (sample len: 4)" in caplog.text

@@ -1,0 +1,117 @@
+"""The chunked head: equal to full logits, gradients included, without their memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from example_trainer.objective import logprobs as logprobs_module
+from example_trainer.objective.logprobs import head_of, token_logprobs
+
+
+def reference(hidden: Tensor, weight: Tensor, index: Tensor, labels: Tensor, temperatures: Tensor) -> Tensor:
+    logits = hidden[index] @ weight.t() / temperatures[:, None]
+    return logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+
+
+def make_inputs(vocabulary: int = 50) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    index = torch.tensor(
+        [0, 3, 3, 7, 2, 3, 9]
+    )  # repeated states: answers of a group that share their last prompt token
+    return (
+        torch.randn(10, 8, requires_grad=True),
+        torch.randn(vocabulary, 8, requires_grad=True),
+        index,
+        torch.randint(vocabulary, (7,)),
+        torch.tensor([1.0, 0.7, 1.3, 1.0, 2.0, 0.5, 1.0]),
+    )
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
+@pytest.mark.parametrize("keeps_probabilities", [True, False])
+def test_chunked_logprobs_and_gradients_equal_those_of_full_logits(
+    chunk_tokens: int, keeps_probabilities: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not keeps_probabilities:
+        monkeypatch.setattr(logprobs_module, "KEEP_PROBABILITIES_BELOW", 0)
+    hidden, weight, index, labels, temperatures = make_inputs()
+    upstream = torch.randn(7)
+    found, _ = token_logprobs(hidden, weight, index, labels, temperatures, chunk_tokens=chunk_tokens)
+    expected = reference(hidden, weight, index, labels, temperatures)
+    torch.testing.assert_close(found, expected)
+    actual = torch.autograd.grad((found * upstream).sum(), [hidden, weight])
+    wanted = torch.autograd.grad((expected * upstream).sum(), [hidden, weight])
+    for left, right in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_each_token_is_judged_at_its_own_temperature() -> None:
+    hidden, weight, index, labels, temperatures = make_inputs()
+    mixed, _ = token_logprobs(hidden, weight, index, labels, temperatures)
+    for at in range(7):
+        part = slice(at, at + 1)
+        alone, _ = token_logprobs(hidden, weight, index[part], labels[part], temperatures[part])
+        torch.testing.assert_close(mixed[part], alone)
+
+
+def test_the_entropy_is_that_of_the_distribution_sampled_from() -> None:
+    hidden, weight, index, labels, temperatures = make_inputs()
+    _, entropies = token_logprobs(hidden, weight, index, labels, temperatures, chunk_tokens=2)
+    distribution = torch.distributions.Categorical(logits=hidden[index] @ weight.t() / temperatures[:, None])
+    torch.testing.assert_close(entropies, distribution.entropy())
+    assert not entropies.requires_grad
+
+
+def test_a_bias_of_the_head_is_honoured_and_trained() -> None:
+    hidden, weight, index, labels, temperatures = make_inputs()
+    bias = torch.randn(50, requires_grad=True)
+    found, _ = token_logprobs(hidden, weight, index, labels, temperatures, bias=bias, chunk_tokens=2)
+    logits = (hidden[index] @ weight.t() + bias) / temperatures[:, None]
+    expected = logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.sum(), [bias])[0], torch.autograd.grad(expected.sum(), [bias])[0]
+    )
+
+
+def test_half_precision_states_give_fp32_logprobs_that_do_not_round_between() -> None:
+    hidden, weight, index, labels, temperatures = make_inputs()
+    low, head = hidden.detach().bfloat16(), weight.detach().bfloat16()
+    found, _ = token_logprobs(low, head, index, labels, temperatures)
+    expected = reference(low.float(), head.float(), index, labels, temperatures)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+
+
+def saved_elements(vocabulary: int) -> int:
+    """Elements that a head over many tokens keeps for its backward, parameters aside."""
+    tokens = 4096
+    states, weight = torch.randn(tokens, 4, requires_grad=True), torch.randn(vocabulary, 4, requires_grad=True)
+    kept: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.append(0 if tensor.data_ptr() == weight.data_ptr() else tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        labels, temperatures = torch.zeros(tokens, dtype=torch.long), torch.ones(tokens)
+        token_logprobs(states, weight, torch.arange(tokens), labels, temperatures, chunk_tokens=256)
+    return sum(kept)
+
+
+def test_memory_kept_for_the_backward_is_flat_in_the_vocabulary() -> None:
+    assert saved_elements(4_000) == saved_elements(16_000) < 4096 * 16
+
+
+def test_a_head_that_is_not_a_plain_linear_layer_is_refused() -> None:
+    class Other(torch.nn.Linear):
+        pass
+
+    class Model:
+        def get_output_embeddings(self) -> torch.nn.Module:
+            return Other(2, 2)
+
+    with pytest.raises(TypeError, match="Other"):
+        head_of(Model())
