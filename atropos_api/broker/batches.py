@@ -47,7 +47,7 @@ class Batches:
         kept = {**state.kept, **covered}
         outdated = [n for n in kept if n <= number - state.settings.keep_batches]
         dropped = [group for n in outdated for group in kept.pop(n)]
-        with state.ledger.transaction():
+        with state.change():
             state.runs.change(run, committed_batch=number, handed_batch=max(run.handed_batch, number))
             state.ledger.drop_groups([group.seq for group in dropped])
             self._finish_keys(group for groups in covered.values() for group in groups)
@@ -73,7 +73,7 @@ class Batches:
     def drop(self, groups: Sequence[GroupRow]) -> None:
         """Take queued groups out for good."""
         state = self._state
-        with state.ledger.transaction():
+        with state.change():
             state.ledger.drop_groups([group.seq for group in groups])
             self._finish_keys(groups)
         for group in groups:
@@ -140,7 +140,7 @@ class Batches:
         groups = self._choose(run)
         if groups is None:
             return None
-        with state.ledger.transaction():
+        with state.change():
             state.ledger.assign_batch([group.seq for group in groups], number)
             changed = state.runs.change(run, formed_batch=number)
         for group in groups:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
-
-import msgspec
 
 from atropos_api.broker.batches import Batches, max_staleness_of, slice_for_rank
 from atropos_api.broker.environments import Environments
@@ -18,12 +17,14 @@ from atropos_api.broker.events import EventLog
 from atropos_api.broker.intake import Intake, Keys
 from atropos_api.broker.pacing import admission_limit, room_for
 from atropos_api.broker.packing import can_fill
+from atropos_api.broker.queue import GroupQueue
 from atropos_api.broker.recovery import recover
 from atropos_api.broker.runs import Runs, make_run
 from atropos_api.broker.settings import BrokerSettings
 from atropos_api.broker.state import Clock, State
+from atropos_api.broker.succession import Succession
 from atropos_api.errors import InvalidRequest, UnusableGroupSize
-from atropos_api.store.base import NO_RUN, BodyLog, EnvironmentRow, GroupRow, Ledger, RunRow
+from atropos_api.store.base import NO_RUN, BodyLog, EnvironmentRow, GroupRow, Ledger, RunRow, Snapshot
 from atropos_api.wire.messages import (
     EnvironmentInfo,
     EnvironmentRequest,
@@ -49,34 +50,61 @@ class Broker:
         settings: BrokerSettings | None = None,
         clock: Clock = time.time,
     ) -> None:
-        snapshot = ledger.load()
         self.settings = settings or BrokerSettings()
-        self.state = State(
-            settings=self.settings,
-            clock=clock,
-            ledger=ledger,
-            bodies=bodies,
-            runs=Runs(ledger, snapshot.runs, snapshot.policies),
-            environments=Environments(ledger, snapshot.environments),
-            events=EventLog(clock),
-            revision=int(clock() * 1000),
-            next_seq=snapshot.next_seq,
+        snapshot = ledger.load()
+        self._take_state(
+            State(
+                settings=self.settings,
+                clock=clock,
+                ledger=ledger,
+                bodies=bodies,
+                runs=Runs(ledger, snapshot.runs, snapshot.policies),
+                environments=Environments(ledger, snapshot.environments),
+                events=EventLog(clock),
+                revision=int(clock() * 1000),
+                next_seq=snapshot.next_seq,
+            ),
+            snapshot,
         )
-        self.keys = Keys(self.state, snapshot.keys)
-        self.intake = Intake(self.state, self.keys)
-        self.batches = Batches(self.state, self.keys.finish)
-        recover(self.state, self.keys, self.intake, snapshot)
+
+    def rebuild(self) -> None:
+        """Read everything from the store again, after it refused a change that memory had begun to make."""
+        old = self.state
+        snapshot = old.ledger.load()
+        fresh = replace(
+            old,
+            runs=Runs(old.ledger, snapshot.runs, snapshot.policies),
+            environments=Environments(old.ledger, snapshot.environments),
+            queue=GroupQueue(),
+            batches={},
+            kept={},
+            left_over={},
+            next_seq=snapshot.next_seq,
+            torn=False,
+        )
+        self._take_state(fresh, snapshot)
+        fresh.pacing_changed()
+
+    def _take_state(self, state: State, snapshot: Snapshot) -> None:
+        self.state = state
+        self.keys = Keys(state, snapshot.keys)
+        self.intake = Intake(state, self.keys)
+        self.batches = Batches(state, self.keys.finish)
+        self.succession = Succession(state, self.batches)
+        recover(state, self.keys, self.intake, snapshot)
 
     # Runs
 
     def begin_run(self, request: RunRequest) -> RunInfo:
         """Begin a run, or resume the one of that name where the trainer's checkpoint left it."""
         known = self.state.runs.find_by_name(request.name) if request.resume else None
-        with self.state.ledger.transaction():
+        with self.state.change():
             if known is None:
-                run = self._open_new(make_run(request, self.state.clock(), first_after=request.resume_from_batch))
+                run = self.succession.open_new(
+                    make_run(request, self.state.clock(), first_after=request.resume_from_batch)
+                )
             else:
-                run = self._resume(known, request)
+                run = self.succession.resume(known, request)
         self.state.events.add("run-began", run_id=run.run_id, name=run.name, epoch=run.epoch)
         self.state.pacing_changed()
         self.state.groups_changed()
@@ -88,7 +116,7 @@ class Broker:
         if run.state == "finished":
             return
         if run.state == "open":
-            self._close_open(run, "finished")
+            self.succession.close_open(run, "finished")
         else:
             self.state.runs.change(run, state="finished")
         self.state.events.add("run-finished", run_id=run_id)
@@ -108,21 +136,22 @@ class Broker:
     def update_policy(self, update: PolicyUpdate) -> None:
         """A publish succeeded. Saying so again is harmless; an older version is refused."""
         run = self.state.runs.require_open(update.run_id, update.epoch)
-        if not self.state.runs.record_policy(run, update):
-            return
+        with self.state.change():
+            if not self.state.runs.record_policy(run, update):
+                return
         self.state.events.add("policy", run_id=run.run_id, version=update.version, step=update.step)
         self.batches.expire(self.state.runs.require_open(), run.formed_batch + 1)
         self.state.pacing_changed()
 
     def close_run(self, run: RunRow) -> None:
         """Close the open run without a successor; what it did not train is left over."""
-        with self.state.ledger.transaction():
-            self._close_open(run, "closed")
+        with self.state.change():
+            self.succession.close_open(run, "closed")
 
     def open_new_run(self, run: RunRow) -> RunRow:
         """Close what is open and open `run`, in one write."""
-        with self.state.ledger.transaction():
-            return self._open_new(run)
+        with self.state.change():
+            return self.succession.open_new(run)
 
     # Batches
 
@@ -164,6 +193,16 @@ class Broker:
         for row, ref in zip(rows, new, strict=True):
             row.body = ref
         state.bodies.discard(old)
+
+    def probe_store(self) -> None:
+        """Write something that changes nothing; raises if the store takes no writes."""
+        self.state.bodies.discard(self.state.bodies.append([bytes(4096)]))
+        self.state.ledger.add_groups([], answered_seq=self.intake.answered_seq)
+
+    def sync(self) -> None:
+        """Force what was promised to the disk; may be called from another thread."""
+        self.state.bodies.sync()
+        self.state.ledger.sync()
 
     def close(self) -> None:
         """Give the store back. What was promised is in it already."""
@@ -330,90 +369,3 @@ class Broker:
         budget = max_staleness_of(self.state, run)
         batches = max((row.max_batches_offpolicy for row in self.state.environments), default=1)
         return self.outstanding_sequences(run) < admission_limit(run, batches, budget)
-
-    # How runs follow one another
-
-    def _open_new(self, run: RunRow) -> RunRow:
-        state = self.state
-        if state.runs.open is not None:
-            self._close_open(state.runs.open, "closed")
-        state.runs.keep(run)
-        self._adopt_unowned(run)
-        return run
-
-    def _adopt_unowned(self, run: RunRow) -> None:
-        """Groups that came while no run was open are this run's."""
-        self.state.ledger.adopt_groups(run.run_id)
-        for lane in self.state.queue.lanes:
-            for group in lane:
-                group.run_id = run.run_id
-
-    def _close_open(self, run: RunRow, end: Literal["closed", "finished"]) -> None:
-        """What the run did not train stays on disk as left over, and is served to no other."""
-        state = self.state
-        state.runs.change(run, state=end)
-        batched = [group for groups in state.batches.values() for group in groups]
-        rest = batched + state.queue.clear()
-        rest += [group for groups in state.kept.values() for group in groups]
-        state.batches, state.kept = {}, {}
-        if rest:
-            state.left_over.setdefault(run.run_id, []).extend(rest)
-            state.counters.groups_left_over_total += len(rest)
-
-    def _resume(self, run: RunRow, request: RunRequest) -> RunRow:
-        state = self.state
-        if run.state != "open":
-            if state.runs.open is not None:
-                self._close_open(state.runs.open, "closed")
-            run = self._reopen(run)
-        point = request.resume_from_batch
-        self._keep_what_follows(run, point, request.batch_size)
-        formed = max(state.batches, default=point)
-        changed = msgspec.structs.replace(
-            run,
-            epoch=run.epoch + 1,
-            batch_size=request.batch_size,
-            max_token_length=request.max_token_length,
-            num_steps=request.num_steps,
-            checkpoint_dir=request.checkpoint_dir,
-            checkpoint_interval=request.checkpoint_interval,
-            wandb_project=request.wandb_project,
-            wandb_group=request.wandb_group,
-            max_staleness=request.max_staleness,
-            committed_batch=point,
-            formed_batch=formed,
-            handed_batch=point,
-            policy_step=min(run.policy_step, point) if run.policy_step is not None else None,
-        )
-        state.runs.keep(changed)
-        state.runs.orphan_policies(run.run_id, point)
-        return changed
-
-    def _reopen(self, run: RunRow) -> RunRow:
-        """Open a closed run again with what it left over; unowned groups join it."""
-        state = self.state
-        reopened = state.runs.change(run, state="open")
-        queued = []
-        for group in state.left_over.pop(run.run_id, []):
-            if group.batch > run.committed_batch:
-                state.batches.setdefault(group.batch, []).append(group)
-            elif group.batch:
-                state.kept.setdefault(group.batch, []).append(group)
-            else:
-                queued.append(group)
-        for groups in state.batches.values():
-            groups.sort(key=lambda group: group.seq)
-        state.queue.put_back(queued)
-        self._adopt_unowned(reopened)
-        return reopened
-
-    def _keep_what_follows(self, run: RunRow, point: int, batch_size: int) -> None:
-        """Formed batches after the checkpoint stay as they are if their size still fits; the rest is settled."""
-        if run.committed_batch < point <= run.formed_batch:
-            self.batches.commit(run, point)
-        following = sorted(n for n in self.state.batches if n > point)
-        unfit = {n for n in following if sum(group.size for group in self.state.batches[n]) != batch_size}
-        rewound = point < run.committed_batch
-        first_gap = min(unfit, default=None)
-        dissolved = [n for n in following if rewound or (first_gap is not None and n >= first_gap)]
-        self.batches.dissolve(dissolved)

@@ -14,6 +14,7 @@ import msgspec
 
 from atropos_api.broker.batches import max_staleness_of
 from atropos_api.broker.broker import Broker
+from atropos_api.broker.state import State
 from atropos_api.errors import BrokerError, InvalidGroup
 from atropos_api.store.base import EnvironmentRow, GroupRow, RunRow
 from atropos_api.wire.messages import EnvironmentRequest, NotNegative, Positive
@@ -75,7 +76,10 @@ class LegacyContract:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._state = broker.state
+
+    @property
+    def _state(self) -> State:
+        return self._broker.state
 
     def register(self, wanted: LegacyRegistration) -> int:
         """Begin a run, or reconnect to the open one with the same names; an uncommitted batch is offered again."""
@@ -197,6 +201,10 @@ class LegacyContract:
         self._state.pacing_changed()
 
     def _reconnect(self, run: RunRow, wanted: LegacyRegistration) -> None:
+        with self._state.change():
+            self._replace_config(run, wanted)
+
+    def _replace_config(self, run: RunRow, wanted: LegacyRegistration) -> None:
         batches = self._state.batches
         unfit = [n for n, groups in batches.items() if sum(group.size for group in groups) != wanted.batch_size]
         self._broker.batches.dissolve(unfit)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from atropos_api.broker.counters import Counters
@@ -11,6 +12,7 @@ from atropos_api.broker.events import EventLog
 from atropos_api.broker.queue import GroupQueue
 from atropos_api.broker.runs import Runs
 from atropos_api.broker.settings import BrokerSettings
+from atropos_api.errors import StoreUnavailable
 from atropos_api.store.base import BodyLog, EnvironmentRow, GroupRow, Ledger
 
 Clock = Callable[[], float]
@@ -38,6 +40,18 @@ class State:
     latest_body: bytes | None = None
     on_groups: list[Listener] = field(default_factory=list)
     on_pacing: list[Listener] = field(default_factory=list)
+    torn: bool = False
+    """The store refused a change that memory has already made a part of."""
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Several rows change together. If the store refuses, memory has to be read from it again (`torn`)."""
+        try:
+            with self.ledger.transaction():
+                yield
+        except StoreUnavailable:
+            self.torn = True
+            raise
 
     def alive_environments(self) -> list[EnvironmentRow]:
         return self.environments.alive(self.clock(), self.settings.environment_timeout_seconds)

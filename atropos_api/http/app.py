@@ -15,6 +15,7 @@ from atropos_api.http.delivery import TRANSPORT_KEY, find_transport
 from atropos_api.http.door import Door
 from atropos_api.http.problems import answer_broker_error, answer_http_error, answer_unexpected
 from atropos_api.http.services import Services
+from atropos_api.http.settling import SyncBeforeAnswer
 
 
 class BrokerApp(FastAPI):
@@ -29,6 +30,9 @@ def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
     """The broker's HTTP side; `app.state.services` holds what its handlers share."""
     app = BrokerApp(title="Atropos broker", version="1", redoc_url=None)
     app.state.services = make_services(config, broker)
+    if config.fsync == "always" and config.store != "memory":
+        app.add_middleware(SyncBeforeAnswer, sync=broker.sync)
+    # Added last, so it is the outermost.
     app.add_middleware(Door, config=config)
     app.add_exception_handler(BrokerError, answer_broker_error)
     app.add_exception_handler(HTTPException, answer_http_error)

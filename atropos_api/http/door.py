@@ -22,6 +22,11 @@ SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 PREFIX: Final = "/t/"
 
 
+def changes_something(scope: Scope) -> bool:
+    """Whether the request may change state; two GETs of the Atropos contract do, and asking for a batch forms it."""
+    return scope["method"] not in SAFE_METHODS or CHANGING_GETS.fullmatch(scope["path"]) is not None
+
+
 class Door:
     """ASGI middleware. Legacy clients cannot send a token but can be given `http://host:port/t/<token>` as base URL."""
 
@@ -61,7 +66,7 @@ class Door:
         if self._token is None and not self._is_own_name(host):
             detail = f"the host name {host!r} is not one of this broker's; allow it with --allowed-hosts"
             return problem_response(403, "cross-site-request", detail, field="Host", value=host)
-        if scope["method"] in SAFE_METHODS and not CHANGING_GETS.fullmatch(scope["path"]):
+        if not changes_something(scope):
             return None
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from atropos_api.broker.status import describe_status
+from atropos_api.errors import StoreUnavailable
 from atropos_api.http.bodies import JSON, json_response
 from atropos_api.http.services import services_of
 
@@ -22,6 +23,12 @@ async def ready(request: Request) -> Response:
     services = services_of(request)
     if services.stopping:
         return json_response({"status": "stopping"}, status_code=503)
+    if services.store_failure is not None:
+        try:
+            services.broker.probe_store()
+        except StoreUnavailable:
+            return json_response({"status": "store unavailable", "detail": services.store_failure}, status_code=503)
+        services.store_failure = None
     return json_response({"status": "ready"})
 
 

@@ -10,7 +10,8 @@ from typing import Any, Final
 import msgspec
 from fastapi import Request, Response
 
-from atropos_api.errors import BrokerError
+from atropos_api.errors import BrokerError, StoreUnavailable
+from atropos_api.http.services import Services, services_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ def answer_broker_error(request: Request, error: Exception) -> Response:
     """The one place where an error of the rules becomes a status."""
     if not isinstance(error, BrokerError):
         raise error
+    if isinstance(error, StoreUnavailable):
+        _note_store_failure(services_of(request), error)
     status = STATUS_BY_KIND[error.kind]
     if status == 422:
         logger.warning("refused: %s", error)
@@ -97,6 +100,14 @@ def answer_http_error(_: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 500)
     detail = str(getattr(error, "detail", error))
     return problem_response(status, detail.lower().replace(" ", "-"), detail)
+
+
+def _note_store_failure(services: Services, error: StoreUnavailable) -> None:
+    services.store_failure = str(error)
+    services.broker.state.counters.store_failures_total += 1
+    logger.error("%s", error)
+    if services.broker.state.torn:
+        services.broker.rebuild()
 
 
 def _json(body: dict[str, Any], status: int, headers: dict[str, str]) -> Response:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import signal
 import socket
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -21,6 +23,7 @@ from atropos_api.store.opening import open_store
 logger = logging.getLogger(__name__)
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+RELOAD_CONFIG = "ATROPOS_BROKER_CONFIG"
 BACKLOG = 2048
 SHUTDOWN_SECONDS = 5
 
@@ -28,6 +31,8 @@ SHUTDOWN_SECONDS = 5
 def serve(config: BrokerConfig) -> int:
     """Listen, open the store, and serve until a signal comes."""
     config = with_token(config)
+    if config.reload:
+        return serve_reloading(config)
     with bind(config.host, config.port) as listener:
         app, broker = make_app(config)
         host, port = listener.getsockname()[:2]
@@ -37,6 +42,27 @@ def serve(config: BrokerConfig) -> int:
         finally:
             broker.close()
     return 0
+
+
+def serve_reloading(config: BrokerConfig) -> int:
+    """For work on the broker itself: a fresh process at each change of the source, over the same store."""
+    os.environ[RELOAD_CONFIG] = config.model_copy(update={"reload": False, "fresh": False}).model_dump_json()
+    uvicorn.run(
+        "atropos_api.http.serve:make_reloaded_app",
+        factory=True,
+        reload=True,
+        reload_dirs=[str(Path(__file__).parents[1])],
+        host=config.host,
+        port=config.port,
+        log_level="info",
+        access_log=False,
+        lifespan="off",
+    )
+    return 0
+
+
+def make_reloaded_app() -> FastAPI:
+    return make_app(BrokerConfig.model_validate_json(os.environ[RELOAD_CONFIG]))[0]
 
 
 def make_app(config: BrokerConfig) -> tuple[FastAPI, Broker]:

@@ -48,6 +48,8 @@ class Services:
     stop_bell: Bell = field(default_factory=Bell)
     legacy_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: bool = False
+    store_failure: str | None = None
+    """Why the store refused the last write; None once it took another."""
 
     def stop(self) -> None:
         self.stopping = True

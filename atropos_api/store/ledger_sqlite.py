@@ -108,7 +108,9 @@ class SqliteLedger:
             self._execute_many(
                 "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", [_values_of(row) for row in rows]
             )
-            self._execute("UPDATE places SET next_seq = ?, answered_seq = ?", (rows[-1].seq + 1, answered_seq))
+            if rows:
+                self._execute("UPDATE places SET next_seq = ?", (rows[-1].seq + 1,))
+            self._execute("UPDATE places SET answered_seq = ?", (answered_seq,))
 
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         with self.transaction():

@@ -86,6 +86,8 @@ class SegmentLog:
 
     def adopt(self, refs: Iterable[BodyRef]) -> list[BodyRef]:
         newest = max(self._segments, default=0)
+        for segment in self._segments.values():
+            segment.live_count = segment.live_bytes = 0
         lost = []
         for ref in refs:
             # Only the newest segment can have been cut short by a loss of power; older ones are checked when read.
@@ -96,7 +98,7 @@ class SegmentLog:
             segment.live_count += 1
             segment.live_bytes += ref.length
         for number, segment in list(self._segments.items()):
-            if segment.live_count == 0:
+            if segment.live_count == 0 and number != self._active:
                 self._remove(number)
         return lost
 

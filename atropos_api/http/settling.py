@@ -1,0 +1,51 @@
+"""`--fsync always`: an answer leaves only after what it promises was forced to the disk, many answers at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from atropos_api.http.door import changes_something
+
+
+class GroupCommit:
+    """One sync at a time; everyone who asks while one runs shares the next."""
+
+    def __init__(self, sync: Callable[[], None]) -> None:
+        self._sync = sync
+        self._running: asyncio.Future[None] | None = None
+        self._next: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Return once a sync that began after this call has ended."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._run_after(self._running))
+        await asyncio.shield(self._next)
+
+    async def _run_after(self, running: asyncio.Future[None] | None) -> None:
+        if running is not None:
+            await asyncio.wait((running,))
+        self._running, self._next = self._next, None
+        await asyncio.to_thread(self._sync)
+
+
+class SyncBeforeAnswer:
+    """ASGI middleware that holds back the answers of whatever may have changed something."""
+
+    def __init__(self, app: ASGIApp, sync: Callable[[], None]) -> None:
+        self._app = app
+        self._commit = GroupCommit(sync)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not changes_something(scope):
+            await self._app(scope, receive, send)
+            return
+
+        async def send_when_safe(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await self._commit.wait()
+            await send(message)
+
+        await self._app(scope, receive, send_when_safe)
