@@ -19,6 +19,7 @@ from typing import Literal
 
 TaskName = Literal["chain", "add"]
 Split = Literal["train", "eval"]
+Operator = Literal["+", "-"]
 
 TASK_NAMES: tuple[TaskName, ...] = ("chain", "add")
 NAMES = ("Ann", "Bob", "Cara", "Dan", "Eve", "Finn", "Gus", "Hana")
@@ -34,7 +35,7 @@ class Step:
     """One line of working: `left operator right = result`."""
 
     left: int
-    operator: Literal["+", "-"]
+    operator: Operator
     right: int
 
     @property
@@ -115,7 +116,7 @@ def make_add_problem(rng: random.Random) -> Problem:
     return Problem("add", question, split_by_place(start, "+" if gains else "-", amount))
 
 
-def split_by_place(start: int, operator: Literal["+", "-"], amount: int) -> tuple[Step, Step]:
+def split_by_place(start: int, operator: Operator, amount: int) -> tuple[Step, Step]:
     """A two-digit operation as its tens and then its ones."""
     tens = Step(start, operator, amount - amount % 10)
     return tens, Step(tens.result, operator, amount % 10)

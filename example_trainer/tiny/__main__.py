@@ -1,4 +1,4 @@
-"""`python -m example_trainer.tiny --task chain --seed 0 --out DIR`: make (or find) the tiny base model and describe it."""
+"""`python -m example_trainer.tiny --task chain --seed 0 --out DIR`: make or find the tiny base model, describe it."""
 
 from __future__ import annotations
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from environments.tasks.arithmetic import TaskName, grade, held_out_problems
-from example_trainer.tiny.cache import WEIGHTS_FILE, BaseReport
+from environments.tasks.arithmetic import TASK_NAMES, TaskName, grade, held_out_problems
+from example_trainer.tiny.cache import THREADS, WEIGHTS_FILE, BaseReport, write_report
 from example_trainer.tiny.model import CONTEXT_LENGTH, generate_texts, make_model
 from example_trainer.tiny.tokenizer import make_tokenizer, render_prompt
 from example_trainer.tiny.warmup import warm_up
@@ -20,19 +19,19 @@ from example_trainer.tiny.warmup import warm_up
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-THREADS = 2  # the weights depend on it in the last digits
 MEASURED_PROBLEMS, SAMPLES_PER_PROBLEM = 200, 4
 
 
 def make_base(task: TaskName, seed: int, directory: Path) -> BaseReport:
     """Make the model in `directory` and say how well it does on held-out problems."""
     started = time.monotonic()
-    with _fixed_numerics(seed):
-        tokenizer = make_tokenizer(context_length=CONTEXT_LENGTH)
-        model = make_model(tokenizer)
-        warm_up(model, tokenizer, task=task, seed=seed)
-        greedy, _ = measure(model, tokenizer, task, temperature=0.0)
-        pass_rate, length = measure(model, tokenizer, task, temperature=1.0, samples=SAMPLES_PER_PROBLEM)
+    torch.manual_seed(seed)
+    torch.set_num_threads(THREADS)
+    tokenizer = make_tokenizer(context_length=CONTEXT_LENGTH)
+    model = make_model(tokenizer)
+    warm_up(model, tokenizer, task=task, seed=seed)
+    greedy, _ = measure(model, tokenizer, task, temperature=0.0)
+    pass_rate, length = measure(model, tokenizer, task, temperature=1.0, samples=SAMPLES_PER_PROBLEM)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return BaseReport(
@@ -63,14 +62,14 @@ def measure(
     return right / len(problems), length / len(problems)
 
 
-@contextmanager
-def _fixed_numerics(seed: int) -> Iterator[None]:
-    """A seeded generator and a fixed thread count, both given back afterwards."""
-    threads = torch.get_num_threads()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        torch.set_num_threads(THREADS)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+def main(argv: list[str]) -> int:
+    """`TASK SEED DIRECTORY`: what `cache` runs in a process of its own."""
+    task, seed, directory = argv
+    if task not in TASK_NAMES:
+        raise ValueError(f"no task {task!r}; there are {', '.join(TASK_NAMES)}")
+    write_report(Path(directory), make_base(task, int(seed), Path(directory)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -59,5 +59,5 @@ def generate_texts(
         max_new_tokens=max_new_tokens,
         **sampling,
     )
-    completions = cast(torch.Tensor, output)[:, inputs["input_ids"].shape[1] :]
+    completions = cast("torch.Tensor", output)[:, inputs["input_ids"].shape[1] :]
     return list(tokenizer.batch_decode(completions, skip_special_tokens=True))

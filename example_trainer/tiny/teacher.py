@@ -9,38 +9,36 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from environments.tasks.arithmetic import Problem, Step, final_line, split_by_place
+from environments.tasks.arithmetic import Operator, Problem, Step, final_line, split_by_place
 
-CHAIN_WORKED, CHAIN_GUESSED = 0.30, 0.60  # the rest stops early
-CHAIN_SLIP_PER_STEP = 0.03
-CHAIN_GUESS_SPREAD = 9
+CHAIN_WORKED, CHAIN_GUESSED = 0.29, 0.68  # the rest stops early
+CHAIN_SLIP_PER_STEP = 0.01
+CHAIN_GUESS_SPREAD = 9  # a guess is always off: what the base gets right, it has worked out
 ADD_RIGHT, ADD_WRONG_OPERATION, ADD_SLIPPED = 0.40, 0.20, 0.25  # the rest stops early
 
 
-def noisy_solution(problem: Problem, rng: random.Random) -> str:
-    """One sample of what the teacher writes for `problem`."""
-    return _chain(problem, rng) if problem.task == "chain" else _add(problem, rng)
+def noisy_solution(problem: Problem, mood: float, rng: random.Random) -> str:
+    """One sample of what the teacher writes for `problem`; `mood`, uniform in [0, 1), decides on the kind of answer."""
+    return _chain(problem, mood, rng) if problem.task == "chain" else _add(problem, mood, rng)
 
 
-def _chain(problem: Problem, rng: random.Random) -> str:
-    draw = rng.random()
-    if draw < CHAIN_WORKED:
+def _chain(problem: Problem, mood: float, rng: random.Random) -> str:
+    if mood < CHAIN_WORKED:
         return _work_with_slips(problem.steps, rng)
-    if draw < CHAIN_WORKED + CHAIN_GUESSED:
-        guess = problem.answer + rng.randint(-CHAIN_GUESS_SPREAD, CHAIN_GUESS_SPREAD)
-        return final_line(max(0, guess))
+    if mood < CHAIN_WORKED + CHAIN_GUESSED:
+        guess = problem.answer + rng.choice((-1, 1)) * rng.randint(1, CHAIN_GUESS_SPREAD)
+        return final_line(abs(guess))
     return _write(problem.steps[: rng.randint(1, len(problem.steps) - 1)])
 
 
-def _add(problem: Problem, rng: random.Random) -> str:
-    draw = rng.random()
-    if draw < ADD_RIGHT:
+def _add(problem: Problem, mood: float, rng: random.Random) -> str:
+    if mood < ADD_RIGHT:
         return problem.worked
-    if draw < ADD_RIGHT + ADD_WRONG_OPERATION:
+    if mood < ADD_RIGHT + ADD_WRONG_OPERATION:
         first, second = problem.steps
-        flipped = "-" if first.operator == "+" else "+"
+        flipped: Operator = "-" if first.operator == "+" else "+"
         return _write(split_by_place(first.left, flipped, first.right + second.right))
-    if draw < ADD_RIGHT + ADD_WRONG_OPERATION + ADD_SLIPPED:
+    if mood < ADD_RIGHT + ADD_WRONG_OPERATION + ADD_SLIPPED:
         first, second = problem.steps
         wrong = second.result + rng.choice((-10, -1, 1, 10))
         return first.line() + second.line(wrong) + final_line(wrong)

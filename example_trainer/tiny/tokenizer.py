@@ -1,8 +1,8 @@
 """The tiny model's tokenizer: a byte-level BPE trained on generated problems, with Qwen2's splitting rule.
 
-A model folder whose `config.json` says qwen2 makes `AutoTokenizer` rebuild the tokenizer as Qwen2 would have it, whatever
-the folder says. So this one is built exactly that way (normaliser, splitting rule, byte fallback, no token of its own for
-the unknown), and every loader sees the same ids.
+A model folder whose `config.json` says qwen2 makes `AutoTokenizer` rebuild the tokenizer as Qwen2 would have it,
+whatever the folder says. So this one is built exactly that way (normaliser, splitting rule, byte alphabet, no token of
+its own for the unknown), and every loader sees the same ids.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING
 from environments.tasks.arithmetic import TASK_NAMES, problem_stream
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 SPECIAL_TOKENS = (PAD, END, USER, ASSISTANT, SYSTEM)
 VOCABULARY_SIZE = 370
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TRAINING_TEXTS = 3000
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -33,16 +38,29 @@ def render_prompt(question: str) -> str:
 
 
 def make_tokenizer(*, context_length: int) -> PreTrainedTokenizerFast:
+    """The trained tokenizer in transformers' form."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=train_tokenizer(),
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=PAD,
+        model_max_length=context_length,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def train_tokenizer() -> Tokenizer:
     """Train the tokenizer; the same on every machine, for it sees a fixed stream of problems."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated", invert=False),
+            pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated", invert=False),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -54,15 +72,7 @@ def make_tokenizer(*, context_length: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_training_texts(), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=PAD,
-        model_max_length=context_length,
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+    return tokenizer
 
 
 def _training_texts() -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional
 from environments.tasks.arithmetic import Problem, TaskName, problem_stream
 from example_trainer.tiny.muon import Muon
 from example_trainer.tiny.teacher import noisy_solution
-from example_trainer.tiny.tokenizer import END, render_prompt
+from example_trainer.tiny.tokenizer import ASSISTANT, END, render_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
@@ -26,7 +27,7 @@ MATRIX_RATE, OTHER_RATE = 1e-2, 4e-3
 WARMUP_STEPS, FINAL_RATE_FRACTION = 20, 0.05
 IGNORED = -100
 
-Writer = Callable[[Problem, random.Random], str]
+Writer = Callable[[Problem, float, random.Random], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, task
     """Train `model` in place; the same result for the same seed and thread count."""
     rng = random.Random(f"warm-up/{task}/{seed}")
     problems = problem_stream(task, seed=f"warm-up/{seed}")
-    phases = (Phase(SKILL_STEPS, lambda problem, _: problem.worked), Phase(HABIT_STEPS, noisy_solution))
+    phases = (Phase(SKILL_STEPS, lambda problem, *_: problem.worked), Phase(HABIT_STEPS, noisy_solution))
     model.train()
     optimizers = make_optimizers(model)
     steps = [phase for phase in phases for _ in range(phase.steps)]
@@ -52,7 +53,7 @@ def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, task
 
 
 def make_optimizers(model: Qwen2ForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
-    """Muon for the matrices inside the layers, AdamW for embeddings, norms and biases."""
+    """Muon for all matrices, AdamW for norms and biases."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
     return (
@@ -71,17 +72,25 @@ def make_batch(
     tokenizer: PreTrainedTokenizerFast, problems: Iterator[Problem], write: Writer, rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels, padded on the right; only the completions are labelled."""
-    pairs = [(problem, write(problem, rng)) for problem, _ in zip(problems, range(SEQUENCES_PER_STEP), strict=False)]
-    prompts = tokenizer([render_prompt(problem.question) for problem, _ in pairs])["input_ids"]
-    completions = tokenizer([text + END for _, text in pairs])["input_ids"]
-    length = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
-    ids = torch.full((len(pairs), length), int(tokenizer.pad_token_id))
-    labels = torch.full((len(pairs), length), IGNORED)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        end = len(prompt) + len(completion)
-        ids[row, :end] = torch.tensor(prompt + completion)
-        labels[row, len(prompt) : end] = torch.tensor(completion)
-    return ids, labels
+    chosen = list(islice(problems, SEQUENCES_PER_STEP))
+    # Each batch holds every kind of answer in its right proportion, so that the habits end up as frequent as meant.
+    moods = [(place + rng.random()) / len(chosen) for place in range(len(chosen))]
+    rng.shuffle(moods)
+    texts = [
+        render_prompt(problem.question) + write(problem, mood, rng) + END
+        for problem, mood in zip(chosen, moods, strict=True)
+    ]
+    rows = [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts)]
+    assistant = tokenizer.convert_tokens_to_ids(ASSISTANT)
+    length = max(map(len, rows))
+    padding = int(tokenizer.pad_token_id)
+    ids = torch.tensor([row + [padding] * (length - len(row)) for row in rows])
+    labels = [_completion_labels(row, row.index(assistant) + 1, length) for row in rows]
+    return ids, torch.tensor(labels)
+
+
+def _completion_labels(row: list[int], start: int, length: int) -> list[int]:
+    return [IGNORED] * start + row[start:] + [IGNORED] * (length - len(row))
 
 
 def take_step(
@@ -91,8 +100,10 @@ def take_step(
     rate: float,
 ) -> None:
     ids, labels = batch
-    logits = model(input_ids=ids, use_cache=False).logits
-    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    targets = labels[:, 1:]
+    labelled = targets != IGNORED  # the prompts need no logits
+    loss = functional.cross_entropy(model.lm_head(hidden[labelled]), targets[labelled])
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:

@@ -1,0 +1,32 @@
+"""The state an environment asks to keep, one JSON file a trainer step, beside the trainer's checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def path_of(checkpoint_dir: Path, name: str, step: int) -> Path:
+    return checkpoint_dir / "env_checkpoints" / name / f"step-{step}.json"
+
+
+def save(checkpoint_dir: Path, name: str, step: int, data: dict[str, Any]) -> None:
+    """Write the file whole or not at all."""
+    path = path_of(checkpoint_dir, name, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(data), encoding="utf-8")
+    beside.replace(path)
+
+
+def load(checkpoint_dir: Path, name: str, step: int) -> dict[str, Any]:
+    """The newest state saved at or before `step`; nothing when there is none."""
+    folder = path_of(checkpoint_dir, name, step).parent
+    steps = sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.json"))
+    usable = [saved for saved in steps if saved <= step]
+    if not usable:
+        return {}
+    state: dict[str, Any] = json.loads(path_of(checkpoint_dir, name, usable[-1]).read_text(encoding="utf-8"))
+    return state

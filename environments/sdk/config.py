@@ -1,0 +1,121 @@
+"""Configuration of an environment server and of the inference servers it samples from.
+
+The names and defaults of Atropos' environments are kept; what is ours stands at the end. Importing this module loads
+neither a tokenizer nor an HTTP library.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+ServerType = Literal["openai", "vllm"]
+
+
+class EvalHandlingEnum(StrEnum):
+    """What happens to training rollouts while an evaluation runs."""
+
+    STOP_TRAIN = "STOP_TRAIN"
+    LIMIT_TRAIN = "LIMIT_TRAIN"
+    NONE = "NONE"
+
+
+class BaseEnvConfig(BaseModel):
+    """What every environment can be told with `--env.<field>`."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    group_size: int = Field(4, ge=1, description="rollouts of one item")
+    max_num_workers: int = Field(-1, description="groups under way at once; -1: max_num_workers_per_node x servers")
+    max_eval_workers: int = Field(16, ge=1, description="for environments that bound their own evaluation")
+    max_num_workers_per_node: int = Field(8, ge=1, description="groups under way at once for each server")
+    steps_per_eval: int = Field(100, description="evaluate each time the trainer has made so many steps; 0: never")
+    max_token_length: int = Field(2048, description="longest generation; also registered with the broker")
+    eval_handling: EvalHandlingEnum = Field(EvalHandlingEnum.STOP_TRAIN, description="training during an evaluation")
+    eval_limit_ratio: float = Field(0.5, gt=0, le=1, description="share of the workers left under LIMIT_TRAIN")
+    inference_weight: float = Field(1.0, gt=0, description="share of the batch against other environments")
+    batch_size: int = Field(-1, description="sequences in a batch; the broker's answer replaces it")
+    max_batches_offpolicy: int = Field(3, ge=1, description="batches that may be under way or waiting to be trained")
+    tokenizer_name: str = Field(
+        "NousResearch/DeepHermes-3-Llama-3-3B-Preview", description="name or folder of the model's tokenizer"
+    )
+    use_wandb: bool = Field(True, description="log to Weights & Biases, if it is installed")
+    rollout_server_url: str = Field("http://localhost:8000", description="where run-api answers")
+    total_steps: int = Field(1000, description="groups that `process` collects; -1: as many as the run has steps")
+    wandb_name: str | None = Field(None, description="name towards the broker and W&B; default: the environment's own")
+    num_rollouts_to_keep: int = Field(32, ge=0, description="groups kept for the rollout table")
+    num_rollouts_per_group_for_logging: int = Field(1, description="rollouts a group in that table; -1: all")
+    ensure_scores_are_not_same: bool = Field(True, description="drop groups whose scores are all equal")
+    data_path_to_save_groups: str | None = Field(None, description="JSON lines file that every group is appended to")
+    data_dir_to_save_evals: str | None = Field(None, description="folder for metrics.json and samples.jsonl")
+    min_items_sent_before_logging: int = Field(2, ge=1, description="groups sent before metrics are logged")
+    include_messages: bool = Field(False, description="send the text of each rollout along")
+    min_batch_allocation: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="least share of a batch")
+    worker_timeout: float = Field(600, description="seconds until a rollout is given up; -1: never")
+    # Ours.
+    rollout_server_token: str | None = Field(None, description="bearer token of run-api; default: $ATROPOS_TOKEN")
+    eval_at_start: bool = Field(False, description="evaluate before the first group")
+    eval_at_end: bool = Field(False, description="evaluate after the run has finished")
+    rollout_attempts: int = Field(3, ge=1, description="tries for an item whose rollout fails")
+    max_failures_in_a_row: int = Field(
+        20, ge=1, description="failed items without a success between that end the server"
+    )
+    wait_timeout: float = Field(600, gt=0, description="seconds to wait for the broker or an inference server")
+    drain_seconds: float = Field(10, ge=0, description="how long running rollouts may end after SIGTERM")
+    allow_truncated_sampling: bool = Field(
+        False, description="train on top-p, top-k or penalised samples; their groups are marked"
+    )
+
+    @property
+    def derived_batch_size(self) -> int:
+        return self.batch_size if self.batch_size > 0 else self.group_size
+
+
+class ServerBaseline(BaseModel):
+    """What inference servers have in common."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    timeout: float = Field(1200, gt=0, description="seconds that one request may take")
+    num_max_requests_at_once: int = Field(512, ge=1, description="training requests in flight on a server")
+    num_requests_for_eval: int = Field(64, ge=1, description="evaluation requests in flight on a server")
+    model_name: str = Field("default", description="the model asked for")
+    server_type: ServerType = Field("openai", description="what speaks at base_url; training needs vllm")
+    tokenizer_name: str = Field("none", description="none: the environment's")
+
+
+class APIServerConfig(ServerBaseline):
+    """One inference server, as told with `--openai.<field>`."""
+
+    api_key: str = Field("", description="bearer token of the server")
+    base_url: str = Field("http://localhost:9001/v1", description="its address; /generate is found without the /v1")
+    health_check: bool = Field(True, description="wait for a server that does not answer instead of failing")
+
+    @property
+    def root_url(self) -> str:
+        """The address without the OpenAI prefix, where the native endpoints are."""
+        return self.base_url.rstrip("/").removesuffix("/v1")
+
+
+class APIServerConfigs(BaseModel):
+    """The servers of an environment in order; one config alone behaves like a list of one."""
+
+    servers: list[APIServerConfig]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return {"servers": [value]} if isinstance(value, dict) and "servers" not in value else value
+
+
+def as_server_list(
+    configs: ServerBaseline | APIServerConfig | list[APIServerConfig],
+) -> list[APIServerConfig]:
+    """A list of concrete servers, whichever of the three forms was given."""
+    if isinstance(configs, list):
+        return configs
+    if isinstance(configs, APIServerConfig):
+        return [configs]
+    return [APIServerConfig(**configs.model_dump())]

@@ -1,0 +1,49 @@
+"""What can go wrong in an environment server. Users' code raises plain Python errors and never builds these."""
+
+# ruff: noqa: N818 - each name says what happened; a suffix would say nothing more
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from atropos_api.common.errors import AtroposError
+
+
+class EnvironmentsError(AtroposError):
+    """The root. `ends_server`: no other rollout would fare better, so the first one that raises it ends the server."""
+
+    ends_server: ClassVar[bool] = True
+
+
+class InferenceUnavailable(EnvironmentsError):
+    """The inference server gave no usable answer within the time allowed."""
+
+
+class InferenceHostUnknown(EnvironmentsError):
+    """The host of an inference server cannot be resolved: a mistyped name, which no waiting mends."""
+
+
+class InferenceRefused(EnvironmentsError):
+    """The inference server will not do what was asked; another prompt may fare better."""
+
+    ends_server = False
+
+
+class TokensUnavailable(EnvironmentsError):
+    """Inference servers of that kind return no token ids and logprobs, which training needs."""
+
+
+class SamplingNotTrainable(EnvironmentsError):
+    """The sampling asked for has a distribution that the trainer does not recompute."""
+
+
+class TokenizerUnavailable(EnvironmentsError):
+    """The tokenizer named in the configuration cannot be loaded."""
+
+
+class RolloutsKeepFailing(EnvironmentsError):
+    """Many rollouts in a row failed; the last error says why."""
+
+
+class EvaluationFailed(EnvironmentsError):
+    """An evaluation that was asked for by name could not be done."""

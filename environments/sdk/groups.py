@@ -1,0 +1,130 @@
+"""From what an environment returns to what the broker takes: missing parts added, unusable groups told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from atropos_api.wire.groups import Group
+from environments.sdk.session.journal import Journal
+from environments.sdk.session.nodes import SequenceNode
+from environments.sdk.types import PER_SEQUENCE_KEYS, Message, ScoredDataGroup, ScoredDataItem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRules:
+    """Which groups are worth sending. `max_token_length` of 0 or less allows any length."""
+
+    group_size: int
+    max_token_length: int
+    ensure_scores_are_not_same: bool
+
+    def why_rejected(self, group: Group) -> str | None:
+        """The reason a group stays here, or None when it may be sent."""
+        expected = (group.group_overrides or {}).get("group_size", self.group_size)
+        if len(group.tokens) != expected:
+            return f"it has {len(group.tokens)} rollouts, {expected} were expected"
+        if self.ensure_scores_are_not_same and len(set(group.scores)) == 1:
+            return f"all its scores are {group.scores[0]:g}"
+        longest = max(map(len, group.tokens))
+        if 0 < self.max_token_length <= longest:
+            return f"a rollout has {longest} tokens, the trainer takes fewer than {self.max_token_length}"
+        return None
+
+
+def scored_group(
+    nodes: Sequence[SequenceNode], scores: Sequence[float], *, messages: list[list[Message]] | None = None
+) -> ScoredDataGroup:
+    """A group out of a session's sequences and their scores, complete with logprobs, versions and sampling."""
+    return ScoredDataGroup(
+        tokens=[node.tokens for node in nodes],
+        masks=[node.masked_tokens for node in nodes],
+        scores=[float(score) for score in scores],
+        inference_logprobs=[node.logprobs for node in nodes],
+        policy_versions=[node.policy_versions for node in nodes],
+        generation_params=nodes[0].metadata["generation_params"] if nodes else None,
+        messages=messages,
+    )
+
+
+def scored_item(node: SequenceNode, score: float, *, messages: list[Message] | None = None) -> ScoredDataItem:
+    """One rollout out of a session's sequence and its score."""
+    return ScoredDataItem(
+        tokens=node.tokens,
+        masks=node.masked_tokens,
+        scores=float(score),
+        inference_logprobs=node.logprobs,
+        policy_versions=node.policy_versions,
+        generation_params=node.metadata["generation_params"],
+        messages=messages,
+    )
+
+
+def group_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
+    """Rollouts that were collected one by one as the group they form."""
+    group: dict[str, Any] = {key: [item[key] for item in items] for key in ("tokens", "masks", "scores")}
+    for key in PER_SEQUENCE_KEYS:
+        values = [item.get(key) for item in items]
+        if any(value is not None for value in values):
+            group[key] = values
+    for key in ("group_overrides", "generation_params"):
+        merged: dict[str, Any] = {}
+        for item in items:
+            found = item.get(key)
+            merged.update(found if isinstance(found, dict) else {})
+        if merged:
+            group[key] = merged
+    return cast("ScoredDataGroup", group)
+
+
+def to_wire(raw: Mapping[str, Any], journal: Journal) -> Group:
+    """The group as it is sent; what the environment left out is taken from the sequences it sampled."""
+    tokens = raw["tokens"]
+    fields = {key: _per_sequence(raw, key, len(tokens)) for key in PER_SEQUENCE_KEYS}
+    group = Group(
+        tokens=tokens,
+        masks=raw["masks"],
+        scores=[float(score) for score in raw["scores"]],
+        generation_params=raw.get("generation_params"),
+        group_overrides=raw.get("group_overrides") or None,
+        **fields,
+    )
+    _require_aligned(group)
+    if None in (group.inference_logprobs, group.policy_versions, group.generation_params):
+        _complete(group, journal)
+    return group
+
+
+def _per_sequence(raw: Mapping[str, Any], key: str, count: int) -> Any:
+    """The value of an optional key; an empty list means that it was not given."""
+    value = raw.get(key)
+    if value is None or (isinstance(value, list) and not value):
+        return None
+    if isinstance(value, list) and len(value) != count:
+        raise ValueError(f"group has {count} rollouts but {len(value)} entries of {key}")
+    return value
+
+
+def _require_aligned(group: Group) -> None:
+    counts = len(group.tokens), len(group.masks), len(group.scores)
+    if len(set(counts)) != 1:
+        raise ValueError(f"group has {counts[0]} token lists, {counts[1]} masks and {counts[2]} scores")
+    for key in ("masks", "inference_logprobs"):
+        for index, (values, tokens) in enumerate(zip(getattr(group, key) or [], group.tokens, strict=False)):
+            if len(values) != len(tokens):
+                raise ValueError(f"rollout {index} has {len(tokens)} tokens but {len(values)} entries of {key}")
+
+
+def _complete(group: Group, journal: Journal) -> None:
+    """Add logprobs, versions and sampling from the journal, where every rollout is found in it."""
+    nodes = [journal.find(tokens) for tokens in group.tokens]
+    found = [node for node in nodes if node is not None]
+    if len(found) != len(nodes) or not found:
+        return
+    if group.inference_logprobs is None:
+        group.inference_logprobs = [node.logprobs for node in found]
+    if group.policy_versions is None:
+        group.policy_versions = [node.policy_versions for node in found]
+    if group.generation_params is None:
+        group.generation_params = found[0].metadata["generation_params"]

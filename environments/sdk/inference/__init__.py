@@ -1,0 +1,1 @@
+"""How environments reach inference servers: tokens in, tokens, logprobs and policy versions out."""

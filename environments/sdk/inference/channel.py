@@ -1,0 +1,178 @@
+"""HTTP to one inference server: limits for training and evaluation, and outages waited out.
+
+A server that restarts, is paused for a publish or has no policy yet is normal here. While it is out, one request at a
+time probes it and all others wait for that one's outcome, so that an outage costs next to nothing and ends at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+
+from environments.sdk.config import APIServerConfig
+from environments.sdk.errors import InferenceHostUnknown, InferenceRefused, InferenceUnavailable
+from environments.sdk.inference.generation import Split
+
+if TYPE_CHECKING:
+    import httpx
+
+    Outcome = httpx.Response | Exception
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.1, 0.5
+WAIT_LINE_SECONDS = 10.0
+RETRIED_STATUSES = frozenset({429, 500, 502, 503, 504})
+SERVER_ERROR_ATTEMPTS = 3  # a 500 that comes again is about the request, not about the moment
+
+
+class Channel:
+    """Posts JSON to one server. `in_flight` counts the requests under way."""
+
+    def __init__(self, config: APIServerConfig, *, wait_timeout_seconds: float, transport: Any = None) -> None:
+        self.config = config
+        self.in_flight = 0
+        self._wait_timeout_seconds = wait_timeout_seconds
+        self._transport = transport
+        self._http: httpx.AsyncClient | None = None
+        self._limits = {
+            "train": anyio.Semaphore(config.num_max_requests_at_once),
+            "eval": anyio.Semaphore(config.num_requests_for_eval),
+        }
+        self._recovered: anyio.Event | None = None
+
+    async def post(self, url: str, body: bytes, split: Split) -> bytes:
+        """The body of a successful answer; waits for a server that is out, raises what waiting does not mend."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._limits[split])
+            self.in_flight += 1
+            stack.callback(self._leave)
+            return await self._through_outages("POST", url, body)
+
+    async def get(self, url: str) -> bytes | None:
+        """The body there, or None when the server, once it answers, has none."""
+        try:
+            return await self._through_outages("GET", url, None)
+        except InferenceRefused:
+            return None
+
+    async def aclose(self) -> None:
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = None
+
+    def _leave(self) -> None:
+        self.in_flight -= 1
+
+    async def _through_outages(self, method: str, url: str, body: bytes | None) -> bytes:
+        while True:
+            if self._recovered is not None:
+                await self._recovered.wait()
+                continue
+            outcome = await self._attempt(method, url, body)
+            if _is_final(outcome):
+                return self._settle(outcome, url)
+            if self._recovered is None:
+                return await self._probe(method, url, body, outcome)
+
+    async def _probe(self, method: str, url: str, body: bytes | None, outcome: Outcome) -> bytes:
+        """Repeat this request until the server answers it, on behalf of all."""
+        recovered = self._recovered = anyio.Event()
+        try:
+            return self._settle(await self._repeat(method, url, body, outcome), url)
+        finally:
+            self._recovered = None
+            recovered.set()
+
+    async def _repeat(self, method: str, url: str, body: bytes | None, outcome: Outcome) -> Outcome:
+        started = time.monotonic()
+        next_line = started + WAIT_LINE_SECONDS
+        server_errors = 0
+        delay = FIRST_DELAY_SECONDS
+        while True:
+            server_errors += not isinstance(outcome, Exception) and outcome.status_code == 500
+            waited = time.monotonic() - started
+            if not self._worth_waiting(outcome, server_errors) or waited > self._wait_timeout_seconds:
+                return outcome
+            if time.monotonic() >= next_line:
+                logger.info("waiting for %s (%.0f s): %s", self.config.root_url, waited, _describe(outcome))
+                next_line += WAIT_LINE_SECONDS
+            await anyio.sleep(delay)
+            delay = min(LONGEST_DELAY_SECONDS, delay * 1.5)
+            outcome = await self._attempt(method, url, body)
+            if _is_final(outcome):
+                return outcome
+
+    def _worth_waiting(self, outcome: Outcome, server_errors: int) -> bool:
+        unknown_host = isinstance(outcome, Exception) and _find_host_error(outcome) is not None
+        return self.config.health_check and not unknown_host and server_errors < SERVER_ERROR_ATTEMPTS
+
+    def _settle(self, outcome: Outcome, url: str) -> bytes:
+        if isinstance(outcome, Exception):
+            raise self._unreachable(outcome) from outcome
+        if outcome.is_success:
+            return outcome.content
+        reason = f"{url} answered {_describe(outcome)}"
+        if outcome.status_code in RETRIED_STATUSES:
+            raise InferenceUnavailable(f"{reason}; is the inference server healthy?")
+        raise InferenceRefused(reason)
+
+    def _unreachable(self, error: Exception) -> InferenceHostUnknown | InferenceUnavailable:
+        url = self.config.base_url
+        if (unknown := _find_host_error(error)) is not None:
+            return InferenceHostUnknown(f"the host of {url} cannot be resolved ({unknown}); check --openai.base_url")
+        return InferenceUnavailable(
+            f"no inference server answers at {url} ({type(error).__name__} {error}); start it or set --openai.base_url"
+        )
+
+    async def _attempt(self, method: str, url: str, body: bytes | None) -> Outcome:
+        import httpx
+
+        if self._http is None:
+            self._http = self._open()
+        try:
+            return await self._http.request(method, url, content=body)
+        except httpx.TransportError as error:
+            return error
+
+    def _open(self) -> httpx.AsyncClient:
+        import httpx
+
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self.config.api_key:
+            headers["Authorization"] = f"Bearer {self.config.api_key}"
+        most = self.config.num_max_requests_at_once + self.config.num_requests_for_eval
+        # Servers close idle connections after seconds; a request must not be sent into one that is just closing.
+        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=4.0)
+        return httpx.AsyncClient(
+            headers=headers, timeout=self.config.timeout, limits=limits, trust_env=False, transport=self._transport
+        )
+
+
+def _is_final(outcome: Outcome) -> bool:
+    return not isinstance(outcome, Exception) and outcome.status_code not in RETRIED_STATUSES
+
+
+def _describe(outcome: Outcome) -> str:
+    if isinstance(outcome, Exception):
+        return f"{type(outcome).__name__} {outcome}".rstrip()
+    try:
+        problem = msgspec.json.decode(outcome.content, type=dict[str, Any])
+        detail = problem.get("detail") or problem.get("error") or problem
+    except msgspec.DecodeError:
+        detail = outcome.text[:300]
+    return f"{outcome.status_code}: {detail}"
+
+
+def _find_host_error(error: BaseException | None) -> socket.gaierror | None:
+    while error is not None:
+        if isinstance(error, socket.gaierror):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

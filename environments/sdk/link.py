@@ -1,0 +1,143 @@
+"""An environment server's connection to the broker: registered, paced, its outbox losing and doubling nothing."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from atropos_api.common.errors import AtroposError
+from atropos_api.wire.groups import Group
+from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, Pacing
+from environments.sdk.bell import Bell
+
+if TYPE_CHECKING:
+    from atropos_api.client import AsyncBrokerClient
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_WAIT_SECONDS = 10.0
+MOST_GROUPS_A_POST = 64
+
+
+class BrokerLink:
+    """Keeps `pacing` fresh and submits groups; rings `changed` whenever either moves.
+
+    `pending_sequences` counts what is handed in and not yet acknowledged.
+    """
+
+    def __init__(self, client: AsyncBrokerClient, request: EnvironmentRequest, *, wait_timeout_seconds: float) -> None:
+        self.changed = Bell()
+        self.pacing: Pacing | None = None
+        self.info: EnvironmentInfo | None = None
+        self.pending_sequences = 0
+        self.on_step: Callable[[Pacing], None] = lambda _: None
+        self._client = client
+        self._request = request
+        self._wait_timeout_seconds = wait_timeout_seconds
+        self._outbox: deque[Group] = deque()
+        self._adoptions = 0
+
+    async def register(self) -> EnvironmentInfo:
+        """Wait for the broker and register; again after a broker has forgotten this environment."""
+        await self._client.wait_until_ready(self._wait_timeout_seconds, logger.info)
+        self.info = await self._client.register_environment(self._request)
+        self._adopt(self.info.pacing, authoritative=True)
+        return self.info
+
+    def hand_in(self, group: Group) -> None:
+        """Queue a group for submission."""
+        self._outbox.append(group)
+        self.pending_sequences += len(group.tokens)
+        self.changed.ring()
+
+    async def keep_pacing(self) -> None:
+        """Hear from the broker for ever: at once when the pacing changes, else every ten seconds."""
+        while True:
+            assert self.info is not None
+            seen = self._adoptions
+            try:
+                pacing = await self._client.heartbeat(
+                    self.info.environment_id,
+                    revision=self.pacing.revision if self.pacing is not None else None,
+                    wait_seconds=HEARTBEAT_WAIT_SECONDS,
+                )
+            except AtroposError as error:
+                await self._recover(error)
+                continue
+            # An answer that was on its way while a submission was answered may be the older one.
+            self._adopt(pacing, authoritative=seen == self._adoptions)
+
+    async def keep_submitting(self) -> None:
+        """Submit what is handed in, for ever; all that has gathered meanwhile goes in one request."""
+        while True:
+            while not self._outbox:
+                await self.changed.wait()
+            groups = [self._outbox.popleft() for _ in range(min(len(self._outbox), MOST_GROUPS_A_POST))]
+            await self._submit(groups)
+
+    async def flush(self) -> None:
+        """Return when everything handed in is acknowledged."""
+        while self.pending_sequences:
+            await self.changed.wait()
+
+    async def _submit(self, groups: list[Group]) -> None:
+        key = uuid.uuid4().hex
+        answered = None
+        while answered is None:
+            assert self.info is not None
+            try:
+                answered = await self._client.submit(self.info.environment_id, groups, idempotency_key=key)
+            except AtroposError as error:
+                if self._is_refusal(error):
+                    await self._refused(groups, error)
+                    return
+                await self._recover(error)
+        self._acknowledge(groups)
+        if answered.pacing is not None:
+            self._adopt(answered.pacing, authoritative=False)
+        self.changed.ring()
+
+    async def _refused(self, groups: list[Group], error: Exception) -> None:
+        """Find the group the broker will not have; its neighbours are sent again without it."""
+        if len(groups) > 1:
+            for group in groups:
+                await self._submit([group])
+            return
+        logger.error("a group was refused and is dropped: %s", error)
+        self._acknowledge(groups)
+        self.changed.ring()
+
+    async def _recover(self, error: Exception) -> None:
+        """After an outage or a broker that lost its memory: wait, register again; anything else is raised."""
+        from atropos_api.client import BrokerRefused, BrokerUnreachable
+
+        if isinstance(error, BrokerUnreachable):
+            logger.warning("%s; waiting for it", error)
+        elif not (isinstance(error, BrokerRefused) and error.kind == "unknown-environment"):
+            raise error
+        await self.register()
+
+    @staticmethod
+    def _is_refusal(error: Exception) -> bool:
+        from atropos_api.client import BrokerRefused
+
+        refused = isinstance(error, BrokerRefused) and 400 <= error.status < 500
+        return refused and error.kind != "unknown-environment"  # type: ignore[attr-defined]
+
+    def _acknowledge(self, groups: list[Group]) -> None:
+        self.pending_sequences -= sum(len(group.tokens) for group in groups)
+
+    def _adopt(self, pacing: Pacing, *, authoritative: bool) -> None:
+        """Take over newer pacing. Only an answer that nothing overtook may lower the revision (a restarted broker)."""
+        known = self.pacing
+        if known is not None and pacing.revision < known.revision and not authoritative:
+            return
+        self.pacing = pacing
+        self._adoptions += 1
+        if known is not None and known.current_step != pacing.current_step:
+            self.on_step(pacing)
+        if known != pacing:
+            self.changed.ring()

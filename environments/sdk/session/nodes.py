@@ -1,0 +1,68 @@
+"""One sequence of a session: its tokens, and for each whether, how likely and by which policy it was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from atropos_api.wire.groups import Span
+from environments.sdk.inference.generation import Sample
+
+NOT_TRAINED = -100
+NO_LOGPROB = 1.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SequenceNode:
+    """A sequence as it grew over one or more turns; all lists are as long as `tokens`.
+
+    `masked_tokens` holds the token where it was sampled and -100 elsewhere, `logprobs` its logprob and 1.0 elsewhere.
+    `policy_versions` are spans over the sampled tokens, in positions of the whole sequence.
+    """
+
+    full_text: str
+    tokens: list[int]
+    masked_tokens: list[int]
+    logprobs: list[float]
+    policy_versions: list[Span]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    texts: tuple[str, ...] = ()
+    """The sequence as text without its end token: as sampled, and as a client sees it. What a next turn begins with."""
+    end_text: str = ""
+    """The text of the end token that `tokens` already has after `texts`; empty when the sequence was cut off."""
+
+    @property
+    def finish_reason(self) -> str:
+        return str(self.metadata.get("finish_reason", ""))
+
+    @property
+    def sampled_count(self) -> int:
+        return len(self.masked_tokens) - self.masked_tokens.count(NOT_TRAINED)
+
+    def tail_after(self, text: str) -> str | None:
+        """What `text` adds to this sequence, the end token it already has left out; None if it does not continue it."""
+        for known in self.texts:
+            if text.startswith(known):
+                return text[len(known) :].removeprefix(self.end_text)
+        return None
+
+
+def grow(base: SequenceNode | None, prompt_tokens: Sequence[int], sample: Sample) -> SequenceNode:
+    """The sequence after a turn: `base` as it was, then the new part of the prompt untrained, then the sample."""
+    kept = len(base.tokens) if base is not None else 0
+    start = len(prompt_tokens)
+    new = start - kept
+    node = SequenceNode(
+        full_text="",
+        tokens=[*prompt_tokens, *sample.tokens],
+        masked_tokens=[NOT_TRAINED] * new + sample.tokens,
+        logprobs=[NO_LOGPROB] * new + sample.logprobs,
+        policy_versions=[(first + start, last + start, version) for first, last, version in sample.versions],
+        metadata={"finish_reason": sample.finish_reason},
+    )
+    if base is not None:
+        node.masked_tokens = base.masked_tokens + node.masked_tokens
+        node.logprobs = base.logprobs + node.logprobs
+        node.policy_versions = base.policy_versions + node.policy_versions
+    return node

@@ -1,0 +1,152 @@
+"""An inference server without a model, for tests of environments: it speaks our `/generate` protocol in full.
+
+Its answers come from a function from prompt to tokens, so tests know every token, logprob and version it gave.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import msgspec
+
+Responder = Callable[[Sequence[int], int], list[int]]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def logprob_of(token: int, position: int) -> float:
+    """The logprob the fake server gives a token at a position of the output: different almost everywhere."""
+    return -0.01 - (token * 31 + position * 7) % 97 / 100
+
+
+def sampled_tokens(seed: int, *, vocabulary: int, end: int, longest: int = 32) -> Responder:
+    """A responder that draws tokens at random and ends with `end`."""
+    rng = random.Random(seed)
+
+    def respond(prompt: Sequence[int], index: int) -> list[int]:  # noqa: ARG001
+        return [rng.randrange(5, vocabulary) for _ in range(rng.randint(0, longest - 1))] + [end]
+
+    return respond
+
+
+@dataclass(slots=True)
+class FakeInference:
+    """An ASGI application. Set `problem` to let it refuse, `version` to publish, `delay_seconds` to let it take time.
+
+    `ours` off makes it a server of Atropos' protocol: no boot id, no compact form, no versions.
+    """
+
+    respond: Responder
+    end: int
+    version: int | None = 1
+    delay_seconds: float = 0.0
+    ours: bool = True
+    problem: tuple[int, str] | None = None
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    in_flight: int = 0
+    most_in_flight: int = 0
+    changed_version_at: int | None = None
+    """Where set: tokens from this position on were sampled under `version`, those before under `version - 1`."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        if path == "/bridge/info" and self.ours:
+            await _answer(send, 200, {"boot_id": "fake", "policy_version": self.version, "model": "fake"})
+        elif path == "/generate":
+            await self._generate(msgspec.json.decode(await _read(receive)), send)
+        else:
+            await _answer(send, 404, {"detail": f"no route {path}"})
+
+    async def _generate(self, request: dict[str, Any], send: Send) -> None:
+        if self.problem is not None:
+            status, kind = self.problem
+            body = {"type": f"urn:atropos:problem:{kind}", "status": status, "detail": kind}
+            await _answer(send, status, body, retry_after="1")
+            return
+        if not self.ours and "compact" in request:
+            await _answer(send, 500, {"detail": "unknown sampling parameter compact"})
+            return
+        self.requests.append(request)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            await anyio.sleep(self.delay_seconds)
+            await _answer(send, 200, self._reply(request))
+        finally:
+            self.in_flight -= 1
+
+    def _reply(self, request: dict[str, Any]) -> dict[str, Any]:
+        prompt = request["prompt"]["prompt_token_ids"]
+        limit = request.get("max_tokens") or 1 << 30
+        outputs = [self.respond(prompt, index)[:limit] for index in range(request["n"])]
+        logprobs = [[logprob_of(token, i) for i, token in enumerate(tokens)] for tokens in outputs]
+        reply: dict[str, Any] = {
+            "finish_reasons": ["stop" if tokens[-1:] == [self.end] else "length" for tokens in outputs],
+            "token_ids": outputs,
+            "prompt_token_ids": prompt,
+        }
+        if self.ours:
+            reply |= {"policy_versions": [self._spans(len(tokens)) for tokens in outputs], "boot_id": "fake"}
+        if request.get("compact"):
+            return {**reply, "logprobs": logprobs}
+        pairs = [
+            [[{str(token): value}] for token, value in zip(tokens, values, strict=True)]
+            for tokens, values in zip(outputs, logprobs, strict=True)
+        ]
+        return {**reply, "logprobs": pairs}
+
+    def _spans(self, count: int) -> list[list[int | None]]:
+        at = self.changed_version_at
+        if at is None or self.version is None or not 0 < at < count:
+            return [[0, count, self.version]] if count else []
+        return [[0, at, self.version - 1], [at, count, self.version]]
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """Serve an ASGI application from a thread on a free loopback port; yields its URL."""
+    import uvicorn
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(512)
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            while not server.started and thread.is_alive():
+                time.sleep(0.005)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            server.force_exit = True
+            thread.join(timeout=10)
+
+
+async def _read(receive: Receive) -> bytes:
+    parts = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _answer(send: Send, status: int, body: dict[str, Any], *, retry_after: str | None = None) -> None:
+    content = msgspec.json.encode(body)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    if retry_after is not None:
+        headers.append((b"retry-after", retry_after.encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

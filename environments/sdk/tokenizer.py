@@ -1,0 +1,165 @@
+"""The tokenizer of environments: a model folder's `tokenizer.json` and chat template, loaded in a tenth of a second.
+
+Loading transformers (and with it torch) costs an environment server seconds of CPU and hundreds of megabytes for two
+operations, encode and decode. `FastTokenizer` does those and the chat template with the same libraries underneath. Any
+other attribute of a transformers tokenizer is still there: asking for it loads the real one.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from environments.sdk.errors import TokenizerUnavailable
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer by folder or Hugging Face name; local folders get the light one."""
+    folder = Path(name)
+    if (folder / "tokenizer.json").is_file():
+        return FastTokenizer(folder)
+    return load_transformers_tokenizer(name)
+
+
+def load_transformers_tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise TokenizerUnavailable(
+            f"tokenizer {name!r} cannot be loaded ({reason}); set --env.tokenizer_name to a model's name or folder"
+        ) from error
+
+
+class FastTokenizer:
+    """Encodes, decodes and renders chats as the model folder's files say."""
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self.name_or_path = str(folder)
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._config: dict[str, Any] = _read_json(folder / "tokenizer_config.json")
+        self.chat_template = _find_chat_template(folder, self._config)
+        self._template: Template | None = None
+        self._full: Any = None
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        for role in ("bos", "eos", "pad", "unk"):
+            token = _token_text(self._config.get(f"{role}_token"))
+            setattr(self, f"{role}_token", token)
+            setattr(self, f"{role}_token_id", None if token is None else self._tokenizer.token_to_id(token))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return sorted(self._special_ids)
+
+    def __len__(self) -> int:
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False) -> list[str]:
+        return [self.decode(sequence, skip_special_tokens=skip_special_tokens) for sequence in sequences]
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **more: Any,
+    ) -> Any:
+        """The chat as text, or as a plain list of ids when `tokenize`; other forms come from the full tokenizer."""
+        if more.get("return_dict") or more.get("return_tensors") or not self._can_render(more):
+            more.setdefault("return_dict", False)
+            return self._load_full().apply_chat_template(
+                conversation, tools=tools, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **more
+            )
+        variables = {key: value for key, value in more.items() if key not in {"return_dict", "return_tensors"}}
+        text = self._compiled().render(
+            messages=conversation,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **self._token_variables(),
+            **variables,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._load_full(), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._load_full()(*args, **kwargs)
+
+    def _load_full(self) -> Any:
+        if self._full is None:
+            self._full = load_transformers_tokenizer(self.name_or_path)
+        return self._full
+
+    def _can_render(self, more: Mapping[str, Any]) -> bool:
+        plain = isinstance(self.chat_template, str) and "{% generation" not in self.chat_template
+        return plain and not more.get("continue_final_message") and "chat_template" not in more
+
+    def _token_variables(self) -> dict[str, str]:
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def _compiled(self) -> Template:
+        if self._template is None:
+            self._template = _environment().from_string(self.chat_template or "")
+        return self._template
+
+
+def _environment() -> Any:
+    """The sandbox that transformers renders chat templates in."""
+    from jinja2.exceptions import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def strftime_now(pattern: str) -> str:
+        return dt.datetime.now().strftime(pattern)  # noqa: DTZ005 - templates mean the local date
+
+    def tojson(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
+
+
+def _find_chat_template(folder: Path, config: Mapping[str, Any]) -> Any:
+    file = folder / "chat_template.jinja"
+    return file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _token_text(token: dict[str, Any] | str | None) -> str | None:
+    """Special tokens are stored as text or as a description of an added token."""
+    return str(token["content"]) if isinstance(token, dict) else token

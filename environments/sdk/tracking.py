@@ -1,0 +1,39 @@
+"""Weights & Biases for environment servers, when it is asked for and installed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class WandbTracker:
+    """A W&B run that is begun with the first metrics; without the package it says so once and does nothing."""
+
+    def __init__(self, *, name: str, project: str | None, group: str | None, config: Mapping[str, Any]) -> None:
+        self._arguments: dict[str, Any] = {"name": name, "project": project, "group": group, "config": dict(config)}
+        self._run: Any = None
+        self._given_up = False
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        if self._run is None and not self._given_up:
+            self._begin()
+        if self._run is not None:
+            self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+    def _begin(self) -> None:
+        try:
+            import wandb
+
+            self._run = wandb.init(**self._arguments)
+        except Exception as error:  # noqa: BLE001 - W&B fails in many ways; none may stop the rollouts
+            self._given_up = True
+            logger.warning(
+                "not logging to W&B (%s %s); --env.use_wandb false ends this line", type(error).__name__, error
+            )

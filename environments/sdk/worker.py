@@ -1,0 +1,218 @@
+"""`serve`: rollouts for a trainer, as many at once as the broker's pacing leaves room for, until the run is finished.
+
+Everything runs in one task group: the link to the broker, the rollouts, an evaluation now and then. Admission waits
+for something to change (pacing, a finished rollout, the end of an evaluation) and never polls.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio.abc import TaskGroup
+
+from atropos_api.wire.messages import EnvironmentRequest, Pacing
+from environments.sdk.config import EvalHandlingEnum
+from environments.sdk.env import BaseEnv
+from environments.sdk.errors import EnvironmentsError
+from environments.sdk.evaluate import run_evaluation
+from environments.sdk.groups import GroupRules
+from environments.sdk.link import BrokerLink
+from environments.sdk.rollouts import Collector
+from environments.sdk.tracking import WandbTracker
+from environments.sdk.types import Item
+
+if TYPE_CHECKING:
+    from atropos_api.client import AsyncBrokerClient
+
+logger = logging.getLogger(__name__)
+
+NO_ITEM_PAUSE_SECONDS = 1.0
+
+
+class EnvironmentWorker:
+    """Serves one environment to one broker."""
+
+    def __init__(self, env: BaseEnv, client: AsyncBrokerClient) -> None:
+        config = env.config
+        request = EnvironmentRequest(
+            name=env.registered_name,
+            group_size=config.group_size,
+            max_token_length=config.max_token_length,
+            weight=config.inference_weight,
+            min_batch_allocation=config.min_batch_allocation,
+            max_batches_offpolicy=config.max_batches_offpolicy,
+        )
+        self._env = env
+        self._link = BrokerLink(client, request, wait_timeout_seconds=config.wait_timeout)
+        self._link.on_step = self._note_step
+        self._changed = self._link.changed
+        self._collector = Collector(env)
+        self._rolling = 0
+        self._evaluating = False
+        self._evaluation_due = False
+        self._stopping = False
+
+    async def serve(self) -> None:
+        """Run until the broker says the run is finished, or until SIGTERM or SIGINT."""
+        await self._env.setup()
+        info = await self._link.register()
+        logger.info("registered as %s with %s", info.display_name, self._env.config.rollout_server_url)
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._stop_on_signal, group)
+            group.start_soon(self._link.keep_pacing)
+            group.start_soon(self._link.keep_submitting)
+            await self._serve_run(group)
+            group.cancel_scope.cancel()
+        self._finish()
+
+    async def _serve_run(self, group: TaskGroup) -> None:
+        await self._wait_for_run()
+        if self._env.config.eval_at_start and self._active:
+            await self._evaluate()
+        async with anyio.create_task_group() as rollouts:
+            await self._admit_rollouts(rollouts, evaluations=group)
+            with anyio.move_on_after(self._env.config.drain_seconds if self._stopping else 0):
+                while self._rolling:
+                    await self._changed.wait()
+            rollouts.cancel_scope.cancel()
+        if self._stopping:
+            with anyio.move_on_after(self._env.config.drain_seconds):
+                await self._link.flush()
+        elif self._env.config.eval_at_end:
+            await self._evaluate()
+
+    async def _wait_for_run(self) -> None:
+        """Until a trainer has begun a run; a run that is finished already is not waited for."""
+        while not self._stopping and self._pacing.state == "wait":
+            with anyio.move_on_after(10.0):
+                await self._changed.wait()
+                continue
+            logger.info("waiting for a trainer to begin a run at %s", self._env.config.rollout_server_url)
+        await self._adopt_run()
+
+    async def _adopt_run(self) -> None:
+        """Learn the run's facts, which a registration before the run could not tell."""
+        info = await self._link.register()
+        env = self._env
+        env.curr_step = self._pacing.current_step
+        env.max_token_len = info.max_token_length
+        env.checkpoint_dir = info.checkpoint_dir
+        if info.batch_size > 0:
+            env.config.batch_size = info.batch_size
+        if env.config.use_wandb and env.tracker is None:
+            env.tracker = WandbTracker(
+                name=info.display_name,
+                project=info.wandb_project or None,
+                group=info.wandb_group or None,
+                config=env.config.model_dump(mode="json", exclude={"rollout_server_token"}),
+            )
+        if env.curr_step > 0:
+            env.load_checkpoint()
+
+    async def _admit_rollouts(self, rollouts: TaskGroup, *, evaluations: TaskGroup) -> None:
+        """Start rollouts while there is room for them, and evaluations when they are due."""
+        while self._active:
+            if self._evaluation_due and not self._evaluating:
+                self._evaluation_due = False
+                self._evaluating = True
+                evaluations.start_soon(self._evaluate)
+            if not self._has_room():
+                await self._changed.wait()
+                continue
+            item = await self._collector.next_item()
+            if item is None:
+                with anyio.move_on_after(NO_ITEM_PAUSE_SECONDS):
+                    await self._changed.wait()
+                continue
+            self._rolling += 1
+            rollouts.start_soon(self._roll_out, item)
+
+    async def _roll_out(self, item: Item) -> None:
+        try:
+            for group in await self._collector.collect(item, self._rules()):
+                self._env.metrics.note_sent(group)
+                self._link.hand_in(group)
+        finally:
+            self._rolling -= 1
+            self._changed.ring()
+
+    async def _evaluate(self) -> None:
+        self._evaluating = True
+        try:
+            await run_evaluation(self._env, step=self._pacing.current_step)
+        except Exception as error:  # an evaluation is the environment's own code and may raise anything
+            if isinstance(error, EnvironmentsError):
+                raise
+            logger.exception("the evaluation at step %d failed", self._pacing.current_step)
+        finally:
+            self._evaluating = False
+            self._changed.ring()
+
+    def _has_room(self) -> bool:
+        """Whether another group may begin: by the broker's pacing, the number of workers and a running evaluation."""
+        group_size = self._env.config.group_size
+        in_flight = self._rolling * group_size + self._link.pending_sequences
+        return (
+            self._pacing.state == "run"
+            and in_flight < self._pacing.room_sequences
+            and self._rolling < self._worker_limit()
+        )
+
+    def _worker_limit(self) -> int:
+        config = self._env.config
+        most = config.max_num_workers
+        if most < 1:
+            most = config.max_num_workers_per_node * len(self._env.server.servers)
+        if not self._evaluating or config.eval_handling is EvalHandlingEnum.NONE:
+            return most
+        return 0 if config.eval_handling is EvalHandlingEnum.STOP_TRAIN else max(1, int(most * config.eval_limit_ratio))
+
+    def _note_step(self, pacing: Pacing) -> None:
+        """The trainer made a step: checkpoints, metrics and evaluations may be due."""
+        env = self._env
+        before, env.curr_step = env.curr_step, pacing.current_step
+        info = self._link.info
+        if info is not None and crossed(before, env.curr_step, info.checkpoint_interval):
+            env.save_checkpoint(env.curr_step - env.curr_step % info.checkpoint_interval)
+        if crossed(before, env.curr_step, env.config.steps_per_eval) and pacing.state == "run":
+            self._evaluation_due = True
+
+    def _rules(self) -> GroupRules:
+        return GroupRules(
+            group_size=self._env.config.group_size,
+            max_token_length=self._env.max_token_len,
+            ensure_scores_are_not_same=self._env.config.ensure_scores_are_not_same,
+        )
+
+    @property
+    def _pacing(self) -> Pacing:
+        assert self._link.pacing is not None
+        return self._link.pacing
+
+    @property
+    def _active(self) -> bool:
+        return not self._stopping and self._pacing.state != "finished"
+
+    async def _stop_on_signal(self, group: TaskGroup) -> None:
+        """The first signal drains, the second stops at once."""
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                if self._stopping:
+                    group.cancel_scope.cancel()
+                    return
+                logger.info("%s: finishing what is under way", signal.Signals(number).name)
+                self._stopping = True
+                self._changed.ring()
+
+    def _finish(self) -> None:
+        if self._env.tracker is not None:
+            self._env.tracker.finish()
+        logger.info("stopped" if self._stopping else "the run is finished")
+
+
+def crossed(before: int, now: int, interval: int) -> bool:
+    """Whether a multiple of `interval` lies in (before, now]; never when the interval is 0 or less."""
+    return interval > 0 and now // interval > before // interval

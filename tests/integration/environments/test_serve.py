@@ -1,0 +1,262 @@
+"""`serve` against a real broker in memory, a fake inference server and a trainer that only takes batches."""
+
+import json
+import time
+
+import anyio
+import httpx
+import pytest
+
+from atropos_api.testing import memory_broker
+from atropos_api.wire.messages import PolicyUpdate, RunRequest
+from environments.arithmetic_server import ArithmeticEnv, ArithmeticEnvConfig
+from environments.sdk.config import APIServerConfig
+from environments.sdk.inference.manager import ServerManager
+from environments.sdk.testing import FakeInference, sampled_tokens
+from environments.sdk.worker import EnvironmentWorker
+
+pytestmark = pytest.mark.anyio
+
+
+def make_env(fake, tokenizer_folder, cls=ArithmeticEnv, **overrides):
+    settings = {
+        "group_size": 8,
+        "max_num_workers": 64,
+        "max_batches_offpolicy": 2,
+        "ensure_scores_are_not_same": False,
+        "use_wandb": False,
+        "tokenizer_name": str(tokenizer_folder),
+        **overrides,
+    }
+    config = ArithmeticEnvConfig(**settings)
+    server = APIServerConfig(server_type="vllm", base_url="http://fake/v1", num_requests_for_eval=256)
+    env = cls(config, server)
+    env.server = ServerManager(
+        [server], load_tokenizer=lambda: env.tokenizer, transport=httpx.ASGITransport(app=fake)
+    )
+    return env
+
+
+def make_fake(**options):
+    return FakeInference(sampled_tokens(0, vocabulary=300, end=1), end=1, **options)
+
+
+async def train(client, *, steps, batch_size, seconds_a_step=0.0, fake=None):
+    """A trainer: takes each batch, publishes a version, commits, finishes; the batches it was given."""
+    run = await client.begin_run(RunRequest(name="run", batch_size=batch_size, max_token_length=512, num_steps=steps))
+
+    async def publish(step):
+        version = run.highest_policy_version + 1 + step
+        if fake is not None:
+            fake.version = version
+        await client.update_policy(
+            PolicyUpdate(run_id=run.run_id, version=version, step=step, published_at=time.time(), epoch=run.epoch)
+        )
+
+    await publish(0)
+    batches = []
+    for number in range(1, steps + 1):
+        batch = None
+        while batch is None:
+            batch = await client.get_batch(number, run_id=run.run_id, epoch=run.epoch, wait_seconds=5)
+        batches.append(batch)
+        await anyio.sleep(seconds_a_step)
+        await publish(number)
+        await client.commit(number, run_id=run.run_id, epoch=run.epoch)
+    await client.finish_run(run.run_id)
+    return batches
+
+
+async def serve_and_train(env, fake, **training):
+    """Both at once; the batches trained on. The environment has to end by itself."""
+    _, client = memory_broker()
+    batches = []
+
+    async def run_trainer():
+        batches.extend(await train(client, fake=fake, **training))
+
+    with anyio.fail_after(20):
+        async with client, anyio.create_task_group() as group:
+            group.start_soon(run_trainer)
+            await EnvironmentWorker(env, client).serve()
+    return batches
+
+
+async def test_groups_reach_the_trainer_complete_and_the_server_ends_with_the_run(tokenizer_folder):
+    fake = make_fake()
+    batches = await serve_and_train(make_env(fake, tokenizer_folder), fake, steps=4, batch_size=32)
+    groups = [group for batch in batches for group in batch.groups]
+    assert [sum(len(g.tokens) for g in batch.groups) for batch in batches] == [32] * 4
+    for group in groups:
+        assert group.generation_params == {"temperature": 1.0}
+        for tokens, mask, logprobs, spans in zip(
+            group.tokens, group.masks, group.inference_logprobs, group.policy_versions, strict=True
+        ):
+            sampled = [i for i, value in enumerate(mask) if value != -100]
+            assert [tokens[i] for i in sampled] == [mask[i] for i in sampled]
+            assert all((value == 1.0) == (i not in set(sampled)) for i, value in enumerate(logprobs))
+            assert [i for start, end, _ in spans for i in range(start, end)] == sampled
+            assert all(version is not None for _, _, version in spans)
+
+
+async def test_no_more_is_under_way_than_the_pacing_leaves_room_for(tokenizer_folder):
+    fake = make_fake(delay_seconds=0.01)
+    batches = await serve_and_train(
+        make_env(fake, tokenizer_folder), fake, steps=6, batch_size=32, seconds_a_step=0.03
+    )
+    assert fake.most_in_flight <= 2 * 32 / 8
+    oldest = [
+        min(version for group in batch.groups for spans in group.policy_versions for _, _, version in spans)
+        for batch in batches
+    ]
+    # Version v is that of step v - 1; the batch of step n may be at most two steps old.
+    assert all(number - version <= 2 for number, version in enumerate(oldest, start=1))
+
+
+async def test_evaluation_before_the_first_group_and_after_the_run_is_written(tokenizer_folder, tmp_path):
+    fake = make_fake()
+    env = make_env(
+        fake,
+        tokenizer_folder,
+        eval_at_start=True,
+        eval_at_end=True,
+        eval_problems=20,
+        data_dir_to_save_evals=str(tmp_path),
+    )
+    await serve_and_train(env, fake, steps=3, batch_size=32)
+    assert [request["temperature"] for request in fake.requests[:20]] == [0.0] * 20
+    for step, version in ((0, 1), (3, 4)):
+        document = json.loads((tmp_path / f"step-{step}" / "metrics.json").read_text())
+        metrics = document["results"]["all"]
+        assert metrics["policy_version_min"] == metrics["policy_version_max"] == version
+        assert 0 <= metrics["eval/accuracy"] <= 1
+        samples = (tmp_path / f"step-{step}" / "samples.jsonl").read_text().splitlines()
+        assert len(samples) == 20
+
+
+async def test_evaluations_come_each_so_many_steps_and_stop_training_meanwhile(tokenizer_folder, tmp_path):
+    fake = make_fake()
+    env = make_env(
+        fake, tokenizer_folder, steps_per_eval=2, eval_problems=5, data_dir_to_save_evals=str(tmp_path)
+    )
+    await serve_and_train(env, fake, steps=6, batch_size=32, seconds_a_step=0.02)
+    assert len(list(tmp_path.glob("step-*/metrics.json"))) >= 2
+
+
+async def test_a_failing_rollout_is_tried_again_and_never_trained_as_nothing(tokenizer_folder):
+    class Flaky(ArithmeticEnv):
+        calls = 0
+
+        async def collect_trajectories(self, item):
+            self.calls += 1
+            if self.calls % 3 == 0:
+                raise RuntimeError("the tool broke")
+            return await super().collect_trajectories(item)
+
+    fake = make_fake()
+    env = make_env(fake, tokenizer_folder, Flaky)
+    batches = await serve_and_train(env, fake, steps=3, batch_size=32)
+    assert all(len(group.tokens) == 8 for batch in batches for group in batch.groups)
+    assert env.calls > 12
+
+
+async def test_an_environment_that_only_fails_ends_with_the_reason(tokenizer_folder):
+    class Broken(ArithmeticEnv):
+        async def collect_trajectories(self, item):
+            raise RuntimeError("no such file")
+
+    fake = make_fake()
+    env = make_env(fake, tokenizer_folder, Broken, rollout_attempts=1, max_failures_in_a_row=3)
+    with pytest.raises(ExceptionGroup) as failure:
+        await serve_and_train(env, fake, steps=1, batch_size=32)
+    assert "3 items failed in a row, the last with RuntimeError: no such file" in str(innermost(failure.value))
+
+
+async def test_a_refused_sampling_ends_the_server_at_once(tokenizer_folder):
+    """R24: nothing else would ever succeed, so nothing is retried."""
+
+    class Greedy(ArithmeticEnv):
+        async def collect_trajectories(self, item):
+            async with self.server.managed_server() as session:
+                await session.chat_completion(messages=[{"role": "user", "content": "?"}], temperature=0)
+
+    fake = make_fake()
+    with pytest.raises(ExceptionGroup) as failure:
+        await serve_and_train(make_env(fake, tokenizer_folder, Greedy), fake, steps=1, batch_size=32)
+    assert "temperature 0" in str(innermost(failure.value))
+
+
+async def test_a_server_without_policy_is_waited_for_with_one_request_probing(tokenizer_folder):
+    fake = make_fake(problem=(503, "no-policy"))
+    asked = []
+
+    async def counting(scope, receive, send):
+        if fake.problem is not None:
+            asked.append(scope["path"])
+        await fake(scope, receive, send)
+
+    env = make_env(counting, tokenizer_folder)
+
+    async def publish_later():
+        await anyio.sleep(0.5)
+        fake.problem = None
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(publish_later)
+        batches = await serve_and_train(env, fake, steps=2, batch_size=32)
+    assert len(batches) == 2
+    assert asked.count("/generate") < 20
+
+
+async def test_a_timed_out_rollout_is_dropped(tokenizer_folder):
+    class Slow(ArithmeticEnv):
+        calls = 0
+
+        async def collect_trajectories(self, item):
+            self.calls += 1
+            if self.calls == 1:
+                await anyio.sleep(60)
+            return await super().collect_trajectories(item)
+
+    fake = make_fake()
+    env = make_env(fake, tokenizer_folder, Slow, worker_timeout=0.2)
+    batches = await serve_and_train(env, fake, steps=2, batch_size=32)
+    assert len(batches) == 2
+
+
+async def test_versions_and_sampling_are_added_to_groups_put_together_by_hand(tokenizer_folder):
+    class ByHand(ArithmeticEnv):
+        async def collect_trajectories(self, item):
+            group, backlog = await super().collect_trajectories(item)
+            return {key: group[key] for key in ("tokens", "masks", "scores")}, backlog
+
+    fake = make_fake()
+    batches = await serve_and_train(make_env(fake, tokenizer_folder, ByHand), fake, steps=1, batch_size=32)
+    for group in batches[0].groups:
+        assert group.policy_versions is not None
+        assert group.inference_logprobs is not None
+        assert group.generation_params == {"temperature": 1.0}
+
+
+async def test_single_rollouts_become_groups(tokenizer_folder):
+    class Single(ArithmeticEnv):
+        async def collect_trajectory(self, item):
+            async with self.server.managed_server() as session:
+                await session.chat_completion(
+                    messages=[{"role": "user", "content": item.question}], max_tokens=20
+                )
+                (node,) = session.nodes
+                return {"tokens": node.tokens, "masks": node.masked_tokens, "scores": 1.0}, []
+
+        async def collect_trajectories(self, item):
+            return await super(ArithmeticEnv, self).collect_trajectories(item)
+
+    fake = make_fake()
+    batches = await serve_and_train(make_env(fake, tokenizer_folder, Single), fake, steps=1, batch_size=32)
+    assert all(len(group.tokens) == 8 and group.policy_versions for group in batches[0].groups)
+
+
+def innermost(error):
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
