@@ -1,9 +1,11 @@
-"""`python -m example_trainer.vllm_api_server`: the inference server. `--help` says what it takes; `serving` is what it does."""
+"""`python -m example_trainer.vllm_api_server`: the inference server. see `--help`."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 
 def _find_packages() -> None:
@@ -21,8 +23,16 @@ def main(argv: list[str] | None = None) -> int:
     return run(sys.argv[1:] if argv is None else argv)
 
 
+def _leave_at_once(argv: list[str]) -> NoReturn:
+    """Serve, then end without taking the interpreter and all of vLLM apart, which takes seconds and frees nothing more."""
+    code = main(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     _find_packages()
     from atropos_api.common.cliconfig import run_cli
 
-    run_cli(main)
+    run_cli(_leave_at_once)

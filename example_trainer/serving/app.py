@@ -23,7 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from example_trainer.serving import refusals
-from example_trainer.serving.bridge_routes import make_bridge_router
+from example_trainer.serving.bridge_routes import make_bridge_router, make_health_router
 from example_trainer.serving.config import ServerConfig
 from example_trainer.serving.door import Door
 from example_trainer.serving.engine import EngineAdapter
@@ -33,6 +33,7 @@ from example_trainer.serving.front import Front, api_keys_of
 from example_trainer.serving.generate import GenerateHandler
 from example_trainer.serving.replies import Replies
 from example_trainer.serving.state import ServerState
+from example_trainer.serving.vllm_compat import end_engine
 from example_trainer.serving.warmup import warm_up
 from example_trainer.weights.manifest import BridgeManifest, process_start_time, write_manifest
 from example_trainer.weights.versions import SegmentHeader
@@ -59,6 +60,8 @@ class Serving:
         self._config = config
         self._boot_id = boot_id
         self._on_cpu = on_cpu
+        self._made_at = time.monotonic()
+        self.ready = False
 
     async def serve(self, app: FastAPI, sock: socket.socket, **options: Any) -> Awaitable[None]:
         """In place of vLLM's `serve_http`: returns what is left to be awaited once the engine is down."""
@@ -70,7 +73,9 @@ class Serving:
         server = _make_server(self._make_front(app, state), options)
         app.state.server = server
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
-        logger.info("serving %s at http://%s:%d", self._config.model, self._config.host, self._config.port)
+        self.ready = True
+        seconds = time.monotonic() - self._made_at
+        logger.info("serving %s at %s, engine ready in %.1f s", self._config.model, self._url(), seconds)
         await _watch(serving, stop, state)
         await _stop(serving, server, state)
         return _nothing()
@@ -101,6 +106,7 @@ class Serving:
             logger.info("weights are shared; %s tells a trainer how", state.manifest_path)
         app.state.atropos = state
         app.include_router(make_bridge_router())
+        app.include_router(make_health_router())
         return state
 
     async def _share(self, engine: EngineAdapter, token: str) -> BridgeManifest:
@@ -117,13 +123,16 @@ class Serving:
             boot_id=self._boot_id,
             pid=os.getpid(),
             pid_start_time=process_start_time(os.getpid()) or 0.0,
-            url=f"http://{_reachable(self._config.host)}:{self._config.port}",
+            url=self._url(),
             bridge_token=token,
             dtype=str(model_config.dtype).removeprefix("torch."),
             vllm_version=str(refusals.installed_vllm()),
             created_at=time.time(),
             **told,
         )
+
+    def _url(self) -> str:
+        return f"http://{_reachable(self._config.host)}:{self._config.port}"
 
     def _make_front(self, app: FastAPI, state: ServerState) -> Front:
         tokenizer = state.engine.async_llm.tokenizer
@@ -169,8 +178,7 @@ async def _stop(serving: asyncio.Future[None], server: uvicorn.Server, state: Se
     await asyncio.wait({serving}, timeout=_GRACE_SECONDS + 1)
     if not serving.done():
         serving.cancel()
-    # vLLM would give its engine no time at all; it is idle now and leaves at once by itself.
-    await asyncio.to_thread(state.engine.async_llm.shutdown, timeout=_GRACE_SECONDS)
+    end_engine(state.engine.async_llm)
 
 
 async def _nothing() -> None:

@@ -87,6 +87,16 @@ def make_bridge_router() -> APIRouter:
     return router
 
 
+def make_health_router() -> APIRouter:
+    router = APIRouter(tags=["health"], route_class=ProblemRoute)
+
+    @router.get("/health_generate")
+    async def health_generate(state: State) -> dict[str, Any]:
+        return await state.prove_generation()
+
+    return router
+
+
 def _add_reads(router: APIRouter) -> None:
     @router.get("/info")
     async def info(state: State) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Fence:
         self._busy = asyncio.Lock()
         self.policy_version: PolicyVersion | None = None
         self.torn = False
-        self.kept_kv_since: PolicyVersion | None = None
+        self.publishes_keeping_kv = 0
         self._refresh_door()
 
     @property
@@ -135,7 +135,7 @@ class Fence:
         self._allow_writes(False)
         async with self._busy:
             if publish.in_flight == "keep_kv":
-                self.kept_kv_since = version
+                self.publishes_keeping_kv += 1
                 self._engine.salt_prefixes(f"policy-{version}")
             if self._held:
                 await self._engine.stamp(str(version))

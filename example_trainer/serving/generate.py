@@ -40,6 +40,7 @@ class Exchange:
     gone: asyncio.Future[None]
     leave: Callable[[], None]
     send: Send
+    publishes_keeping_kv: int
 
 
 class GenerateHandler:
@@ -64,7 +65,7 @@ class GenerateHandler:
             return
         gone = asyncio.ensure_future(_wait_for_disconnect(receive))
         leave = _once(self._door.leave)
-        exchange = Exchange(request, prompt, params, gone, leave, send)
+        exchange = Exchange(request, prompt, params, gone, leave, send, self._fence.publishes_keeping_kv)
         work = asyncio.ensure_future(self._stream(exchange) if request.stream else self._answer(exchange))
         gone.add_done_callback(lambda _: work.cancel())  # the engine aborts what nobody waits for
         try:
@@ -88,7 +89,7 @@ class GenerateHandler:
         assert final is not None
         if any(output.finish_reason == "abort" for output in final.outputs):
             raise problems.stopping()
-        body = self._replies.whole(exchange.request, exchange.prompt, final, self._fence.kept_kv_since)
+        body = self._replies.whole(exchange.request, exchange.prompt, final, self._exact(exchange))
         length = (b"content-length", str(len(body)).encode())
         await exchange.send({"type": "http.response.start", "status": 200, "headers": [_JSON, length]})
         await exchange.send({"type": "http.response.body", "body": body})
@@ -101,10 +102,14 @@ class GenerateHandler:
                     started = True
                     await exchange.send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
                 events = b"".join(
-                    self._replies.event(exchange.request, output, self._fence.kept_kv_since) for output in piece.outputs
+                    self._replies.event(exchange.request, output, self._exact(exchange)) for output in piece.outputs
                 )
                 await exchange.send({"type": "http.response.body", "body": events, "more_body": True})
         await exchange.send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    def _exact(self, exchange: Exchange) -> bool | None:
+        now = self._fence.publishes_keeping_kv
+        return now == exchange.publishes_keeping_kv if now else None
 
     async def _tokens_of(self, prompt: str | list[int] | TokenPrompt) -> list[int]:
         if isinstance(prompt, TokenPrompt):

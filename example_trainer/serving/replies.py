@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -41,13 +40,14 @@ def all_logprobs(logprobs: Any) -> list[list[dict[str, float]]] | None:
 
 
 class Replies:
-    """Builds answers. `kept_kv_since` is the first version whose publish let running requests keep their KV."""
+    """Builds answers. `exact` says whether each token was computed under its version alone; None where that goes without
+    saying, because no publish has let running requests keep what they had computed."""
 
     def __init__(self, *, boot_id: str, tokenizer: Any) -> None:
         self._boot_id = boot_id
         self._tokenizer = tokenizer
 
-    def whole(self, request: Any, prompt_token_ids: list[int], final: Any, kept_kv_since: int | None) -> bytes:
+    def whole(self, request: Any, prompt_token_ids: list[int], final: Any, exact: bool | None) -> bytes:
         """The answer to a request that does not stream."""
         outputs = final.outputs
         spans = [version_spans(output) for output in outputs]
@@ -68,11 +68,11 @@ class Replies:
             answer["prompt"] = (
                 request.prompt if isinstance(request.prompt, str) else self._tokenizer.decode(prompt_token_ids)
             )
-        if kept_kv_since is not None:
-            answer["exact_versions"] = [is_exact(span, kept_kv_since) for span in spans]
+        if exact is not None:
+            answer["exact_versions"] = exact
         return orjson.dumps(answer)
 
-    def event(self, request: Any, output: Any, kept_kv_since: int | None) -> bytes:
+    def event(self, request: Any, output: Any, exact: bool | None) -> bytes:
         """One event of a stream: what is new in one output, and at its end why and under which versions."""
         read = chosen_logprobs if request.compact else all_logprobs
         body: dict[str, Any] = {"index": output.index, "token_ids": list(output.token_ids)}
@@ -83,8 +83,8 @@ class Replies:
         if output.finish_reason is not None:
             body["finish_reason"] = output.finish_reason
             body["policy_versions"] = version_spans(output)
-            if kept_kv_since is not None:
-                body["exact_versions"] = is_exact(body["policy_versions"], kept_kv_since)
+            if exact is not None:
+                body["exact_versions"] = exact
             body["boot_id"] = self._boot_id
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
@@ -93,9 +93,3 @@ class Replies:
         if output.text or self._tokenizer is None:
             return str(output.text)
         return str(self._tokenizer.decode(list(output.token_ids), skip_special_tokens=request.skip_special_tokens))
-
-
-def is_exact(spans: Sequence[Sequence[int | None]], kept_kv_since: int) -> bool:
-    """Whether each token was computed under its version alone: not where a publish kept the KV of a running request."""
-    later = [span[2] for span in spans[1:]]
-    return not any(version is not None and version >= kept_kv_since for version in later)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from example_trainer.serving import problems
 from example_trainer.serving.config import SHARING_HOW_TO, ServerConfig
 from example_trainer.serving.door import Door
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.fence import Fence
 from example_trainer.serving.problems import Problem
+from example_trainer.serving.warmup import sample_tokens
 from example_trainer.weights.manifest import BridgeManifest
+
+_PROOF_SECONDS = 30.0
 
 
 @dataclass(kw_only=True)
@@ -66,6 +71,17 @@ class ServerState:
             "device": self.manifest.device,
         }
         return told
+
+    async def prove_generation(self) -> dict[str, Any]:
+        """Sample one token, whatever version it is of; fails if that takes too long or the engine is dead."""
+        if self.fence.paused:
+            raise problems.paused()
+        began = time.monotonic()
+        try:
+            await asyncio.wait_for(sample_tokens(self.engine, [1], 1), _PROOF_SECONDS)
+        except TimeoutError:
+            raise Problem(503, "no-answer", f"no token within {_PROOF_SECONDS:g} s; see the server's log", 5) from None
+        return {"seconds": time.monotonic() - began}
 
     async def sleep(self, level: int) -> None:
         if not self.config.enable_sleep_mode:

@@ -130,3 +130,19 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     except (TypeError, ValueError) as problem:
         raise ConfigError(" ".join(str(problem).split())) from problem
     return args
+
+
+def end_engine(async_llm: Any) -> None:
+    """End the idle engine at once. It has nothing to save; vLLM's own way takes seconds to free what the exit frees."""
+    if async_llm.output_handler is not None:
+        async_llm.output_handler.cancel()
+    resources = async_llm.engine_core.resources
+    resources.engine_dead = True
+    manager = resources.engine_manager
+    if manager is None:
+        return
+    manager.manager_stopped.set()  # so that its end is not reported as a failure
+    for process in manager.processes:
+        process.kill()
+    for process in manager.processes:
+        process.join()

@@ -1,0 +1,160 @@
+"""What `/generate` promises, against the real vLLM."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+PROMPT = [5, 6, 7, 8]
+
+pytestmark = pytest.mark.vllm
+
+
+def test_a_reply_has_the_form_atropos_clients_read(plain_server):
+    reply = plain_server.generate("Hello", max_tokens=5, n=2)
+    assert reply["prompt"] == "Hello"
+    assert reply["prompt_token_ids"] == [41, 70, 77, 77, 80]
+    assert [len(tokens) for tokens in reply["token_ids"]] == [5, 5]
+    assert reply["finish_reasons"] == ["length", "length"]
+    assert len(reply["text"]) == 2
+    for tokens, positions in zip(reply["token_ids"], reply["logprobs"], strict=True):
+        assert [list(position[0]) for position in positions] == [[str(token)] for token in tokens]
+        assert all(position[0][str(token)] <= 0 for token, position in zip(tokens, positions, strict=True))
+
+
+def test_the_seeds_curl_example_shows_logprobs(plain_server):
+    assert plain_server.generate("Hello", max_tokens=5)["logprobs"]
+
+
+@pytest.mark.parametrize(("asked", "entries"), [(True, 1), (0, 1), (2, 2)])
+def test_logprobs_true_means_the_sampled_tokens_own(plain_server, asked, entries):
+    (positions,) = plain_server.generate(PROMPT, max_tokens=4, logprobs=asked)["logprobs"]
+    assert all(len(position) >= entries for position in positions)
+
+
+def test_logprobs_are_left_out_only_when_null_is_asked(plain_server):
+    assert plain_server.generate(PROMPT, max_tokens=4, logprobs=None)["logprobs"] is None
+
+
+def test_the_compact_form_carries_one_number_a_token_and_no_text(plain_server):
+    reply = plain_server.generate(PROMPT, max_tokens=6, compact=True)
+    assert set(reply) == {
+        "token_ids",
+        "finish_reasons",
+        "policy_versions",
+        "prompt_token_ids",
+        "boot_id",
+        "logprobs",
+    }
+    assert [type(value) for value in reply["logprobs"][0]] == [float] * 6
+    assert plain_server.generate(PROMPT, compact=True, detokenize=True)["text"][0]
+
+
+def test_tokens_given_as_a_prompt_are_not_tokenised_again(plain_server):
+    reply = plain_server.generate({"prompt_token_ids": PROMPT}, max_tokens=2)
+    assert reply["prompt_token_ids"] == PROMPT
+
+
+def test_every_token_has_the_version_the_server_was_started_with(plain_server):
+    reply = plain_server.generate(PROMPT, max_tokens=5, n=3)
+    assert reply["policy_versions"] == [[[0, 5, 7]]] * 3
+    assert reply["boot_id"] == plain_server.info()["boot_id"]
+
+
+def test_logprobs_are_those_after_temperature(plain_server, reference):
+    import torch
+
+    reply = plain_server.generate(PROMPT, max_tokens=1, temperature=0.5, compact=True)
+    reference.model.load_state_dict(reference.base)
+    with torch.no_grad():
+        scores = torch.log_softmax(reference.model(torch.tensor([PROMPT])).logits[0, -1] / 0.5, dim=-1)
+    assert reply["logprobs"][0][0] == pytest.approx(float(scores[reply["token_ids"][0][0]]), abs=1e-4)
+
+
+def test_a_stop_string_ends_the_output_and_is_cut_from_the_text(plain_server):
+    whole = plain_server.generate(PROMPT, max_tokens=40, temperature=0.0)["text"][0]
+    stop = next(letter for letter in whole[1:] if letter.isascii() and letter.isprintable())
+    reply = plain_server.generate(PROMPT, max_tokens=40, temperature=0.0, stop=stop)
+    assert reply["text"][0] == whole[: whole.index(stop)]
+    assert reply["finish_reasons"] == ["stop"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": "a", "max_token": 5}, "did you mean max_tokens"),
+        ({"prompt": {"prompt_token_id": [1]}}, "did you mean prompt_token_ids"),
+        ({"prompt": "a", "temperature": "warm"}, "temperature"),
+        ({"prompt": "a", "top_p": 7}, "top_p"),
+        ({"prompt": [5, 7000]}, "7000"),
+        ({"prompt": [5, -6]}, "-6"),
+        ({"prompt": []}, "empty"),
+        ({"prompt": [1] * 2000}, "2000"),
+        ({"max_tokens": 5}, "prompt"),
+    ],
+)
+def test_a_mistake_is_answered_with_422_the_field_and_the_value(plain_server, body, said):
+    answer = plain_server.post("/generate", body)
+    assert answer.status_code == 422
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert said in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_seed_of_its_own_is_refused_on_a_cpu_because_it_kills_the_engine(plain_server, path):
+    answer = plain_server.post(
+        path,
+        {"prompt": PROMPT, "seed": 3, "model": str(plain_server.model)}
+        if "v1" in path
+        else {"prompt": PROMPT, "seed": 3},
+    )
+    assert answer.status_code in {400, 422}
+    assert "--seed" in answer.text
+
+
+def test_a_stream_sends_each_token_once_and_ends_with_the_versions(plain_server):
+    body = {"prompt": PROMPT, "max_tokens": 6, "stream": True}
+    with plain_server.client.stream("POST", "/generate", json=body) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    events = [json.loads(line) for line in lines[:-1]]
+    assert sum(len(event["token_ids"]) for event in events) == 6
+    assert sum(len(event["logprobs"]) for event in events) == 6
+    assert events[-1]["finish_reason"] == "length"
+    assert events[-1]["policy_versions"] == [[0, 6, 7]]
+
+
+def test_a_client_that_goes_away_ends_its_request(plain_server):
+    body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with plain_server.client.stream("POST", "/generate", json=body) as answer:
+        next(answer.iter_lines())
+    for _ in range(100):
+        debug = plain_server.debug()
+        if debug["requests_inside"] == 0:
+            break
+    assert debug["requests_inside"] == 0
+    assert plain_server.debug()["generated_tokens_total"] == debug["generated_tokens_total"]
+
+
+def test_openai_routes_work_as_vllm_made_them(plain_server):
+    model = str(plain_server.model)
+    assert plain_server.get("/v1/models")["data"][0]["id"] == model
+    answer = plain_server.post("/v1/completions", {"model": model, "prompt": "Hello", "max_tokens": 3})
+    assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+def test_a_plain_server_says_how_to_share_and_needs_a_token_for_changes(plain_server):
+    info = plain_server.info()
+    assert (info["sharing"], info["policy_version"], info["manifest_path"]) == (False, 7, None)
+    assert "--share-weights" in info["how_to_share"]
+    assert plain_server.post("/bridge/pause", {}).status_code == 401
+
+
+def test_another_sites_page_gets_nothing_generated(plain_server):
+    for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert plain_server.post("/generate", {"prompt": PROMPT}, **headers).status_code == 403
+
+
+def test_health_generate_samples_a_token(plain_server):
+    assert plain_server.client.get("/health_generate").status_code == 200

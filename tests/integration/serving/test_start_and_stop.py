@@ -1,0 +1,166 @@
+"""How the server starts, what it refuses to start with, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+MODULE = [sys.executable, "-m", "example_trainer.vllm_api_server"]
+
+
+def run(arguments, *, cwd=REPOSITORY, command=MODULE, **environ):
+    variables = os.environ | environ
+    return subprocess.run(
+        [*command, *map(str, arguments)], cwd=cwd, env=variables, capture_output=True, text=True, timeout=120
+    )
+
+
+def refused(finished, *said):
+    assert finished.returncode == 2, finished.stderr
+    last = finished.stderr.strip().splitlines()[-1]
+    assert last.startswith("vllm_api_server.py: error: ")
+    for part in said:
+        assert part in last
+    assert "Traceback" not in finished.stderr
+
+
+def test_help_is_the_same_by_module_by_path_and_from_its_folder():
+    script = REPOSITORY / "example_trainer" / "vllm_api_server.py"
+    helps = [
+        run(["--help"]).stdout,
+        run(["--help"], command=[sys.executable, script]).stdout,
+        run(["--help"], command=[sys.executable, "vllm_api_server.py"], cwd=script.parent).stdout,
+    ]
+    assert "--share-weights" in helps[0]
+    assert len(set(helps)) == 1
+
+
+def test_help_loads_neither_vllm_nor_torch_nor_fastapi():
+    probe = (
+        "import sys; from example_trainer.vllm_api_server import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('vllm', 'torch', 'fastapi', 'transformers') if name in sys.modules])"
+    )
+    assert run([], command=[sys.executable, "-c", probe]).stdout.strip().endswith("[]")
+
+
+def test_a_missing_model_is_told_at_once(tmp_path):
+    refused(run(["--model", tmp_path / "nothing"]), "nothing", "no such directory")
+    refused(run(["--model", tmp_path]), "config.json")
+
+
+def test_a_taken_port_is_told_with_who_has_it_and_the_flag(tiny_qwen2):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused(run(["--model", tiny_qwen2, "--port", port]), str(port), f"process {os.getpid()}", "--port")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2"),
+        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2"),
+        (["--quantization", "fp8"], "--quantization fp8"),
+        (["--enable-lora"], "--enable-lora"),
+        (["--enable-sleep-mode"], "--enable-sleep-mode"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_with_the_reason(tiny_qwen2, flags, said):
+    refused(run(["--model", tiny_qwen2, "--port", 0, "--share-weights", *flags]), said, "--share-weights")
+
+
+def test_an_allocator_that_cannot_be_shared_is_refused(tiny_qwen2):
+    setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    refused(run(["--model", tiny_qwen2, "--port", 0, "--share-weights"], **setting), "expandable_segments")
+
+
+@pytest.mark.vllm
+def test_an_unknown_flag_gets_one_line_with_the_nearest(tiny_qwen2):
+    refused(run(["--model", tiny_qwen2, "--port", 0, "--max-num-sequences", "4"]), "did you mean --max-num-seqs")
+
+
+@pytest.mark.vllm
+def test_r27_nothing_is_served_before_the_first_publish_and_old_files_are_swept(start_server):
+    dead = Path("/dev/shm/atropos-00000000deadbeef-weights")
+    dead.write_bytes(b"left by a server that was killed")
+    other = Path("/dev/shm/atropos-of-somebody-else")
+    other.write_bytes(b"not ours")
+    try:
+        server = start_server(environ={"NUM_INFERENCE_NODES": "0", "VLLM_USE_V1": "0"})
+        assert not dead.exists()
+        assert other.exists()
+    finally:
+        other.unlink()
+        dead.unlink(missing_ok=True)
+    assert "VLLM_USE_V1 is ignored" in server.log_path.read_text()
+    info = server.info()
+    assert (info["sharing"], info["policy_version"], info["torn"]) == (True, None, False)
+    for path, body in (("/generate", {"prompt": [5]}), ("/v1/completions", {"model": info["model"], "prompt": [5]})):
+        answer = server.post(path, body)
+        assert answer.status_code == 503
+        assert answer.json()["type"].endswith("no-policy")
+        assert answer.headers["retry-after"] == "1"
+    assert server.client.get("/health").status_code == 200
+
+    server.publish()
+    assert server.generate([5], max_tokens=1)["policy_versions"] == [[[0, 1, 1]]]
+    stop_under_load(server)
+
+
+@pytest.mark.vllm
+def test_kill_dash_nine_of_the_server_takes_its_engine_along(start_server):
+    server = start_server("--share-weights")
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    assert family
+    boot_id = server.info()["boot_id"]
+    server.process.kill()
+    gone, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+    assert list(Path("/dev/shm").glob(f"atropos-{boot_id}-*"))  # nobody was left to remove them
+
+    from example_trainer.weights.versions import sweep_stale_files
+
+    assert {path.name.split("-")[1] for path in sweep_stale_files()} >= {boot_id}
+    assert not list(Path("/dev/shm").glob(f"atropos-{boot_id}-*"))
+
+
+def stop_under_load(server):
+    """R39: SIGTERM with requests in flight ends everything soon, answers what it can and leaves nothing."""
+    boot_id, family = server.info()["boot_id"], psutil.Process(server.process.pid).children(recursive=True)
+
+    def ask():
+        try:
+            body = {"prompt": [5, 6], "max_tokens": 900, "ignore_eos": True, "compact": True}
+            return httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code
+        except httpx.TransportError:
+            return None
+
+    with ThreadPoolExecutor(32) as pool:
+        pending = [pool.submit(ask) for _ in range(32)]
+        deadline = time.monotonic() + 20
+        while server.debug()["requests_inside"] < 32 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 0
+        assert time.monotonic() - began < 10
+        answers = [future.result() for future in pending]
+    assert set(answers) <= {200, 503, None}
+    assert answers.count(503) > 0
+    assert not any(process.is_running() for process in family)
+    assert not list(Path("/dev/shm").glob(f"atropos-{boot_id}-*"))
+    assert not server.manifest_path.exists()
