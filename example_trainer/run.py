@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from example_trainer.running.launcher import Launch
 
 
+SUMMARY_WIDTH = 100
+
+
 def main() -> NoReturn:
     run_cli(run)
 
@@ -60,7 +63,7 @@ def carry_out(launch: Launch) -> int:
     except (ChildFailed, Interrupted) as error:
         sys.stderr.write(f"atropos-grpo-run: error: {error}\n")
         return error.exit_code
-    Console().print(as_table(summary))
+    Console(width=SUMMARY_WIDTH).print(as_table(summary))
     sys.stdout.write(f"{launch.run.plot}\n")
     return 0
 

@@ -82,6 +82,8 @@ class Snapshot:
     """Unix time at which the command was given."""
     milestones: dict[str, float | None] = field(default_factory=dict)
     """What has to be reached before the first step, with its Unix time once it is."""
+    marks: dict[str, float] = field(default_factory=dict)
+    """Unix times of other events worth knowing afterwards."""
     phase: str = "starting"
     rows: list[dict[str, Any]] = field(default_factory=list)
     status: Mapping[str, Any] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from example_trainer.running.plan import (
     require_model,
     settle_places,
 )
-from example_trainer.running.process_tree import adopt_orphans
+from example_trainer.running.process_tree import adopt_orphans, is_alive
 from example_trainer.running.progress import View, make_view
 from example_trainer.running.run_dir import RunDir, plan_run_dir, write_json, write_yaml
 from example_trainer.running.run_file import LAUNCHER_FIELDS, RunSettings
@@ -166,6 +166,7 @@ class Launch:
             waiting = {name for name in waiting if supervisor[name].exit_code is None}
             snapshot.phase = _phase(snapshot, waiting)
             view.update(snapshot, feed.poll())
+            _note_engine_start(snapshot, supervisor, plan)
             if trainer_alone.seconds(waiting == {TRAINER} and bool(plan.environments)) > TRAINER_LAG_SECONDS:
                 raise ChildFailed("the environments have ended, but the trainer still waits for batches", exit_code=1)
             if environments_alone.seconds(TRAINER not in waiting) > self.settings.trainer.wait_timeout:
@@ -183,7 +184,7 @@ class Launch:
             snapshot.notes.append(f"reward.png could not be drawn: {error}")
         snapshot.phase = "done"
         view.update(snapshot, ())
-        timeline = {"start": self.started_at, "end": time.time(), **_reached(snapshot)}
+        timeline = {"start": self.started_at, "end": time.time(), **_reached(snapshot), **snapshot.marks}
         write_json(self.run.timeline, timeline)
         summary = summarise(self.run.root, timeline=timeline)
         summary.write(self.run.root)
@@ -242,6 +243,14 @@ def _phase(snapshot: Snapshot, waiting: set[str]) -> str:
         return "training"
     missing = [name for name, reached_at in snapshot.milestones.items() if reached_at is None]
     return f"waiting for {', '.join(missing)}" if missing else "first evaluation and first batch"
+
+
+def _note_engine_start(snapshot: Snapshot, supervisor: Supervisor, plan: Plan) -> None:
+    """The server starts its engine's process when it has imported everything; what follows is the engine's time."""
+    if snapshot.milestones.get("vllm") and "imports" not in snapshot.marks and plan.child(VLLM):
+        born = [process.create_time() for process in supervisor[VLLM].descendants if is_alive(process)]
+        if born:
+            snapshot.marks["imports"] = min(born)
 
 
 def _reached(snapshot: Snapshot) -> dict[str, float]:

@@ -255,6 +255,8 @@ class _Builder:
 
     def _environment(self) -> dict[str, str]:
         own = {"PYTHONPATH": python_path(), "ATROPOS_BRIDGE_TOKEN": self.bridge_token}
+        if token := self.settings.trainer.atropos_token or self.settings.section("api").get("token"):
+            own["ATROPOS_TOKEN"] = str(token)
         if (os.cpu_count() or 1) <= MANY_CORES:
             # OpenMP threads of several programs spin against each other when cores are few.
             own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")

@@ -135,7 +135,7 @@ def as_table(summary: Summary) -> Table:
 
 
 def _lines(summary: Summary) -> list[tuple[str, str]]:
-    split = "   ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.split_seconds.items())
+    split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.split_seconds.items())
     return [
         ("greedy accuracy, held-out problems", _change(summary.accuracy_base, summary.accuracy_trained, "{:.3f}")),
         (f"reward, first and last {WINDOW_STEPS} steps", _change(summary.reward_first, summary.reward_last, "{:.3f}")),
@@ -149,7 +149,7 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
             f"reward {GOOD_REWARD} after",
             _text(summary.good_reward_after_seconds, "{:.1f} s") + _text(summary.good_reward_step, " (step {})"),
         ),
-        ("time", split),
+        ("time, in all " + _text(sum(summary.split_seconds.values()), "{:.1f} s"), split),
     ]
 
 

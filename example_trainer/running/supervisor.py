@@ -7,6 +7,7 @@ and raises `ChildFailed` as soon as a program, or a long-lived process of a prog
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
 import signal
@@ -42,7 +43,7 @@ SHOWN_LOG_LINES = 20
 STOP_GRACE_SECONDS = 10.0
 FAILURE_GRACE_SECONDS = 3.0
 OBSERVE_INTERVAL_SECONDS = 1.0
-# A process of a child that has lived this long is part of how the child works; shorter ones are its errands.
+# A process of a child that has lived this long is part of how the child works.
 SETTLED_AFTER_SECONDS = 3.0
 # A child that ends itself because it lost a process of its own explains the loss better than we could.
 LOSS_GRACE_SECONDS = 3.0
@@ -76,6 +77,8 @@ class Descendant:
 
     seen_at: float
     title: str
+    is_errand: bool
+    """Another program, such as a compiler, which may take long and then end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +137,7 @@ class Supervisor:
         self._log_dir = log_dir
         self._mark = uuid.uuid4().hex
         # A directory of its own keeps sockets and scratch files of killed children findable.
-        self._temporary_dir = tempfile.mkdtemp(prefix="atropos-")
+        self._temporary_dir = _make_scratch()
         self._shared_memory = SharedMemoryLedger()
         self._guardian = Guardian(mark=self._mark, temporary_dir=self._temporary_dir) if guarded else None
         self._children: dict[str, Child] = {}
@@ -236,10 +239,6 @@ class Supervisor:
             "SPT_NOENV": "1",  # setproctitle would otherwise write its title over the mark
             "TMPDIR": scratch,
             "VLLM_RPC_BASE_PATH": scratch,
-            # Compiled kernels are worth keeping: they stay where they would be without our TMPDIR.
-            "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
-                "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-            ),
             "PYTHONUNBUFFERED": "1",
         }
         return {**os.environ, **own, **spec.environment}
@@ -255,13 +254,13 @@ class Supervisor:
         size_before = len(child.descendants)
         known = {process.pid for process in child.descendants}
         for process in filter(None, map(open_process, set(descendants(child.process.pid, table)) - known)):
-            child.descendants[process] = Descendant(seen_at=now, title="")
+            child.descendants[process] = Descendant(seen_at=now, title="", is_errand=_is_errand(process, child))
         for process in list(child.descendants):
             if is_alive(process):
                 child.descendants[process].title = describe(process)
                 continue
             gone = child.descendants.pop(process)
-            settled = now - gone.seen_at >= SETTLED_AFTER_SECONDS
+            settled = now - gone.seen_at >= SETTLED_AFTER_SECONDS and not gone.is_errand
             if settled and child.spec.watch_descendants and child.loss is None:
                 child.loss = Loss(title=gone.title, noticed_at=now, size_before=size_before)
 
@@ -280,6 +279,23 @@ class Supervisor:
         if refused and len(refused) == len(children):
             return ChildFailed("; ".join(_refusal(child) for child in refused), exit_code=2)
         return ChildFailed("\n".join(_report(child) for child in children), exit_code=1)
+
+
+def _is_errand(process: psutil.Process, child: Child) -> bool:
+    try:
+        compiles = any("torch/_inductor" in word for word in process.cmdline())
+        return compiles or bool(process.exe() != child.handle.exe())
+    except psutil.Error:
+        return True
+
+
+def _make_scratch() -> str:
+    """A new temporary directory, with the door left open to what torch compiles and wants to find again."""
+    scratch = tempfile.mkdtemp(prefix="atropos-")
+    kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    kept.mkdir(exist_ok=True)
+    Path(scratch, kept.name).symlink_to(kept)
+    return scratch
 
 
 def _refusal(child: Child) -> str:

@@ -83,7 +83,7 @@ def write_eval(folder: Path, accuracy: float) -> None:
 
 
 def trainer(settings: dict[str, Any]) -> None:
-    run_dir, steps = Path(settings["trainer"]["run_dir"]), settings["trainer"]["training_steps"]
+    run_dir, steps = Path(settings["trainer"]["run_dir"]), settings["trainer"].get("training_steps", 10)
     behaviour = os.environ.get("STANDIN_TRAINER", "")
     if behaviour == "refuse":
         sys.stderr.write("a line of no interest\natropos-grpo: error: --lr -1 is below zero\n")

@@ -180,8 +180,10 @@ import sys, time
 from pathlib import Path
 from example_trainer.running.supervisor import ChildSpec, Supervisor
 supervisor = Supervisor(Path(sys.argv[1]))
-worker = supervisor.start(ChildSpec(name="a", command=(sys.executable, "-c", {STARTS_WORKER!r}, sys.argv[1] + "/worker")))
-mapper = supervisor.start(ChildSpec(name="b", command=(sys.executable, "-c", {MAPS_SHARED_MEMORY!r}, {name!r})))
+def start(name, *arguments):
+    return supervisor.start(ChildSpec(name=name, command=(sys.executable, "-c", *arguments)))
+worker = start("a", {STARTS_WORKER!r}, sys.argv[1] + "/worker")
+mapper = start("b", {MAPS_SHARED_MEMORY!r}, {name!r})
 while not (Path(sys.argv[1]) / "worker").exists() or not mapper.log_path.read_text():
     time.sleep(0.05)
 supervisor.check()

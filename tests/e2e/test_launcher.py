@@ -1,0 +1,155 @@
+"""The launcher from outside: it trains to the end, and however a part of it dies, everything ends and nothing is left.
+
+The programs are stand-ins, so that each test takes seconds; `test_demo.py` has the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from example_trainer.running.process_tree import wait_until
+
+LIMIT_SECONDS = 10.0
+SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def test_a_run_trains_evaluates_sums_up_and_leaves_nothing(standins, traces, tmp_path: Path) -> None:
+    launched = standins("--training-steps", "12")
+    launched.wait_for_steps(1)
+    tree = launched.tree()
+    code, out, error = launched.end()
+    assert (code, error) == (0, "")
+    assert out.count("step ") >= 12
+    assert "0.080 -> 0.970" in out
+    for name in ("config.json", "metrics.jsonl", "summary.json", "reward.png", "configs/trainer.yaml", "logs/latest"):
+        assert (launched.run_dir / name).exists(), name
+    assert (launched.run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
+    record = json.loads((launched.run_dir / "config.json").read_text())
+    assert set(record["programs"]) == {"broker", "vllm", "environment", "trainer"}
+    assert traces(tree, tmp_path / "scratch") == []
+
+
+@pytest.mark.parametrize("role", ["broker", "vllm", "serve", "trainer"])
+def test_kill_9_of_any_child_ends_everything_and_names_it(standins, traces, tmp_path: Path, role: str) -> None:
+    launched = standins("--training-steps", "400")
+    launched.wait_for_steps(3)
+    tree = launched.tree()
+    launched.child("standins.py", role).kill()
+    killed_at = time.monotonic()
+    code, _, error = launched.end()
+    assert code == 1
+    assert launched.ended_at - killed_at < LIMIT_SECONDS
+    assert f"{'environment' if role == 'serve' else role} was killed by SIGKILL" in error
+    assert traces(tree, tmp_path / "scratch") == []
+
+
+def test_kill_9_of_a_grandchild_ends_everything_and_names_its_program(standins, traces, tmp_path: Path) -> None:
+    launched = standins("--training-steps", "4000")
+    launched.wait_for_steps(3)
+    time.sleep(5)  # until the process counts as a part of its program
+    tree = launched.tree()
+    worker = int((launched.run_dir / "bridge/worker.pid").read_text())
+    os.kill(worker, signal.SIGKILL)
+    killed_at = time.monotonic()
+    code, _, error = launched.end()
+    assert code == 1
+    assert launched.ended_at - killed_at < LIMIT_SECONDS
+    assert f"vllm lost its process pid {worker}" in error
+    assert traces(tree, tmp_path / "scratch") == []
+
+
+def test_kill_9_of_the_launcher_itself_leaves_nothing(standins, traces, tmp_path: Path) -> None:
+    launched = standins("--training-steps", "400")
+    launched.wait_for_steps(3)
+    tree = launched.tree()
+    launched.process.kill()
+    launched.end()
+    assert wait_until(lambda: traces(tree, tmp_path / "scratch") == [], LIMIT_SECONDS)
+
+
+@pytest.mark.parametrize("number", list(SIGNALS))
+def test_a_signal_ends_everything_with_its_own_exit_code(
+    standins, traces, tmp_path: Path, number: signal.Signals
+) -> None:
+    launched = standins("--training-steps", "400")
+    launched.wait_for_steps(3)
+    tree = launched.tree()
+    launched.process.send_signal(number)
+    code, _, error = launched.end()
+    assert code == SIGNALS[number]
+    assert f"stopped by {number.name}" in error
+    assert traces(tree, tmp_path / "scratch") == []
+
+
+def test_a_child_that_will_not_stop_is_stopped(standins, traces, tmp_path: Path) -> None:
+    launched = standins("--training-steps", "400", STANDIN_VLLM="stubborn")
+    launched.wait_for_steps(3)
+    tree = launched.tree()
+    launched.child("standins.py", "trainer").kill()
+    killed_at = time.monotonic()
+    code, _, _ = launched.end()
+    assert code == 1
+    assert launched.ended_at - killed_at < LIMIT_SECONDS
+    assert traces(tree, tmp_path / "scratch") == []
+
+
+def test_a_decoy_with_the_same_name_survives(standins, traces, tmp_path: Path) -> None:
+    """Nothing is ended by name, port or user: only what descends from the launcher."""
+    decoy = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)  # standins.py vllm trainer"])
+    try:
+        launched = standins("--training-steps", "400")
+        launched.wait_for_steps(3)
+        launched.child("standins.py", "trainer").kill()
+        launched.end()
+        assert decoy.poll() is None
+    finally:
+        decoy.kill()
+        decoy.wait()
+
+
+def test_a_crash_shows_the_last_lines_of_the_program(standins) -> None:
+    code, _, error = standins("--training-steps", "3", STANDIN_TRAINER="crash").end()
+    assert code == 1
+    assert "trainer exited with code 1" in error
+    assert "the trainer has had enough" in error
+
+
+def test_a_refusal_of_a_program_is_one_line_and_exit_code_2(standins) -> None:
+    code, _, error = standins(STANDIN_TRAINER="refuse").end()
+    assert code == 2
+    assert error == "atropos-grpo-run: error: trainer: atropos-grpo: error: --lr -1 is below zero\n"
+
+
+def test_a_second_attempt_keeps_the_logs_of_the_first(standins, tmp_path: Path) -> None:
+    standins("--training-steps", "3", STANDIN_TRAINER="crash").end()
+    code, _, error = standins("--training-steps", "3").end()
+    assert code == 2
+    assert "already holds the metrics of a run" in error
+    code, _, _ = standins("--training-steps", "3", "--resume", "auto").end()
+    assert code == 0
+    assert "had enough" in (tmp_path / "run/logs/attempt_1/trainer.log").read_text()
+    assert (tmp_path / "run/logs/latest").resolve().name == "attempt_2"
+
+
+def test_watching_a_run_costs_little(standins) -> None:
+    """CPU time of the launcher alone, over seconds of training."""
+    launched = standins("--training-steps", "400")
+    launched.wait_for_steps(3)
+    process = psutil.Process(launched.process.pid)
+    before, started = process.cpu_times(), time.monotonic()
+    time.sleep(6)
+    after, seconds = process.cpu_times(), time.monotonic() - started
+    used = after.user + after.system - before.user - before.system
+    launched.process.send_signal(signal.SIGTERM)
+    launched.end()
+    # Twenty steps a second are written here; a real run writes three.
+    assert used / seconds < 0.03, f"{used / seconds:.3f} of a core"
