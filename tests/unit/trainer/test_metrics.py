@@ -1,0 +1,69 @@
+"""Metrics: raw ratios, alignment, ages, warnings in the words that people search for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from example_trainer.objective.losses import LossSettings
+from example_trainer.objective.metrics import (
+    alignment_metrics,
+    logprob_warnings,
+    policy_metrics,
+    reward_metrics,
+    staleness_metrics,
+)
+
+
+def test_ratios_are_reported_before_any_truncation() -> None:
+    new, old = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -3.0])
+    settings = LossSettings(importance_sampling="truncated", tis_cap=2.0)
+    metrics = policy_metrics(new, torch.zeros(2), old, torch.ones(2), torch.arange(2), settings)
+    ratios = [1.0, torch.tensor(2.0).exp().item()]
+    assert metrics["grpo/mean_ratio"] == pytest.approx(sum(ratios) / 2)
+    assert metrics["grpo/max_ratio"] == pytest.approx(ratios[1])
+    assert metrics["grpo/clipped_fraction"] == 0.5
+
+
+def test_logprobs_are_split_by_the_sign_of_the_advantage_over_trained_tokens_only() -> None:
+    logprobs, advantages = torch.tensor([-1.0, -2.0, -5.0]), torch.tensor([1.0, 1.0, -1.0])
+    metrics = policy_metrics(logprobs, torch.zeros(3), logprobs, advantages, torch.arange(3), LossSettings())
+    assert (metrics["train/pos_logp"], metrics["train/neg_logp"]) == (-1.5, -5.0)
+
+
+def test_the_divergence_estimate_is_never_negative() -> None:
+    torch.manual_seed(0)
+    new, old = -torch.rand(100), -torch.rand(100)
+    metrics = policy_metrics(new, torch.zeros(100), old, torch.ones(100), torch.arange(100), LossSettings())
+    assert metrics["train/kl"] >= 0.0
+
+
+def test_alignment_says_when_there_was_nothing_to_compare() -> None:
+    assert alignment_metrics(torch.empty(0)) == {"alignment/tokens": 0.0}
+    metrics = alignment_metrics(torch.tensor([0.1, -0.3]))
+    assert metrics["alignment/diff_max"] == pytest.approx(0.3)
+    assert metrics["alignment/diff_mean"] == pytest.approx(-0.1)
+    assert metrics["alignment/diff_abs_mean"] == pytest.approx(0.2)
+
+
+def test_rewards_and_lengths_count_every_sequence_of_the_batch() -> None:
+    metrics = reward_metrics([0.0, 1.0, 1.0, 1.0], [2, 4, 6, 8])
+    assert (metrics["reward/mean"], metrics["response/length_mean"]) == (0.75, 5.0)
+
+
+def test_r3_age_is_counted_in_steps_of_the_versions_and_never_below_zero() -> None:
+    steps = {1: 0, 4: 1, 9: 2}  # versions jump; steps do not
+    versions = torch.tensor([1, 4, 4, 9, 77, -1])
+    metrics = staleness_metrics(versions, steps, 2)
+    assert metrics["staleness/mean"] == pytest.approx((2 + 1 + 1 + 0) / 4)
+    assert metrics["staleness/max"] == 2.0
+    assert staleness_metrics(torch.tensor([9]), steps, 1)["staleness/max"] == 0.0
+    assert staleness_metrics(torch.tensor([-1]), steps, 2) == {}
+
+
+def test_misaligned_logprobs_are_warned_about_in_searchable_words() -> None:
+    positive = logprob_warnings(torch.full((3,), 0.85), torch.full((3,), -1.0))
+    assert "ref_logprobs avg 0.850 (should be negative!)" in positive[0]
+    gap = logprob_warnings(torch.full((3,), -4.0), torch.full((3,), -1.0))
+    assert gap[0].startswith("Logprob gap: ref=-4.000, train=-1.000")
+    assert logprob_warnings(torch.full((3,), -1.1), torch.full((3,), -1.0)) == []

@@ -1,0 +1,103 @@
+"""Optimizers and trackers."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from example_trainer.errors import OptimizerUnavailable, TrainerError
+from example_trainer.running.optimizers import OptimizerSettings, make_optimizer, set_lr, warmed_up_lr
+from example_trainer.running.trackers import JsonlTracker, TrackerSet, WandbTracker, read_metrics
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
+def test_every_optimizer_moves_weights_and_carries_its_state_over(name: Any) -> None:
+    def make(weight: torch.Tensor) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+        parameter = torch.nn.Parameter(weight.clone())
+        return parameter, make_optimizer([parameter], OptimizerSettings(name=name, lr=1e-2))
+
+    torch.manual_seed(0)
+    start, gradient = torch.randn(64, 64), torch.randn(64, 64)
+    parameter, optimizer = make(start)
+    parameter.grad = gradient.clone()
+    optimizer.step()
+    assert not torch.equal(parameter, start)
+    copy, resumed = make(parameter.detach())
+    resumed.load_state_dict(deepcopy(optimizer.state_dict()))
+    for each, stepper in ((parameter, optimizer), (copy, resumed)):
+        each.grad = gradient.clone()
+        stepper.step()
+    assert torch.equal(parameter, copy)
+
+
+def test_a_missing_bitsandbytes_is_an_error_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "bitsandbytes":
+            raise ImportError("No module named 'bitsandbytes'")
+        return original(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(OptimizerUnavailable, match="pip install bitsandbytes"):
+        make_optimizer([torch.nn.Parameter(torch.zeros(2))], OptimizerSettings(name="adamw_8bit", lr=1.0))
+
+
+def test_warmup_is_linear_from_zero_and_then_constant() -> None:
+    assert [warmed_up_lr(1.0, update, 4) for update in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert warmed_up_lr(1.0, 1, 0) == 1.0
+
+
+def test_the_rate_reaches_every_parameter_group() -> None:
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)], lr=1.0)
+    set_lr(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log(1, {"reward/mean": 0.5, "train/loss": float("nan")})
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (line["step"], line["reward/mean"]) == (1, 0.5)
+    assert "train/loss" not in line
+    tracker.close()
+
+
+def test_a_resumed_run_drops_the_lines_of_steps_that_are_trained_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"step": 6, "rew')
+    tracker = JsonlTracker(path, resumed_step=3)
+    tracker.log(4, {})
+    tracker.close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
+
+
+def test_all_trackers_hear_of_a_step_and_are_closed() -> None:
+    class Memory:
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+            self.closed = False
+
+        def log(self, step: int, metrics: object) -> None:
+            self.steps.append(step)
+
+        def close(self) -> None:
+            self.closed = True
+
+    members = [Memory(), Memory()]
+    both = TrackerSet(members)
+    both.log(3, {})
+    both.close()
+    assert [(member.steps, member.closed) for member in members] == [([3], True)] * 2
+
+
+def test_wandb_that_is_asked_for_and_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(TrainerError, match="pip install wandb"):
+        WandbTracker(project=None, group=None, name="n", directory=tmp_path, config={})
