@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 def _find_packages() -> None:
-    """Started by path, Python puts this file's folder first: its module names would hide others, and ours be missing."""
+    """Started by path, Python looks in this file's folder first, where our modules would hide others of their names."""
     here = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
     if str(here.parent) not in sys.path:
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _leave_at_once(argv: list[str]) -> NoReturn:
-    """Serve, then end without taking the interpreter and all of vLLM apart, which takes seconds and frees nothing more."""
+    """Serve, then end without taking all of vLLM apart first: that takes seconds and frees nothing more."""
     code = main(argv)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -14,8 +14,8 @@ import signal
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Awaitable
-from contextlib import nullcontext
+from collections.abc import Awaitable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,9 @@ _WATCH_SECONDS = 0.5
 class _Server(uvicorn.Server):
     """uvicorn without signal handlers of its own: the order of stopping is ours."""
 
-    def install_signal_handlers(self) -> None:
-        """Nothing; see `Serving.serve`."""
-
-    capture_signals = staticmethod(nullcontext)
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
 
 
 class Serving:
@@ -158,8 +157,9 @@ def _make_server(front: Front, options: dict[str, Any]) -> uvicorn.Server:
 async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: ServerState) -> None:
     """Return when asked to stop, when the HTTP server has ended, or when the engine has died."""
     stopping = asyncio.ensure_future(stop.wait())
+    awaited: set[asyncio.Future[Any]] = {serving, stopping}
     while not (serving.done() or stopping.done()):
-        await asyncio.wait({serving, stopping}, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(awaited, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if state.engine.async_llm.errored:
             logger.error("vLLM's engine has died; the server stops")
             break

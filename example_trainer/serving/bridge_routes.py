@@ -50,7 +50,10 @@ def require_token(request: Request, state: State) -> None:
     refuse_foreign_host(request.headers.get("host", ""), [*state.config.allowed_hosts, state.hostname])
     refuse_foreign_page(headers)
     if not secrets.compare_digest(bearer(headers), state.bridge_token.encode()):
-        detail = "changing weights needs 'Authorization: Bearer <bridge token>': bridge_token in the manifest, or --bridge-token"
+        detail = (
+            "changing weights needs 'Authorization: Bearer <bridge token>': "
+            "bridge_token in the manifest, or what --bridge-token was given"
+        )
         raise Problem(401, "token-needed", detail)
 
 
@@ -74,7 +77,7 @@ class ProblemRoute(APIRoute):
 def explain_validation(error: RequestValidationError) -> str:
     """All mistakes in a body, each with its field and what was sent."""
     return "; ".join(
-        f"{'.'.join(str(part) for part in mistake['loc'][1:]) or 'body'}: {mistake['msg']}, got {mistake.get('input')!r}"
+        f"{'.'.join(map(str, mistake['loc'][1:])) or 'body'}: {mistake['msg']}, got {mistake.get('input')!r}"
         for mistake in error.errors()
     )
 

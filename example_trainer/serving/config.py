@@ -18,7 +18,7 @@ from atropos_api.common.cliconfig import load_config_with_rest
 PROG = "vllm_api_server"
 DESCRIPTION = """\
 Serve a model with vLLM: its OpenAI API under /v1, token-exact generation under /generate with the policy version of
-every token, and /bridge for a trainer that shares or replaces the weights. Every other option of vLLM is accepted too."""
+every token, and /bridge for a trainer that shares the weights. Every other option of vLLM is accepted too."""
 
 SHARING_HOW_TO = "start the server with --share-weights, VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES set"
 
@@ -40,7 +40,7 @@ class ServerConfig(BaseModel):
     port: int = Field(9001, description="port to listen on", ge=0, le=65535)
     share_weights: bool | None = Field(
         None,
-        description="export the weights to a trainer on this machine; also VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES",
+        description="let a trainer here share the weights; also VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES",
     )
     policy_version: int | None = Field(
         None, description="version to stamp on replies, for a server whose weights do not change", ge=0

@@ -21,16 +21,16 @@ class EngineAdapter:
         self._admit_everything()
 
     async def pause(self, *, discard: bool) -> Counters:
-        return await self._call("atropos_pause", discard)
+        return await self._count("atropos_pause", discard)
 
     async def resume(self, version: str | None) -> Counters:
-        return await self._call("atropos_resume", version)
+        return await self._count("atropos_resume", version)
 
     async def stamp(self, version: str) -> None:
         await self.async_llm.update_weight_version(version)
 
     async def counters(self) -> Counters:
-        return await self._call("atropos_counters")
+        return await self._count("atropos_counters")
 
     def salt_prefixes(self, salt: str) -> None:
         self._salt = salt
@@ -54,8 +54,9 @@ class EngineAdapter:
         stream: AsyncIterator[Any] = self.async_llm.generate(prompt, params, request_id, lora_request=lora_request)
         return stream
 
-    async def _call(self, method: str, *arguments: object) -> Any:
-        return await self.async_llm.engine_core.call_utility_async(method, *arguments)
+    async def _count(self, method: str, *arguments: object) -> Counters:
+        counters: Counters = await self.async_llm.engine_core.call_utility_async(method, *arguments)
+        return counters
 
     def _admit_everything(self) -> None:
         from vllm.exceptions import VLLMValidationError
@@ -68,8 +69,8 @@ class EngineAdapter:
             params = request.sampling_params
             if self._refuse_seeds and params is not None and params.seed is not None:
                 raise VLLMValidationError(
-                    "seed: on a CPU vLLM's engine dies when a request with its own seed is paused or prefilled in parts; "
-                    "leave it out, or start the server with --seed"
+                    "seed: on a CPU vLLM's engine dies when a request with its own seed is paused or prefilled in "
+                    "parts; leave it out, or start the server with --seed"
                 )
             if self._salt is not None:
                 request.cache_salt = f"{self._salt}:{request.cache_salt or ''}"

@@ -2,8 +2,8 @@
 
 A publish closes the door, gives running requests a moment to end, pauses the rest and drops what they have computed;
 then the trainer writes, and the end of the publish stamps the new version, resumes and opens the door. The pause is a
-lease: should the trainer fall silent, the header of the shared tensors tells whether the weights are whole, and the server
-goes on, or torn, and it refuses to serve until a trainer has published them completely.
+lease. Should the trainer fall silent, the header of the shared tensors tells whether the weights are whole, and the
+server goes on, or torn, and it refuses to serve until a trainer has published them completely.
 """
 
 from __future__ import annotations

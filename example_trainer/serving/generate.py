@@ -83,8 +83,8 @@ class GenerateHandler:
     async def _answer(self, exchange: Exchange) -> None:
         final = None
         with _engine_problems():
-            async for final in self._engine.generate(exchange.prompt, exchange.params):
-                pass
+            async for output in self._engine.generate(exchange.prompt, exchange.params):
+                final = output
         exchange.leave()  # the engine is done with it; a publish need not wait for the answer to be written
         assert final is not None
         if any(output.finish_reason == "abort" for output in final.outputs):

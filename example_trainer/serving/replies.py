@@ -40,8 +40,11 @@ def all_logprobs(logprobs: Any) -> list[list[dict[str, float]]] | None:
 
 
 class Replies:
-    """Builds answers. `exact` says whether each token was computed under its version alone; None where that goes without
-    saying, because no publish has let running requests keep what they had computed."""
+    """Builds answers.
+
+    `exact` says whether each token was computed under its version alone; it is None, and left out, where that goes
+    without saying because no publish has let running requests keep what they had computed.
+    """
 
     def __init__(self, *, boot_id: str, tokenizer: Any) -> None:
         self._boot_id = boot_id

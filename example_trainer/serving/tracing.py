@@ -40,11 +40,11 @@ class Trace:
     unmapped: dict[str, str] = field(default_factory=dict)
 
 
-class _CopyWatcher(TorchDispatchMode):
+class _CopyWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Notes copies out of the given sources and keeps everything else from changing real memory."""
 
     def __init__(self, sources: Mapping[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._sources = sources
         self.copies: list[tuple[str | None, Copy]] = []
 
@@ -119,10 +119,10 @@ def _follows(first: Copy, second: Copy) -> bool:
 def _note(target: torch.Tensor, source: torch.Tensor) -> Copy:
     return Copy(
         target_storage=target.untyped_storage().data_ptr(),
-        target_offset=target.storage_offset(),
+        target_offset=int(target.storage_offset()),
         shape=tuple(target.shape),
         target_stride=tuple(target.stride()),
-        source_offset=source.storage_offset(),
+        source_offset=int(source.storage_offset()),
         source_shape=tuple(source.shape),
         source_stride=tuple(source.stride()),
         target_dtype=target.dtype,

@@ -83,7 +83,8 @@ def fork_engine_core() -> None:
     vLLM insists on `spawn` for CPUs; nothing has run in torch's thread pool here yet, and with one thread nothing will.
     """
     context = MortalForkContext()
-    for module in list(sys.modules.values()):
+    modules: list[Any] = list(sys.modules.values())
+    for module in modules:
         if getattr(module, "__name__", "").startswith("vllm.") and hasattr(module, "get_mp_context"):
             module.get_mp_context = lambda: context
 
@@ -129,6 +130,7 @@ def parse_arguments(arguments: list[str]) -> Namespace:
         validate_parsed_serve_args(args)
     except (TypeError, ValueError) as problem:
         raise ConfigError(" ".join(str(problem).split())) from problem
+    assert isinstance(args, Namespace)
     return args
 
 

@@ -32,7 +32,7 @@ def keep_linear_weights_unpacked() -> None:
     from vllm.model_executor.layers import utils
 
     def use_plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001  vLLM's signature
-        layer.cpu_linear = torch.nn.functional.linear
+        vars(layer)["cpu_linear"] = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = use_plain_linear
 
@@ -94,7 +94,7 @@ def _tensors_to_share(module: torch.nn.Module, trace: Trace) -> Iterator[tuple[s
 
 
 def _address(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
 
 
 def _describe_parameters(shared: dict[str, torch.Tensor], exported: Exported) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Storage(BaseModel):
 
 
 class Piece(BaseModel):
-    """A part of a checkpoint tensor: which elements of it lie where in a storage. Offsets and strides count elements."""
+    """A part of a checkpoint tensor: which of its elements lie where in a storage. All counts are of elements."""
 
     storage: str
     offset: int
@@ -127,7 +127,7 @@ def load_manifest(path: Path) -> BridgeManifest:
         raise ManifestStale(f"{manifest_path} is no manifest of this release ({where}: {problem['msg']})") from error
     if process_start_time(manifest.pid) != manifest.pid_start_time:
         raise ManifestStale(
-            f"{manifest_path} was written by a vLLM server (process {manifest.pid}) that is gone; start the server again"
+            f"{manifest_path} is of a vLLM server (process {manifest.pid}) that is gone; start the server again"
         )
     return manifest
 
@@ -156,7 +156,7 @@ def find_manifest(flag: str | None, environ: Mapping[str, str], server_url: str 
 
 
 def process_start_time(pid: int) -> float | None:
-    """Start of the process in clock ticks since boot; with the pid it names a process for good. None: no such process."""
+    """Start of the process in clock ticks since boot, which with the pid names it for good; None if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:

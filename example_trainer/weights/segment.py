@@ -105,7 +105,7 @@ class CudaSegment(SharedSegment):
             storage = storages.setdefault(_key(tensor), _describe_cuda_storage(tensor, str(len(storages))))
             placements[name] = Placement(
                 storage=storage.id,
-                offset=tensor.storage_offset(),
+                offset=int(tensor.storage_offset()),
                 shape=tuple(tensor.shape),
                 stride=tuple(tensor.stride()),
             )
@@ -114,7 +114,7 @@ class CudaSegment(SharedSegment):
     def attach(self, handle: Mapping[str, Any]) -> torch.UntypedStorage:
         index = _device_of_uuid(handle["gpu_uuid"])
         # The arguments are torch's own, as `torch.multiprocessing.reductions.rebuild_cuda_tensor` passes them.
-        typed = torch.UntypedStorage._new_shared_cuda(  # noqa: SLF001  the only way torch offers
+        attached: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(  # noqa: SLF001  the only way torch offers
             index,
             base64.b64decode(handle["memory"]),
             handle["size_bytes"],
@@ -124,7 +124,7 @@ class CudaSegment(SharedSegment):
             base64.b64decode(handle["event"]),
             handle["event_required"],
         )
-        return typed  # type: ignore[no-any-return]  torch declares no type
+        return attached
 
     def synchronise(self) -> None:
         torch.cuda.synchronize()
@@ -152,21 +152,26 @@ def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[tuple[str, int],
 
 
 def _place(tensor: torch.Tensor, start_bytes: int) -> Placement:
-    offset = start_bytes // tensor.element_size() + tensor.storage_offset()
+    offset = start_bytes // tensor.element_size() + int(tensor.storage_offset())
     return Placement(storage="0", offset=offset, shape=tuple(tensor.shape), stride=tuple(tensor.stride()))
 
 
 def _map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
+    """Map an existing file; torch would quietly make a new one, or lengthen it."""
     try:
-        return torch.UntypedStorage.from_file(str(path), shared=True, nbytes=nbytes)
-    except RuntimeError as error:
+        if path.stat().st_size != nbytes:
+            raise SharedMemoryError(f"{path} does not hold {nbytes} bytes, so it is not the segment the manifest means")
+        mapped = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=nbytes)
+    except (OSError, RuntimeError) as error:
         raise SharedMemoryError(
             f"cannot map the shared weights at {path}: {error}; is the vLLM server still running?"
         ) from error
+    assert isinstance(mapped, torch.UntypedStorage)
+    return mapped
 
 
 def _describe_cuda_storage(tensor: torch.Tensor, storage_id: str) -> Storage:
-    storage = tensor.untyped_storage()
+    storage: Any = tensor.untyped_storage()
     (_, memory, size_bytes, offset_bytes, counter, counter_offset, event, event_required) = storage._share_cuda_()
     handle = {
         "kind": "cuda_ipc",

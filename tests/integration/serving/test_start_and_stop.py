@@ -20,10 +20,8 @@ MODULE = [sys.executable, "-m", "example_trainer.vllm_api_server"]
 
 
 def run(arguments, *, cwd=REPOSITORY, command=MODULE, **environ):
-    variables = os.environ | environ
-    return subprocess.run(
-        [*command, *map(str, arguments)], cwd=cwd, env=variables, capture_output=True, text=True, timeout=120
-    )
+    line, variables = [*command, *map(str, arguments)], os.environ | environ
+    return subprocess.run(line, cwd=cwd, env=variables, capture_output=True, text=True, timeout=120, check=False)
 
 
 def refused(finished, *said):
@@ -128,7 +126,7 @@ def test_kill_dash_nine_of_the_server_takes_its_engine_along(start_server):
     assert family
     boot_id = server.info()["boot_id"]
     server.process.kill()
-    gone, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
     assert list(Path("/dev/shm").glob(f"atropos-{boot_id}-*"))  # nobody was left to remove them
 

@@ -1,0 +1,272 @@
+"""The fence's states, with an engine that only notes what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+import pytest
+
+from example_trainer.serving.door import Door
+from example_trainer.serving.fence import Fence
+from example_trainer.serving.problems import Problem
+from example_trainer.weights.versions import SegmentHeader, WriteRefused
+
+pytestmark = pytest.mark.anyio
+
+
+class NotingEngine:
+    """Answers as the engine core does and remembers the order of calls."""
+
+    def __init__(self):
+        self.calls = []
+        self.failing = False
+
+    async def pause(self, *, discard):
+        if self.failing:
+            raise RuntimeError("the engine does not answer")
+        self.calls.append(("pause", discard))
+        return {
+            "discarded_tokens": 12 if discard else 0,
+            "paused_requests": 3,
+            "generated_tokens_total": 100,
+            "recomputed_tokens_total": 0,
+        }
+
+    async def resume(self, version):
+        self.calls.append(("resume", version))
+        return {}
+
+    async def stamp(self, version):
+        self.calls.append(("stamp", version))
+
+    def salt_prefixes(self, salt):
+        self.calls.append(("salt", salt))
+
+
+@pytest.fixture
+def header(tmp_path):
+    path = tmp_path / "header"
+    path.write_bytes(bytes(SegmentHeader.nbytes()))
+    return SegmentHeader.initialise(path)
+
+
+@pytest.fixture
+def engine():
+    return NotingEngine()
+
+
+@pytest.fixture
+def door():
+    return Door()
+
+
+@pytest.fixture
+async def fence(engine, door, header):
+    return Fence(engine, door, header=header)
+
+
+async def begin(fence, **fields):
+    wanted = {"lease_seconds": 30.0, "drain_seconds": 0.0, "in_flight": "drain"} | fields
+    return (await fence.begin(**wanted))["publish_id"]
+
+
+async def publish(fence, header, version, **fields):
+    publish_id = await begin(fence, **fields)
+    header.begin_write(version)
+    header.end_write(version)
+    return await fence.end(publish_id, version)
+
+
+async def refusal_of(door):
+    with pytest.raises(Problem) as caught:
+        await asyncio.wait_for(door.enter(), 1)
+    return caught.value.kind
+
+
+async def test_r27_a_sharing_server_serves_nothing_before_the_first_publish(fence, door, header):
+    assert await refusal_of(door) == "no-policy"
+    await publish(fence, header, 1)
+    await door.enter()
+    assert fence.policy_version == 1
+
+
+async def test_a_server_that_shares_nothing_serves_at_once(engine, door):
+    fence = Fence(engine, door, header=None)
+    await door.enter()
+    assert fence.policy_version is None
+    await fence.serve_fixed(4)
+    assert (fence.policy_version, engine.calls) == (4, [("stamp", "4")])
+
+
+async def test_a_publish_pauses_with_discard_and_resumes_under_the_new_version(fence, engine, header):
+    answer = await publish(fence, header, 5)
+    assert engine.calls == [("pause", True), ("resume", "5")]
+    assert answer["recomputed_tokens"] == 12
+
+
+async def test_draining_waits_for_those_inside_and_no_longer_than_its_limit(fence, door, header):
+    await publish(fence, header, 1)
+    await door.enter()
+    began = asyncio.get_running_loop().time()
+    answer = await fence.begin(lease_seconds=30, drain_seconds=0.05, in_flight="drain")
+    assert answer["drained"] is False
+    assert asyncio.get_running_loop().time() - began < 1
+
+
+async def test_finish_waits_until_the_last_has_left(fence, door, header):
+    await publish(fence, header, 1)
+    await door.enter()
+    beginning = asyncio.ensure_future(begin(fence, in_flight="finish"))
+    await asyncio.sleep(0.05)
+    assert not beginning.done()
+    door.leave()
+    await asyncio.wait_for(beginning, 1)
+
+
+async def test_recompute_does_not_wait(fence, door, header):
+    await publish(fence, header, 1)
+    await door.enter()
+    await asyncio.wait_for(begin(fence, in_flight="recompute", drain_seconds=60.0), 1)
+
+
+async def test_newcomers_wait_outside_until_the_publish_has_ended(fence, door, header):
+    await publish(fence, header, 1)
+    publish_id = await begin(fence)
+    entering = asyncio.ensure_future(door.enter())
+    await asyncio.sleep(0.01)
+    assert not entering.done()
+    header.begin_write(2)
+    header.end_write(2)
+    await fence.end(publish_id, 2)
+    await asyncio.wait_for(entering, 1)
+
+
+async def test_r37_keeping_kv_salts_later_prefixes_and_discards_nothing(fence, engine, header):
+    await publish(fence, header, 3, in_flight="keep_kv")
+    assert engine.calls == [("pause", False), ("salt", "policy-3"), ("resume", "3")]
+    assert fence.publishes_keeping_kv == 1
+
+
+async def test_r26_a_lapse_with_whole_weights_goes_on_under_the_old_version(fence, engine, door, header):
+    await publish(fence, header, 1)
+    await begin(fence, lease_seconds=0.02)
+    await asyncio.wait_for(door.enter(), 1)
+    assert engine.calls[-1] == ("resume", None)
+    assert (fence.policy_version, fence.torn) == (1, False)
+
+
+async def test_r26_a_lapse_with_torn_weights_stays_paused_until_a_whole_publish(fence, engine, door, header):
+    await publish(fence, header, 1)
+    await begin(fence, lease_seconds=0.02)
+    header.begin_write(2)
+    await asyncio.sleep(0.1)
+    assert await refusal_of(door) == "weights-torn"
+    assert engine.calls[-1] == ("pause", True)
+
+    publish_id = await begin(fence, lease_seconds=0.02)  # another trainer that dies before it writes
+    await asyncio.sleep(0.1)
+    assert await refusal_of(door) == "weights-torn"
+    with pytest.raises(Problem):
+        await fence.end(publish_id, 3)
+
+    await publish(fence, header, 4)
+    await door.enter()
+    assert (fence.policy_version, fence.torn) == (4, False)
+
+
+async def test_r26_who_wakes_after_the_lapse_is_refused_the_write(fence, header):
+    await publish(fence, header, 1)
+    await begin(fence, lease_seconds=0.01)
+    await asyncio.sleep(0.05)
+    with pytest.raises(WriteRefused):
+        header.begin_write(2)
+    assert header.state().torn is False
+
+
+async def test_nobody_may_write_without_a_publish(fence, header):
+    with pytest.raises(WriteRefused):
+        header.begin_write(1)
+
+
+async def test_a_renewed_lease_holds(fence, header):
+    publish_id = await begin(fence, lease_seconds=0.1)
+    for _ in range(4):
+        await asyncio.sleep(0.05)
+        fence.renew(publish_id)
+    header.begin_write(1)
+    header.end_write(1)
+    assert (await fence.end(publish_id, 1))["version"] == 1
+
+
+async def test_an_aborted_publish_that_wrote_is_torn(fence, door, header):
+    await publish(fence, header, 1)
+    publish_id = await begin(fence)
+    header.begin_write(2)
+    assert (await fence.abort(publish_id))["torn"] is True
+    assert await refusal_of(door) == "weights-torn"
+
+
+async def test_versions_rise_and_the_header_must_agree(fence, header):
+    await publish(fence, header, 5)
+    publish_id = await begin(fence)
+    for version, kind in ((5, "version-not-new"), (4, "version-not-new"), (6, "write-incomplete")):
+        with pytest.raises(Problem) as caught:
+            await fence.end(publish_id, version)
+        assert caught.value.kind == kind
+
+
+async def test_a_second_publish_is_refused_while_one_is_under_way(fence):
+    await begin(fence)
+    with pytest.raises(Problem) as caught:
+        await begin(fence)
+    assert (caught.value.status, caught.value.kind) == (409, "publish-in-progress")
+
+
+async def test_an_engine_that_cannot_pause_leaves_the_door_as_it_was(fence, engine, door, header):
+    await publish(fence, header, 1)
+    engine.failing = True
+    with pytest.raises(RuntimeError):
+        await begin(fence)
+    await asyncio.wait_for(door.enter(), 1)
+
+
+async def test_a_repeated_end_has_the_same_answer_and_no_effect(fence, engine, header):
+    publish_id = await begin(fence)
+    header.begin_write(1)
+    header.end_write(1)
+    first = await fence.end(publish_id, 1)
+    calls = list(engine.calls)
+    assert await fence.end(publish_id, 1) == first
+    assert engine.calls == calls
+
+
+async def test_paused_by_hand_stays_paused_over_a_publish(fence, engine, door, header):
+    await publish(fence, header, 1)
+    await fence.hold()
+    assert await refusal_of(door) == "paused"
+    await publish(fence, header, 2)
+    assert engine.calls[-1] == ("stamp", "2")
+    assert await refusal_of(door) == "paused"
+    await fence.release()
+    await door.enter()
+    assert engine.calls[-1] == ("resume", None)
+
+
+async def test_stopping_turns_everybody_away_even_those_waiting(fence, door, header):
+    await publish(fence, header, 1)
+    await begin(fence)
+    entering = asyncio.ensure_future(door.enter())
+    await asyncio.sleep(0)
+    fence.stop()
+    with pytest.raises(Problem) as caught:
+        await asyncio.wait_for(entering, 1)
+    assert caught.value.kind == "stopping"
+
+
+async def test_publish_ids_cannot_be_guessed(fence, header):
+    first = await begin(fence)
+    await fence.abort(first)
+    second = await begin(fence)
+    assert first != second
+    assert len(first) >= len(secrets.token_hex(16))

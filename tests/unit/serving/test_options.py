@@ -1,0 +1,147 @@
+"""The server's options: what turns sharing on, what vLLM is told, what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from example_trainer.serving import refusals
+from example_trainer.serving.config import (
+    ServerConfig,
+    kv_budget_on_cpu,
+    prepare_environment,
+    read_config,
+    vllm_arguments,
+)
+from example_trainer.serving.errors import CannotServe
+
+
+def config(**fields):
+    return ServerConfig(model="m", **fields)
+
+
+@pytest.mark.parametrize(
+    ("flag", "environ", "shares"),
+    [
+        (None, {}, False),
+        (None, {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}, True),
+        (None, {"VLLM_ENABLE_SHARED_WEIGHTS": "0"}, False),
+        (None, {"NUM_INFERENCE_NODES": "0"}, True),
+        (True, {}, True),
+        (False, {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}, False),
+    ],
+)
+def test_the_flag_or_either_variable_turns_sharing_on(flag, environ, shares):
+    assert config(share_weights=flag).shares(environ) is shares
+
+
+def test_the_manifest_goes_to_the_flags_directory_then_logdir_then_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert config(bridge_dir=Path("/given")).manifest_directory({"LOGDIR": "/logs"}) == Path("/given")
+    assert config().manifest_directory({"LOGDIR": "/logs"}) == Path("/logs")
+    assert config().manifest_directory({}) == tmp_path
+
+
+def test_the_token_comes_from_the_flag_then_the_environment():
+    assert config(bridge_token="a").token({"ATROPOS_BRIDGE_TOKEN": "b"}) == "a"
+    assert config().token({"ATROPOS_BRIDGE_TOKEN": "b"}) == "b"
+    assert config().token({}) is None
+
+
+@pytest.mark.parametrize(("share", "nbytes"), [(None, 1 << 29), (0.25, 1 << 28), (1.0, 1 << 30)])
+def test_a_share_of_memory_on_a_cpu_is_at_most_one_gib(share, nbytes):
+    assert kv_budget_on_cpu(share) == nbytes
+
+
+def after(arguments, flag):
+    return arguments[arguments.index(flag) + 1]
+
+
+def test_vllm_is_told_a_budget_and_no_compilation_on_a_cpu():
+    told = vllm_arguments(config(gpu_memory_utilization=0.5), [], on_cpu=True)
+    assert after(told, "--kv-cache-memory-bytes") == str(1 << 29)
+    assert "--enforce-eager" in told
+    assert "--gpu-memory-utilization" not in told
+    assert after(vllm_arguments(config(kv_cache_memory_bytes=5), [], on_cpu=True), "--kv-cache-memory-bytes") == "5"
+    assert "--no-enforce-eager" in vllm_arguments(config(enforce_eager=False), [], on_cpu=True)
+
+
+def test_vllm_is_told_the_share_itself_on_a_gpu():
+    told = vllm_arguments(config(gpu_memory_utilization=0.5), [], on_cpu=False)
+    assert after(told, "--gpu-memory-utilization") == "0.5"
+    assert "--enforce-eager" not in told
+
+
+def test_logprobs_are_processed_ones_unless_asked():
+    assert after(vllm_arguments(config(), [], on_cpu=True), "--logprobs-mode") == "processed_logprobs"
+
+
+def test_our_own_options_are_not_vllms():
+    told = vllm_arguments(config(share_weights=True, bridge_token="t", allowed_hosts=["h"]), [], on_cpu=True)
+    assert not {"--share-weights", "--bridge-token", "--allowed-hosts"} & set(told)
+
+
+def test_vllms_other_options_pass_from_the_command_line_and_from_the_run_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer: {lr: 1.0e-4}\nvllm: {max_num_batched_tokens: 512, block_size: 32}\n")
+    read, rest = read_config(["--config", str(file), "--model", "m", "--swap-space", "4"])
+    assert rest == ["--swap-space", "4"]
+    told = vllm_arguments(read, rest, on_cpu=True)
+    assert after(told, "--max-num-batched-tokens") == "512"
+    assert after(told, "--block-size") == "32"
+    assert told[-2:] == ["--swap-space", "4"]
+
+
+def test_what_the_user_set_in_the_environment_stays():
+    environ = {"OMP_NUM_THREADS": "4"}
+    prepare_environment(environ, model_is_local=True)
+    assert environ["OMP_NUM_THREADS"] == "4"
+    assert environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_the_listening_address_is_loopback_unless_asked():
+    assert config().host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("name", ["./m", "/m", "m", "a/b/c"])
+def test_a_model_that_is_nowhere_is_refused(name):
+    with pytest.raises(CannotServe, match="no such directory"):
+        refusals.check_model(name)
+
+
+def test_a_name_on_the_hub_is_left_to_vllm():
+    refusals.check_model("owner/name")
+
+
+@pytest.mark.parametrize(("version", "said"), [("0.31.2", "0.32"), (None, "not installed")])
+def test_an_old_or_missing_vllm_is_refused(monkeypatch, version, said):
+    monkeypatch.setattr(refusals, "installed_vllm", lambda: version)
+    with pytest.raises(CannotServe, match=said):
+        refusals.check_vllm_version()
+
+
+def test_newer_vllms_are_accepted(monkeypatch):
+    for version in ("0.32.0", "0.33.1.dev3", "1.0.0"):
+        monkeypatch.setattr(refusals, "installed_vllm", lambda version=version: version)
+        refusals.check_vllm_version()
+
+
+def test_a_quantised_checkpoint_is_refused_for_sharing():
+    refusals.check_quantised_checkpoint(None)
+    with pytest.raises(CannotServe, match="fp8"):
+        refusals.check_quantised_checkpoint("fp8")
+
+
+def test_a_host_that_is_not_this_machines_is_told():
+    with pytest.raises(CannotServe, match="--host"):
+        refusals.check_port("192.0.2.1", 0)
+
+
+def test_a_free_port_is_no_problem():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    refusals.check_port("127.0.0.1", port)
