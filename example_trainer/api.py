@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from atropos_api.client import BrokerClient
-from atropos_api.client.errors import BrokerRefused
+from atropos_api.client.errors import BrokerRefused, BrokerUnreachable
 from atropos_api.wire import Batch, PolicyUpdate, RunInfo, RunRequest
 from example_trainer.errors import BatchTimeout, TrainerError
 
@@ -42,6 +42,13 @@ class BrokerSession:
         if self._info is None:
             raise TrainerError("no run has been begun at the broker; call begin() first")
         return self._info
+
+    def refuse_unknown_host(self) -> None:
+        """Tell a mistyped broker host at once; one that is merely not up yet is waited for later."""
+        try:
+            self._client.wait_until_ready(timeout_seconds=0.0)
+        except BrokerUnreachable as error:
+            logger.debug("%s", error)
 
     def wait_until_ready(self, timeout_seconds: float) -> None:
         self._client.wait_until_ready(timeout_seconds, on_wait=lambda line: logger.info("%s", line))

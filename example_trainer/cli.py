@@ -28,6 +28,7 @@ from example_trainer.config import TrainingConfig
 from example_trainer.errors import ModelNotFound
 
 if TYPE_CHECKING:
+    from example_trainer.api import BrokerSession
     from example_trainer.running.trackers import TrackerSet
 
 logger = logging.getLogger(__name__)
@@ -121,10 +122,21 @@ def public_settings(config: TrainingConfig) -> dict[str, object]:
 
 
 def _train(config: TrainingConfig) -> int:
-    import torch
-
     from atropos_api.client import BrokerClient
     from example_trainer.api import BrokerSession
+
+    client = BrokerClient(config.atropos_url, token=config.atropos_token)
+    session = BrokerSession(client, rank=config.trainer_rank, world_size=config.world_size)
+    try:
+        session.refuse_unknown_host()
+        return _train_in(session, config)
+    finally:
+        session.close()
+
+
+def _train_in(session: BrokerSession, config: TrainingConfig) -> int:
+    import torch
+
     from example_trainer.trainers import Trainer
     from example_trainer.weights.bridge import make_bridge
 
@@ -132,8 +144,6 @@ def _train(config: TrainingConfig) -> int:
         torch.set_num_threads(config.torch_threads)
     torch.manual_seed(config.seed)
     record_config(config)
-    client = BrokerClient(config.atropos_url, token=config.atropos_token)
-    session = BrokerSession(client, rank=config.trainer_rank, world_size=config.world_size)
     bridge = make_bridge(config)
     stop = StopFlag()
     try:
@@ -148,7 +158,6 @@ def _train(config: TrainingConfig) -> int:
             finished = trainer.run()
     finally:
         bridge.close()
-        session.close()
     return 0 if finished else 128 + (stop.signal_number or signal.SIGTERM)
 
 
