@@ -119,23 +119,6 @@ def test_r27_nothing_is_served_before_the_first_publish_and_old_files_are_swept(
     stop_under_load(server)
 
 
-@pytest.mark.vllm
-def test_kill_dash_nine_of_the_server_takes_its_engine_along(start_server):
-    server = start_server("--share-weights")
-    family = psutil.Process(server.process.pid).children(recursive=True)
-    assert family
-    boot_id = server.info()["boot_id"]
-    server.process.kill()
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert alive == []
-    assert list(Path("/dev/shm").glob(f"atropos-{boot_id}-*"))  # nobody was left to remove them
-
-    from example_trainer.weights.versions import sweep_stale_files
-
-    assert {path.name.split("-")[1] for path in sweep_stale_files()} >= {boot_id}
-    assert not list(Path("/dev/shm").glob(f"atropos-{boot_id}-*"))
-
-
 def stop_under_load(server):
     """R39: SIGTERM with requests in flight ends everything soon, answers what it can and leaves nothing."""
     boot_id, family = server.info()["boot_id"], psutil.Process(server.process.pid).children(recursive=True)

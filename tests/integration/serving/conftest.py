@@ -1,0 +1,70 @@
+"""What the tests of publishing share: publishes into a decoding server, and the judgement of each token."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+SEQUENCES = 40
+
+
+@pytest.fixture(scope="session")
+def wait_until():
+    def wait(condition, limit_seconds=30.0):
+        deadline = time.monotonic() + limit_seconds
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def errors_of(reference):
+    """|logprob said - logprob under the stamped version| of each token of one reply."""
+
+    def judge(weights_by_version, reply):
+        output, said, prompt = reply["token_ids"][0], reply["logprobs"][0], reply["prompt_token_ids"]
+        found = []
+        for start, end, version in reply["policy_versions"][0]:
+            expected = reference.logprobs(weights_by_version[version], prompt, output[:end])
+            found += [abs(said[position] - expected[position]) for position in range(start, end)]
+        assert len(found) == len(output)
+        return found
+
+    return judge
+
+
+@pytest.fixture(scope="session")
+def decode_under_publishes(reference, wait_until):
+    """Publish while many sequences decode; the replies, the publishes' answers and the weights by version."""
+
+    def decode(server, *, publishes, output_tokens, inside=32, **publish_fields):
+        rng = random.Random(7)
+        prompts = [[rng.randrange(2, 250) for _ in range(rng.randrange(4, 40))] for _ in range(SEQUENCES)]
+        weights = {}
+
+        def publish():
+            new = reference.variant((server.version or 0) + 1)
+            answer = server.publish(lambda: server.write(new), **publish_fields)
+            weights[answer["version"]] = new
+            return answer
+
+        publish()
+        with ThreadPoolExecutor(SEQUENCES) as pool:
+            lengths = [rng.randrange(output_tokens // 2, output_tokens) for _ in prompts]
+            pending = [
+                pool.submit(server.generate, prompt, max_tokens=length, ignore_eos=True, compact=True)
+                for prompt, length in zip(prompts, lengths, strict=True)
+            ]
+            wait_until(lambda: server.debug()["requests_inside"] >= inside)
+            answers = []
+            for _ in range(publishes):
+                answers.append(publish())
+                time.sleep(0.05)
+            return [future.result() for future in pending], answers, weights
+
+    return decode
