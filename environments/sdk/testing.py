@@ -13,9 +13,12 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Seque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
 import msgspec
+
+from environments.sdk.inference.http1 import Response
 
 Responder = Callable[[Sequence[int], int], list[int]]
 Scope = MutableMapping[str, Any]
@@ -113,6 +116,29 @@ class FakeInference:
         return [[0, at, self.version - 1], [at, count, self.version]]
 
 
+@dataclass(slots=True)
+class InProcess:
+    """Carries requests to an ASGI application without a socket, in the place of an HTTP client."""
+
+    app: Any
+
+    async def request(self, method: str, url: str, body: bytes | None) -> Response:
+        scope = {"type": "http", "method": method, "path": urlsplit(url).path, "headers": [], "query_string": b""}
+        sent: list[MutableMapping[str, Any]] = []
+
+        async def receive() -> MutableMapping[str, Any]:
+            return {"type": "http.request", "body": body or b"", "more_body": False}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(message)
+
+        await self.app(scope, receive, send)
+        return Response(sent[0]["status"], b"".join(message.get("body", b"") for message in sent))
+
+    async def aclose(self) -> None:
+        """There is nothing to close."""
+
+
 @contextmanager
 def served(app: Any) -> Iterator[str]:
     """Serve an ASGI application from a thread on a free loopback port; yields its URL."""
@@ -121,7 +147,9 @@ def served(app: Any) -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(512)
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+        server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", interface="asgi3")
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import anyio
 import msgspec
@@ -18,11 +17,7 @@ import msgspec
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceHostUnknown, InferenceRefused, InferenceUnavailable
 from environments.sdk.inference.generation import Split
-
-if TYPE_CHECKING:
-    import httpx
-
-    Outcome = httpx.Response | Exception
+from environments.sdk.inference.http1 import Http1Client, Response
 
 logger = logging.getLogger(__name__)
 
@@ -31,29 +26,41 @@ WAIT_LINE_SECONDS = 10.0
 RETRIED_STATUSES = frozenset({429, 500, 502, 503, 504})
 SERVER_ERROR_ATTEMPTS = 3  # a 500 that comes again is about the request, not about the moment
 
+Outcome = Response | OSError
+
+
+class Transport(Protocol):
+    """What carries requests: `Http1Client`, or an application called in process."""
+
+    async def request(self, method: str, url: str, body: bytes | None) -> Response: ...
+
+    async def aclose(self) -> None: ...
+
 
 class Channel:
     """Posts JSON to one server. `in_flight` counts the requests under way."""
 
-    def __init__(self, config: APIServerConfig, *, wait_timeout_seconds: float, transport: Any = None) -> None:
+    def __init__(
+        self, config: APIServerConfig, *, wait_timeout_seconds: float, transport: Transport | None = None
+    ) -> None:
         self.config = config
         self.in_flight = 0
         self._wait_timeout_seconds = wait_timeout_seconds
-        self._transport = transport
-        self._http: httpx.AsyncClient | None = None
+        self._transport = transport or Http1Client(_headers(config))
         self._limits = {
-            "train": anyio.Semaphore(config.num_max_requests_at_once),
-            "eval": anyio.Semaphore(config.num_requests_for_eval),
+            "train": anyio.Semaphore(config.num_max_requests_at_once, fast_acquire=True),
+            "eval": anyio.Semaphore(config.num_requests_for_eval, fast_acquire=True),
         }
         self._recovered: anyio.Event | None = None
 
     async def post(self, url: str, body: bytes, split: Split) -> bytes:
         """The body of a successful answer; waits for a server that is out, raises what waiting does not mend."""
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._limits[split])
+        async with self._limits[split]:
             self.in_flight += 1
-            stack.callback(self._leave)
-            return await self._through_outages("POST", url, body)
+            try:
+                return await self._through_outages("POST", url, body)
+            finally:
+                self.in_flight -= 1
 
     async def get(self, url: str) -> bytes | None:
         """The body there, or None when the server, once it answers, has none."""
@@ -63,12 +70,7 @@ class Channel:
             return None
 
     async def aclose(self) -> None:
-        if self._http is not None:
-            await self._http.aclose()
-            self._http = None
-
-    def _leave(self) -> None:
-        self.in_flight -= 1
+        await self._transport.aclose()
 
     async def _through_outages(self, method: str, url: str, body: bytes | None) -> bytes:
         while True:
@@ -96,7 +98,7 @@ class Channel:
         server_errors = 0
         delay = FIRST_DELAY_SECONDS
         while True:
-            server_errors += not isinstance(outcome, Exception) and outcome.status_code == 500
+            server_errors += not isinstance(outcome, OSError) and outcome.status == 500
             waited = time.monotonic() - started
             if not self._worth_waiting(outcome, server_errors) or waited > self._wait_timeout_seconds:
                 return outcome
@@ -110,20 +112,20 @@ class Channel:
                 return outcome
 
     def _worth_waiting(self, outcome: Outcome, server_errors: int) -> bool:
-        unknown_host = isinstance(outcome, Exception) and _find_host_error(outcome) is not None
+        unknown_host = isinstance(outcome, OSError) and _find_host_error(outcome) is not None
         return self.config.health_check and not unknown_host and server_errors < SERVER_ERROR_ATTEMPTS
 
     def _settle(self, outcome: Outcome, url: str) -> bytes:
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, OSError):
             raise self._unreachable(outcome) from outcome
         if outcome.is_success:
             return outcome.content
         reason = f"{url} answered {_describe(outcome)}"
-        if outcome.status_code in RETRIED_STATUSES:
+        if outcome.status in RETRIED_STATUSES and outcome.status != 500:
             raise InferenceUnavailable(f"{reason}; is the inference server healthy?")
         raise InferenceRefused(reason)
 
-    def _unreachable(self, error: Exception) -> InferenceHostUnknown | InferenceUnavailable:
+    def _unreachable(self, error: OSError) -> InferenceHostUnknown | InferenceUnavailable:
         url = self.config.base_url
         if (unknown := _find_host_error(error)) is not None:
             return InferenceHostUnknown(f"the host of {url} cannot be resolved ({unknown}); check --openai.base_url")
@@ -132,42 +134,33 @@ class Channel:
         )
 
     async def _attempt(self, method: str, url: str, body: bytes | None) -> Outcome:
-        import httpx
-
-        if self._http is None:
-            self._http = self._open()
         try:
-            return await self._http.request(method, url, content=body)
-        except httpx.TransportError as error:
+            with anyio.fail_after(self.config.timeout):
+                return await self._transport.request(method, url, body)
+        except OSError as error:  # among them the timeout
             return error
 
-    def _open(self) -> httpx.AsyncClient:
-        import httpx
 
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if self.config.api_key:
-            headers["Authorization"] = f"Bearer {self.config.api_key}"
-        most = self.config.num_max_requests_at_once + self.config.num_requests_for_eval
-        # Servers close idle connections after seconds; a request must not be sent into one that is just closing.
-        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=4.0)
-        return httpx.AsyncClient(
-            headers=headers, timeout=self.config.timeout, limits=limits, trust_env=False, transport=self._transport
-        )
+def _headers(config: APIServerConfig) -> dict[str, str]:
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    if config.api_key:
+        headers["Authorization"] = f"Bearer {config.api_key}"
+    return headers
 
 
 def _is_final(outcome: Outcome) -> bool:
-    return not isinstance(outcome, Exception) and outcome.status_code not in RETRIED_STATUSES
+    return not isinstance(outcome, OSError) and outcome.status not in RETRIED_STATUSES
 
 
 def _describe(outcome: Outcome) -> str:
-    if isinstance(outcome, Exception):
+    if isinstance(outcome, OSError):
         return f"{type(outcome).__name__} {outcome}".rstrip()
     try:
         problem = msgspec.json.decode(outcome.content, type=dict[str, Any])
         detail = problem.get("detail") or problem.get("error") or problem
     except msgspec.DecodeError:
-        detail = outcome.text[:300]
-    return f"{outcome.status_code}: {detail}"
+        detail = outcome.content[:300].decode("utf-8", "replace")
+    return f"{outcome.status}: {detail}"
 
 
 def _find_host_error(error: BaseException | None) -> socket.gaierror | None:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from environments.sdk.config import APIServerConfig
+from environments.sdk.inference.channel import Transport
 from environments.sdk.inference.generation import InferenceServer, Split
 from environments.sdk.inference.openai import OpenAIServer
 from environments.sdk.inference.sampling import Sampling
@@ -28,7 +29,7 @@ class ServerManager:
         load_tokenizer: Callable[[], Any],
         wait_timeout_seconds: float = 600.0,
         allow_truncated_sampling: bool = False,
-        transport: Any = None,
+        transport: Transport | None = None,
     ) -> None:
         self.servers: list[InferenceServer] = [
             SERVER_KINDS[config.server_type](config, wait_timeout_seconds=wait_timeout_seconds, transport=transport)

@@ -8,7 +8,7 @@ import msgspec
 
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import TokensUnavailable
-from environments.sdk.inference.channel import Channel
+from environments.sdk.inference.channel import Channel, Transport
 from environments.sdk.inference.generation import Sample, Split
 from environments.sdk.inference.sampling import Sampling
 
@@ -16,7 +16,9 @@ from environments.sdk.inference.sampling import Sampling
 class OpenAIServer:
     """One server of the chat completions API."""
 
-    def __init__(self, config: APIServerConfig, *, wait_timeout_seconds: float = 600.0, transport: Any = None) -> None:
+    def __init__(
+        self, config: APIServerConfig, *, wait_timeout_seconds: float = 600.0, transport: Transport | None = None
+    ) -> None:
         self.config = config
         self._channel = Channel(config, wait_timeout_seconds=wait_timeout_seconds, transport=transport)
 

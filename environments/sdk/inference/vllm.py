@@ -10,7 +10,7 @@ import msgspec
 from atropos_api.wire.groups import Span
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceRefused
-from environments.sdk.inference.channel import Channel
+from environments.sdk.inference.channel import Channel, Transport
 from environments.sdk.inference.generation import Sample, Split
 from environments.sdk.inference.sampling import Sampling
 
@@ -36,7 +36,9 @@ class AtroposReply(msgspec.Struct):
 class VllmServer:
     """One vLLM server with a `/generate` route."""
 
-    def __init__(self, config: APIServerConfig, *, wait_timeout_seconds: float = 600.0, transport: Any = None) -> None:
+    def __init__(
+        self, config: APIServerConfig, *, wait_timeout_seconds: float = 600.0, transport: Transport | None = None
+    ) -> None:
         self.config = config
         self._channel = Channel(config, wait_timeout_seconds=wait_timeout_seconds, transport=transport)
         self._url = f"{config.root_url}/generate"

@@ -149,12 +149,17 @@ class ManagedSession:
         if not self._special_ids.isdisjoint(body):
             content = str(self._tokenizer.decode(body, skip_special_tokens=True))
         content = _cut_at_stop(content, turn.sampling.stop)
-        node.end_text = str(self._tokenizer.decode(sample.tokens[-1:], skip_special_tokens=False)) if ended else ""
+        node.end_text = self._text_of_special(sample.tokens[-1]) if ended else ""
         node.texts = (turn.text + sampled,) if content == sampled else (turn.text + sampled, turn.text + content)
         node.full_text = turn.text + sampled + node.end_text
         node.metadata["content"] = content
         node.metadata["generation_params"] = turn.sampling.generation_params()
         return node
+
+    def _text_of_special(self, token: int) -> str:
+        if token == self._tokenizer.eos_token_id:
+            return str(self._tokenizer.eos_token)
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
     def _put(self, turn: _Turn, nodes: list[SequenceNode]) -> None:
         """An extended sequence is replaced where it stood; further samples of the same prompt follow it."""

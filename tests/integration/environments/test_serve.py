@@ -4,7 +4,6 @@ import json
 import time
 
 import anyio
-import httpx
 import pytest
 
 from atropos_api.testing import memory_broker
@@ -12,7 +11,7 @@ from atropos_api.wire.messages import PolicyUpdate, RunRequest
 from environments.arithmetic_server import ArithmeticEnv, ArithmeticEnvConfig
 from environments.sdk.config import APIServerConfig
 from environments.sdk.inference.manager import ServerManager
-from environments.sdk.testing import FakeInference, sampled_tokens
+from environments.sdk.testing import FakeInference, InProcess, sampled_tokens
 from environments.sdk.worker import EnvironmentWorker
 
 pytestmark = pytest.mark.anyio
@@ -31,9 +30,7 @@ def make_env(fake, tokenizer_folder, cls=ArithmeticEnv, **overrides):
     config = ArithmeticEnvConfig(**settings)
     server = APIServerConfig(server_type="vllm", base_url="http://fake/v1", num_requests_for_eval=256)
     env = cls(config, server)
-    env.server = ServerManager(
-        [server], load_tokenizer=lambda: env.tokenizer, transport=httpx.ASGITransport(app=fake)
-    )
+    env.server = ServerManager([server], load_tokenizer=lambda: env.tokenizer, transport=InProcess(fake))
     return env
 
 
@@ -101,9 +98,7 @@ async def test_groups_reach_the_trainer_complete_and_the_server_ends_with_the_ru
 
 async def test_no_more_is_under_way_than_the_pacing_leaves_room_for(tokenizer_folder):
     fake = make_fake(delay_seconds=0.01)
-    batches = await serve_and_train(
-        make_env(fake, tokenizer_folder), fake, steps=6, batch_size=32, seconds_a_step=0.03
-    )
+    batches = await serve_and_train(make_env(fake, tokenizer_folder), fake, steps=6, batch_size=32, seconds_a_step=0.03)
     assert fake.most_in_flight <= 2 * 32 / 8
     oldest = [
         min(version for group in batch.groups for spans in group.policy_versions for _, _, version in spans)
@@ -136,9 +131,7 @@ async def test_evaluation_before_the_first_group_and_after_the_run_is_written(to
 
 async def test_evaluations_come_each_so_many_steps_and_stop_training_meanwhile(tokenizer_folder, tmp_path):
     fake = make_fake()
-    env = make_env(
-        fake, tokenizer_folder, steps_per_eval=2, eval_problems=5, data_dir_to_save_evals=str(tmp_path)
-    )
+    env = make_env(fake, tokenizer_folder, steps_per_eval=2, eval_problems=5, data_dir_to_save_evals=str(tmp_path))
     await serve_and_train(env, fake, steps=6, batch_size=32, seconds_a_step=0.02)
     assert len(list(tmp_path.glob("step-*/metrics.json"))) >= 2
 
@@ -242,9 +235,7 @@ async def test_single_rollouts_become_groups(tokenizer_folder):
     class Single(ArithmeticEnv):
         async def collect_trajectory(self, item):
             async with self.server.managed_server() as session:
-                await session.chat_completion(
-                    messages=[{"role": "user", "content": item.question}], max_tokens=20
-                )
+                await session.chat_completion(messages=[{"role": "user", "content": item.question}], max_tokens=20)
                 (node,) = session.nodes
                 return {"tokens": node.tokens, "masks": node.masked_tokens, "scores": 1.0}, []
 

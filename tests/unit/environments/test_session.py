@@ -1,7 +1,6 @@
 """Managed sessions: what the server sampled is kept token by token, over any number of turns."""
 
 import anyio
-import httpx
 import pytest
 
 from environments.sdk.config import APIServerConfig
@@ -10,7 +9,7 @@ from environments.sdk.inference.openai import OpenAIServer
 from environments.sdk.inference.vllm import VllmServer
 from environments.sdk.session.nodes import NO_LOGPROB, NOT_TRAINED
 from environments.sdk.session.session import ManagedSession
-from environments.sdk.testing import FakeInference, logprob_of
+from environments.sdk.testing import FakeInference, InProcess, logprob_of
 
 pytestmark = pytest.mark.anyio
 
@@ -18,7 +17,7 @@ QUESTION = {"role": "user", "content": "How many now?"}
 
 
 def make_session(fake, tokenizer, **options):
-    transport = httpx.ASGITransport(app=fake)
+    transport = InProcess(fake)
     config = APIServerConfig(server_type="vllm", base_url="http://fake/v1")
     return ManagedSession(VllmServer(config, transport=transport), tokenizer, **options)
 
@@ -135,9 +134,7 @@ async def test_the_samples_of_one_prompt_can_be_continued_at_the_same_time(token
 async def test_rewritten_history_becomes_a_sequence_of_its_own_and_is_told(tokenizer, caplog):
     session = make_session(scripted(tokenizer, "First.", "Second."), tokenizer)
     await session.chat_completion(messages=[QUESTION])
-    await session.chat_completion(
-        messages=[QUESTION, {"role": "assistant", "content": "Something else"}, QUESTION]
-    )
+    await session.chat_completion(messages=[QUESTION, {"role": "assistant", "content": "Something else"}, QUESTION])
     assert len(session.nodes) == 2
     assert "does not continue what was sampled" in caplog.text
 
@@ -204,5 +201,5 @@ async def test_neutral_sampling_values_are_no_truncation(tokenizer):
 async def test_a_server_without_tokens_says_what_to_set(tokenizer):
     server = OpenAIServer(APIServerConfig(server_type="openai", base_url="http://fake/v1"))
     session = ManagedSession(server, tokenizer)
-    with pytest.raises(TokensUnavailable, match="--openai.server_type vllm"):
+    with pytest.raises(TokensUnavailable, match=r"--openai\.server_type vllm"):
         await session.chat_completion(messages=[QUESTION])
