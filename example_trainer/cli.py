@@ -50,11 +50,15 @@ class TrainerCommand(TrainingConfig):
 
 
 class StopFlag:
-    """Set by SIGTERM or SIGINT; a second signal ends the process as if nobody listened."""
+    """Set by SIGTERM or SIGINT while there is a step to end in order; before that a signal exits, after cleaning up.
+
+    A second signal ends the process as if nobody listened.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self.signal_number: int | None = None
+        self.training = False
 
     def is_set(self) -> bool:
         return self._event.is_set()
@@ -69,6 +73,8 @@ class StopFlag:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if not self.training:
+            raise SystemExit(128 + number)
         self.signal_number = number
         self._event.set()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -155,7 +161,9 @@ def _train_in(session: BrokerSession, config: TrainingConfig) -> int:
                 tracker=lambda resumed_step: make_trackers(config, resumed_step),
                 should_stop=stop.is_set,
             )
-            finished = trainer.run()
+            trainer.set_up()
+            stop.training = True
+            finished = trainer.train()
     finally:
         bridge.close()
     return 0 if finished else 128 + (stop.signal_number or signal.SIGTERM)
@@ -163,10 +171,19 @@ def _train_in(session: BrokerSession, config: TrainingConfig) -> int:
 
 def make_trackers(config: TrainingConfig, resumed_step: int | None) -> TrackerSet:
     """`metrics.jsonl` in the run directory, and W&B when it is asked for."""
-    from example_trainer.running.trackers import METRICS_FILE, JsonlTracker, Tracker, TrackerSet, WandbTracker
+    from example_trainer.running.trackers import (
+        METRICS_FILE,
+        JsonlTracker,
+        SummaryTracker,
+        Tracker,
+        TrackerSet,
+        WandbTracker,
+    )
 
     directory = config.required_run_dir
     trackers: list[Tracker] = [JsonlTracker(directory / METRICS_FILE, resumed_step=resumed_step)]
+    if config.benchmark:
+        trackers.append(SummaryTracker())
     if config.use_wandb:
         trackers.append(
             WandbTracker(

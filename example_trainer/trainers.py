@@ -100,8 +100,12 @@ class Trainer:
         self._tracker: Tracker
 
     def run(self) -> bool:
+        """`set_up`, then `train`."""
+        self.set_up()
+        return self.train()
+
+    def train(self) -> bool:
         """Train to the last step; False when it was stopped before, with a checkpoint of where it stood."""
-        self._set_up()
         try:
             finished = self._train()
             self._join_tail()
@@ -110,7 +114,8 @@ class Trainer:
             self._tracker.close()
         return finished
 
-    def _set_up(self) -> None:
+    def set_up(self) -> None:
+        """Wait for broker and server, load or resume the policy, and publish the run's first version."""
         config, progress = self.config, self.progress
         self._session.wait_until_ready(config.wait_timeout)
         checkpoint = find_checkpoint(config.resume, config.checkpoint_root)
@@ -240,7 +245,10 @@ class Trainer:
         interval = self.config.checkpoint_interval
         if interval == 0:
             return False
-        return step % interval == 0 or step - self.progress.committed >= MOST_UNCOMMITTED
+        if step % interval and step - self.progress.committed == MOST_UNCOMMITTED:
+            logger.info("checkpoint at step %d already: the broker keeps no more batches uncommitted", step)
+            return True
+        return step % interval == 0
 
     def _publish_if_needed(self) -> None:
         """While a batch is awaited: publish again where nobody can go on without.
@@ -338,8 +346,7 @@ class Trainer:
         if self._report is not None:
             metrics[names.TIME_SYNC] = self._report.seconds
             metrics["time/sync_fence"] = self._report.fence_seconds
-            made = self._report.generated_tokens + self._report.recomputed_tokens
-            metrics[names.RECOMPUTED_FRACTION] = self._report.recomputed_tokens / made if made else 0.0
+            metrics[names.RECOMPUTED_FRACTION] = self._report.recomputed_tokens / max(1, self._report.generated_tokens)
         self._tracker.log(step, metrics)
         logger.info(
             "step %d/%d reward %.3f length %.1f loss %.4f staleness %.1f %.2f s",

@@ -48,6 +48,24 @@ class JsonlTracker:
         self._file.close()
 
 
+class SummaryTracker:
+    """Adds up times and rates and logs their means when the run ends (`--benchmark`)."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._sums: dict[str, float] = {}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002 - the protocol's
+        self._steps += 1
+        for name, value in metrics.items():
+            if name.startswith(("time/", "perf/", "sync/")):
+                self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def close(self) -> None:
+        for name, total in sorted(self._sums.items()):
+            logger.info("benchmark: %s %.4f (mean of %d steps)", name, total / self._steps, self._steps)
+
+
 class WandbTracker:
     """Logs to Weights & Biases; `WANDB_MODE=offline` is honoured by wandb itself."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import logging
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from example_trainer.errors import OptimizerUnavailable, TrainerError
 from example_trainer.running.optimizers import OptimizerSettings, make_optimizer, set_lr, warmed_up_lr
-from example_trainer.running.trackers import JsonlTracker, TrackerSet, WandbTracker, read_metrics
+from example_trainer.running.trackers import JsonlTracker, SummaryTracker, TrackerSet, WandbTracker, read_metrics
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
@@ -95,6 +96,16 @@ def test_all_trackers_hear_of_a_step_and_are_closed() -> None:
     both.log(3, {})
     both.close()
     assert [(member.steps, member.closed) for member in members] == [([3], True)] * 2
+
+
+def test_the_benchmark_summary_gives_the_mean_times_of_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    summary = SummaryTracker()
+    for step, seconds in enumerate((1.0, 3.0), start=1):
+        summary.log(step, {"time/step": seconds, "reward/mean": 1.0})
+    with caplog.at_level(logging.INFO):
+        summary.close()
+    assert "benchmark: time/step 2.0000 (mean of 2 steps)" in caplog.text
+    assert "reward" not in caplog.text
 
 
 def test_wandb_that_is_asked_for_and_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
