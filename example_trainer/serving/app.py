@@ -23,6 +23,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from example_trainer.serving import refusals
+from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.bridge_routes import make_bridge_router, make_health_router
 from example_trainer.serving.config import ServerConfig
 from example_trainer.serving.door import Door
@@ -31,6 +32,7 @@ from example_trainer.serving.errors import CannotServe
 from example_trainer.serving.fence import Fence
 from example_trainer.serving.front import Front, api_keys_of
 from example_trainer.serving.generate import GenerateHandler
+from example_trainer.serving.lora_routes import make_lora_router
 from example_trainer.serving.replies import Replies
 from example_trainer.serving.state import ServerState
 from example_trainer.serving.vllm_compat import end_engine
@@ -98,6 +100,7 @@ class Serving:
             engine=engine,
             fence=fence,
             door=door,
+            adapters=self._make_adapters(app, engine),
             manifest=manifest,
         )
         if manifest is not None:
@@ -105,6 +108,7 @@ class Serving:
             logger.info("weights are shared; %s tells a trainer how", state.manifest_path)
         app.state.atropos = state
         app.include_router(make_bridge_router())
+        app.include_router(make_lora_router())
         app.include_router(make_health_router())
         return state
 
@@ -130,13 +134,18 @@ class Serving:
             **told,
         )
 
+    def _make_adapters(self, app: FastAPI, engine: EngineAdapter) -> Adapters:
+        models = app.state.openai_serving_models
+        names = [path.name for path in models.base_model_paths]
+        return Adapters(engine, models, enabled=self._config.enable_lora, model_names=names)
+
     def _url(self) -> str:
         return f"http://{_reachable(self._config.host)}:{self._config.port}"
 
     def _make_front(self, app: FastAPI, state: ServerState) -> Front:
         tokenizer = state.engine.async_llm.tokenizer
         replies = Replies(boot_id=self._boot_id, tokenizer=tokenizer)
-        generate = GenerateHandler(state.engine, state.fence, state.door, replies, tokenizer)
+        generate = GenerateHandler(state.engine, state.fence, state.door, state.adapters, replies, tokenizer)
         args: Namespace = app.state.args
         return Front(app, generate, state.door, root_path=args.root_path or "", api_keys=api_keys_of(args))
 

@@ -7,12 +7,13 @@ routing and models would cost tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from example_trainer.serving import problems
+from example_trainer.serving.adapters import Adapter, Adapters
 from example_trainer.serving.door import Door
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.fence import Fence
@@ -41,15 +42,25 @@ class Exchange:
     leave: Callable[[], None]
     send: Send
     publishes_keeping_kv: int
+    adapter: Adapter | None
 
 
 class GenerateHandler:
     """Answers `/generate`; everything shared comes in by the constructor."""
 
-    def __init__(self, engine: EngineAdapter, fence: Fence, door: Door, replies: Replies, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        engine: EngineAdapter,
+        fence: Fence,
+        door: Door,
+        adapters: Adapters,
+        replies: Replies,
+        tokenizer: Any,
+    ) -> None:
         self._engine = engine
         self._fence = fence
         self._door = door
+        self._adapters = adapters
         self._replies = replies
         self._tokenizer = tokenizer
         self._parser = RequestParser()
@@ -59,13 +70,16 @@ class GenerateHandler:
             request = self._parser.parse(await read_body(receive))
             prompt = await self._tokens_of(request.prompt)
             params = sampling_params(request)
+            self._adapters.named(request.model)
             await self._door.enter()
         except Problem as problem:
             await problem.response()(scope, receive, send)
             return
         gone = asyncio.ensure_future(_wait_for_disconnect(receive))
         leave = _once(self._door.leave)
-        exchange = Exchange(request, prompt, params, gone, leave, send, self._fence.publishes_keeping_kv)
+        adapter = self._adapters.named(request.model)  # for good: an adapter activated later is not this request's
+        kept = self._fence.publishes_keeping_kv
+        exchange = Exchange(request, prompt, params, gone, leave, send, kept, adapter)
         work = asyncio.ensure_future(self._stream(exchange) if request.stream else self._answer(exchange))
         gone.add_done_callback(lambda _: work.cancel())  # the engine aborts what nobody waits for
         try:
@@ -83,13 +97,13 @@ class GenerateHandler:
     async def _answer(self, exchange: Exchange) -> None:
         final = None
         with _engine_problems():
-            async for output in self._engine.generate(exchange.prompt, exchange.params):
+            async for output in self._outputs(exchange):
                 final = output
         exchange.leave()  # the engine is done with it; a publish need not wait for the answer to be written
         assert final is not None
         if any(output.finish_reason == "abort" for output in final.outputs):
             raise problems.stopping()
-        body = self._replies.whole(exchange.request, exchange.prompt, final, self._exact(exchange))
+        body = self._replies.whole(exchange.request, exchange.prompt, final, self._exact(exchange), exchange.adapter)
         length = (b"content-length", str(len(body)).encode())
         await exchange.send({"type": "http.response.start", "status": 200, "headers": [_JSON, length]})
         await exchange.send({"type": "http.response.body", "body": body})
@@ -97,15 +111,20 @@ class GenerateHandler:
     async def _stream(self, exchange: Exchange) -> None:
         started = False
         with _engine_problems():
-            async for piece in self._engine.generate(exchange.prompt, exchange.params):
+            async for piece in self._outputs(exchange):
                 if not started:  # not before the engine has accepted the request: a refusal needs its own status
                     started = True
                     await exchange.send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
                 events = b"".join(
-                    self._replies.event(exchange.request, output, self._exact(exchange)) for output in piece.outputs
+                    self._replies.event(exchange.request, output, self._exact(exchange), exchange.adapter)
+                    for output in piece.outputs
                 )
                 await exchange.send({"type": "http.response.body", "body": events, "more_body": True})
         await exchange.send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    def _outputs(self, exchange: Exchange) -> AsyncIterator[Any]:
+        lora_request = exchange.adapter.request if exchange.adapter else None
+        return self._engine.generate(exchange.prompt, exchange.params, lora_request)
 
     def _exact(self, exchange: Exchange) -> bool | None:
         now = self._fence.publishes_keeping_kv

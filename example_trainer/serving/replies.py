@@ -11,9 +11,12 @@ Spans = list[list[int | None]]
 UNLABELLED = "default"  # what vLLM calls weights that nobody has given a version
 
 
-def version_spans(output: Any) -> Spans:
-    """`[start, end, version]` over the output's tokens, from what the engine stamped on each step."""
+def version_spans(output: Any, adapter: Any = None) -> Spans:
+    """`[start, end, version]` over the output's tokens: its adapter's, or what the engine stamped on each step."""
     tokens = len(output.token_ids)
+    if adapter is not None and output.weight_versions is not None:
+        tokens = max((span.end for span in output.weight_versions), default=0)  # a stream's last piece is a part
+        return [[0, tokens, adapter.version]] if tokens else []
     if output.weight_versions is None:
         return [[0, tokens, None]] if tokens else []
     return [
@@ -50,10 +53,12 @@ class Replies:
         self._boot_id = boot_id
         self._tokenizer = tokenizer
 
-    def whole(self, request: Any, prompt_token_ids: list[int], final: Any, exact: bool | None) -> bytes:
+    def whole(
+        self, request: Any, prompt_token_ids: list[int], final: Any, exact: bool | None, adapter: Any = None
+    ) -> bytes:
         """The answer to a request that does not stream."""
         outputs = final.outputs
-        spans = [version_spans(output) for output in outputs]
+        spans = [version_spans(output, adapter) for output in outputs]
         answer: dict[str, Any] = {
             "token_ids": [list(output.token_ids) for output in outputs],
             "finish_reasons": [output.finish_reason for output in outputs],
@@ -75,7 +80,7 @@ class Replies:
             answer["exact_versions"] = exact
         return orjson.dumps(answer)
 
-    def event(self, request: Any, output: Any, exact: bool | None) -> bytes:
+    def event(self, request: Any, output: Any, exact: bool | None, adapter: Any = None) -> bytes:
         """One event of a stream: what is new in one output, and at its end why and under which versions."""
         read = chosen_logprobs if request.compact else all_logprobs
         body: dict[str, Any] = {"index": output.index, "token_ids": list(output.token_ids)}
@@ -85,7 +90,7 @@ class Replies:
             body["logprobs"] = read(output.logprobs)
         if output.finish_reason is not None:
             body["finish_reason"] = output.finish_reason
-            body["policy_versions"] = version_spans(output)
+            body["policy_versions"] = version_spans(output, adapter)
             if exact is not None:
                 body["exact_versions"] = exact
             body["boot_id"] = self._boot_id

@@ -25,6 +25,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt: str | list[int] | TokenPrompt
     stream: bool = False
     compact: bool = False
+    model: str | None = None
     n: int = 1
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -61,7 +62,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return self.logprobs
 
 
-_OUR_FIELDS = frozenset({"prompt", "stream", "compact", "logprobs", "detokenize"})
+_OUR_FIELDS = frozenset({"prompt", "stream", "compact", "model", "logprobs", "detokenize"})
 _SAMPLING_FIELDS = tuple(name for name in GenerateRequest.__struct_fields__ if name not in _OUR_FIELDS)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from example_trainer.serving import problems
+from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.config import SHARING_HOW_TO, ServerConfig
 from example_trainer.serving.door import Door
 from example_trainer.serving.engine import EngineAdapter
@@ -32,6 +33,7 @@ class ServerState:
     engine: EngineAdapter
     fence: Fence
     door: Door
+    adapters: Adapters
     manifest: BridgeManifest | None = None
     manifest_path: Path | None = None
     sleeping: bool = False
@@ -43,7 +45,7 @@ class ServerState:
             "model": self.config.model,
             "boot_id": self.boot_id,
             "sharing": self.manifest is not None,
-            "policy_version": self.fence.policy_version,
+            "policy_version": self._policy_version(),
             "manifest_path": str(self.manifest_path) if self.manifest_path else None,
             "paused": self.fence.paused,
             "torn": self.fence.torn,
@@ -55,6 +57,10 @@ class ServerState:
         if self.manifest is None:
             told["how_to_share"] = SHARING_HOW_TO
         return told
+
+    def _policy_version(self) -> int | None:
+        adapter = self.adapters.active
+        return adapter.version if adapter else self.fence.policy_version
 
     async def debug(self) -> dict[str, Any]:
         """Counters, and a checksum over the shared tensors as the server sees them at this moment."""
