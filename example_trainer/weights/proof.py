@@ -8,12 +8,14 @@ without their scaling, a tensor left out: each moves them by far more than round
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from example_trainer.model import Policy
 from example_trainer.weights.errors import ProofFailed
@@ -29,17 +31,21 @@ _SEED = 20260
 
 
 @dataclass(frozen=True, slots=True)
-class Tolerance:
-    """How far logprobs of the same token under the same weights may lie apart."""
+class Difference:
+    """How far logprobs of the same tokens lie apart: the largest and the mean absolute difference."""
 
     maximum: float
     mean: float
 
+    def within(self, limit: Difference) -> bool:
+        return self.maximum <= limit.maximum and self.mean <= limit.mean
 
-TOLERANCES: Mapping[torch.dtype, Tolerance] = {
-    torch.float32: Tolerance(maximum=1e-4, mean=5e-6),
-    torch.bfloat16: Tolerance(maximum=5e-2, mean=5e-3),
+
+TOLERANCES: Mapping[torch.dtype, Difference] = {
+    torch.float32: Difference(maximum=1e-4, mean=5e-6),
+    torch.bfloat16: Difference(maximum=5e-2, mean=5e-3),
 }
+_TIMES_OWN_ROUNDING = Difference(maximum=3.0, mean=2.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +53,15 @@ class Agreement:
     """The comparison's outcome."""
 
     tokens: int
-    maximum: float
-    mean: float
+    difference: Difference
+    limit: Difference
 
-    def within(self, tolerance: Tolerance) -> bool:
-        return self.maximum <= tolerance.maximum and self.mean <= tolerance.mean
+    def __str__(self) -> str:
+        found, limit = self.difference, self.limit
+        return (
+            f"{self.tokens} tokens, |logprob difference| max {found.maximum:.2e} (limit {limit.maximum:.1e}), "
+            f"mean {found.mean:.2e} (limit {limit.mean:.1e})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +73,19 @@ class _Sample:
     logprobs: list[list[float]]
 
 
-def prove(policy: Policy, generate: Generate, *, version: int, boot_id: str, max_model_len: int) -> Agreement:
-    """Compare both sides on the probe; raises `ProofFailed` with the numbers where they differ."""
+def prove(
+    policy: Policy,
+    generate: Generate,
+    *,
+    version: int,
+    boot_id: str,
+    max_model_len: int,
+    limit: Difference | None = None,
+) -> Agreement:
+    """Compare both sides on the probe; raises `ProofFailed` with the numbers where they differ.
+
+    With the `limit` of an earlier proof the module is only read, so that it may be used meanwhile.
+    """
     if not policy.forwards_from_masters:
         _check_written(policy)
     prompts = probe_prompts(int(policy.hf_config.vocab_size), max_model_len)
@@ -74,18 +95,13 @@ def prove(policy: Policy, generate: Generate, *, version: int, boot_id: str, max
         _checked(prompt, answer, version=version, boot_id=boot_id)
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    agreement = compare(policy, samples)
-    tolerance = TOLERANCES[policy.dtype]
-    numbers = (
-        f"{agreement.tokens} tokens, |logprob difference| max {agreement.maximum:.2e} (limit {tolerance.maximum:.0e}), "
-        f"mean {agreement.mean:.2e} (limit {tolerance.mean:.0e})"
-    )
-    if not agreement.within(tolerance):
+    agreement = compare(policy, samples, limit)
+    if not agreement.difference.within(agreement.limit):
         raise ProofFailed(
-            f"trainer and vLLM server disagree on version {version} of the policy: {numbers}; nothing sampled here "
+            f"trainer and vLLM server disagree on version {version} of the policy: {agreement}; nothing sampled here "
             "can be trained on. Check that both loaded the same model and dtype, or use --weight-bridge-mode none"
         )
-    logger.info("trainer and server agree on version %d: %s", version, numbers)
+    logger.info("trainer and server agree on version %d: %s", version, agreement)
     return agreement
 
 
@@ -106,10 +122,58 @@ def probe_prompts(vocabulary: int, max_model_len: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def compare(policy: Policy, samples: list[_Sample]) -> Agreement:
-    """Differences between the server's logprobs and those of the trainer's forward."""
-    differences = torch.cat([_differences(policy, sample) for sample in samples]).double()
-    return Agreement(tokens=differences.numel(), maximum=float(differences.max()), mean=float(differences.mean()))
+def compare(policy: Policy, samples: list[_Sample], limit: Difference | None = None) -> Agreement:
+    """The server's logprobs against those of the trainer's forward.
+
+    In half precision both sides round, by amounts that grow with the model's logits. How much is
+    measured rather than assumed: the trainer's own distance from the same forward in fp32.
+    """
+    theirs = torch.cat([torch.tensor(logprobs) for sample in samples for logprobs in sample.logprobs])
+    ours = torch.cat([_logprobs(policy, sample) for sample in samples])
+    return Agreement(
+        tokens=theirs.numel(),
+        difference=_difference(ours, theirs),
+        limit=limit or _limit(policy, samples, ours),
+    )
+
+
+def _limit(policy: Policy, samples: list[_Sample], ours: torch.Tensor) -> Difference:
+    least = TOLERANCES[policy.dtype]
+    if policy.dtype == torch.float32:
+        return least
+    with full_precision(policy.module):
+        exact = torch.cat([_logprobs(policy, sample) for sample in samples])
+    own_rounding = _difference(ours, exact)
+    return Difference(
+        maximum=max(least.maximum, _TIMES_OWN_ROUNDING.maximum * own_rounding.maximum),
+        mean=max(least.mean, _TIMES_OWN_ROUNDING.mean * own_rounding.mean),
+    )
+
+
+@contextmanager
+def full_precision(module: nn.Module) -> Iterator[None]:
+    """Forwards compute in fp32 from the weights as they are, which are widened one submodule at a time."""
+    narrow: dict[nn.Module, dict[str, nn.Parameter]] = {}
+
+    def widen(owner: nn.Module, _: Any) -> None:
+        narrow[owner] = dict(owner.named_parameters(recurse=False))
+        for name, parameter in narrow[owner].items():
+            setattr(owner, name, nn.Parameter(parameter.float(), requires_grad=False))
+
+    def restore(owner: nn.Module, *_: Any) -> None:
+        for name, parameter in narrow.pop(owner, {}).items():
+            setattr(owner, name, parameter)
+
+    owners = [owner for owner in module.modules() if any(True for _ in owner.parameters(recurse=False))]
+    hooks = [owner.register_forward_pre_hook(widen) for owner in owners]
+    hooks += [owner.register_forward_hook(restore) for owner in owners]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for owner in list(narrow):
+            restore(owner)
 
 
 def _request(prompt: list[int]) -> dict[str, Any]:
@@ -135,7 +199,8 @@ def _checked(prompt: list[int], answer: Mapping[str, Any], *, version: int, boot
     return _Sample(prompt, answer["token_ids"], answer["logprobs"])
 
 
-def _differences(policy: Policy, sample: _Sample) -> torch.Tensor:
+def _logprobs(policy: Policy, sample: _Sample) -> torch.Tensor:
+    """The trainer's logprobs of all tokens of a sample's outputs, one output after the other."""
     lengths = [len(output) for output in sample.outputs]
     width = len(sample.prompt) + max(lengths)
     rows = [[*sample.prompt, *output] + [0] * (width - len(sample.prompt) - len(output)) for output in sample.outputs]
@@ -143,7 +208,10 @@ def _differences(policy: Policy, sample: _Sample) -> torch.Tensor:
     with policy.autocast():
         logits = policy.module(input_ids=tokens).logits[:, len(sample.prompt) - 1 : -1].float()
     chosen = tokens[:, len(sample.prompt) :, None]
-    ours = (logits.gather(-1, chosen).squeeze(-1) - logits.logsumexp(-1)).cpu()
-    return torch.cat(
-        [(ours[row, :length] - torch.tensor(sample.logprobs[row])).abs() for row, length in enumerate(lengths)]
-    )
+    logprobs = (logits.gather(-1, chosen).squeeze(-1) - logits.logsumexp(-1)).cpu()
+    return torch.cat([logprobs[row, :length] for row, length in enumerate(lengths)])
+
+
+def _difference(first: torch.Tensor, second: torch.Tensor) -> Difference:
+    apart = (first - second).abs().double()
+    return Difference(maximum=float(apart.max()), mean=float(apart.mean()))

@@ -24,7 +24,7 @@ from example_trainer.weights.attachment import Attachment, attach
 from example_trainer.weights.bridge import PublishReport
 from example_trainer.weights.budget import SyncBudget
 from example_trainer.weights.errors import CannotShare, ServerRefused, ServerUnavailable
-from example_trainer.weights.proof import prove
+from example_trainer.weights.proof import Difference, prove
 from example_trainer.weights.server_client import Fence, ServerClient
 from example_trainer.weights.versions import WriteRefused
 
@@ -60,6 +60,7 @@ class SharedVllmBridge:
         self._publishing = threading.Lock()
         self._attached: Attachment | None = None
         self._policy: Policy | None = None
+        self._limit: Difference | None = None
 
     def prepare(self) -> Policy:
         """Wait for the server, load the policy and hang it onto the shared tensors."""
@@ -172,13 +173,15 @@ class SharedVllmBridge:
         if attachment.proven:
             return
         assert self._policy is not None
-        prove(
+        agreement = prove(
             self._policy,
             attachment.client.generate,
             version=version,
             boot_id=attachment.boot_id,
             max_model_len=attachment.info.max_model_len,
+            limit=self._limit,
         )
+        self._limit = agreement.limit
         attachment.proven = True
 
     def _current_attachment(self) -> Attachment:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 VOCABULARY = 300
 
 _SMALL: dict[str, Any] = {
-    "hidden_size": 64,
+    "hidden_size": 128,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"tie_word_embeddings": False}),
     "gpt2": (
         "gpt2",
-        {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "vocab_size": VOCABULARY, "eos_token_id": 1},
+        {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512, "vocab_size": VOCABULARY, "eos_token_id": 1},
     ),
     "mixtral": ("mixtral", {"num_local_experts": 4}),
 }

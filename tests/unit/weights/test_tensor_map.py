@@ -135,10 +135,10 @@ def test_views_are_the_servers_memory_and_not_copies(serve):
 def test_vocabulary_padding_is_sliced_off_when_the_manifest_has_it(serve):
     server, model, storages = serve("llama")
     entry = server.manifest.tensors["lm_head.weight"]
-    padded = [320, 64]
+    padded = [320, 128]
     grown = entry.pieces[0].model_copy(update={"shape": padded, "source_shape": padded})
     server.manifest.tensors["lm_head.weight"] = entry.model_copy(update={"shape": padded, "pieces": [grown]})
-    assert map_parameters(model, server.manifest, storages)["lm_head.weight"].shape == (300, 64)
+    assert map_parameters(model, server.manifest, storages)["lm_head.weight"].shape == (300, 128)
 
 
 def test_a_missing_tensor_is_refused_by_name_and_nothing_is_filled_in(serve):
@@ -160,7 +160,7 @@ def test_a_wrong_shape_and_a_quantised_dtype_are_refused(serve):
     tensors["lm_head.weight"] = tensors["lm_head.weight"].model_copy(update={"dtype": "float8_e4m3fn"})
     with pytest.raises(CannotShare) as caught:
         map_parameters(model, server.manifest, storages)
-    assert "model.norm.weight: it has shape (96, 64) at the server and (64,)" in str(caught.value)
+    assert "model.norm.weight: it has shape (96, 128) at the server and (128,)" in str(caught.value)
     assert "lm_head.weight: it is stored as float8_e4m3fn" in str(caught.value)
 
 
@@ -170,7 +170,7 @@ def test_ties_are_judged_by_memory_and_not_by_config(serve):
     server.manifest.tensors["lm_head.weight"] = server.manifest.tensors["model.embed_tokens.weight"]
     assert "lm_head.weight" not in map_parameters(model, server.manifest, storages)
     first = server.manifest.tensors["model.embed_tokens.weight"].pieces[0]
-    elsewhere = first.model_copy(update={"offset": first.offset + 64})
+    elsewhere = first.model_copy(update={"offset": first.offset + 128})
     server.manifest.tensors["lm_head.weight"] = server.manifest.tensors["lm_head.weight"].model_copy(
         update={"pieces": [elsewhere]}
     )

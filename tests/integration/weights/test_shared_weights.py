@@ -1,0 +1,271 @@
+"""One copy of the weights between this process and a real vLLM: seen at once, written under a fence, proven."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from example_trainer.weights.proof import TOLERANCES, _checked, _request, compare, probe_prompts
+
+pytestmark = pytest.mark.vllm
+
+TOKENS = torch.arange(3, 67).view(2, 32)
+VERSION_GAP = 1e-2
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def samples_of(bridge, version):
+    """The probe, sampled by the server now."""
+    attachment = bridge._attached
+    prompts = probe_prompts(int(bridge._policy.hf_config.vocab_size), attachment.info.max_model_len)
+    generate = attachment.client.generate
+    return [
+        _checked(prompt, generate(_request(prompt)), version=version, boot_id=attachment.boot_id) for prompt in prompts
+    ]
+
+
+def agrees(policy, samples):
+    agreement = compare(policy, samples)
+    return agreement.difference.within(agreement.limit)
+
+
+def shift(policy, scale, seed):
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for master in policy.masters.values():
+            master.mul_(1 + scale * torch.randn(master.shape, generator=noise))
+
+
+def train_one_step(policy):
+    optimizer = torch.optim.SGD(policy.masters.values(), lr=0.01)
+    with policy.autocast():
+        logits = policy.module(input_ids=TOKENS).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), TOKENS[:, 1:].flatten())
+    loss.backward()
+    policy.collect_gradients()
+    optimizer.step()
+    return loss.item()
+
+
+def processes_of(server):
+    leader = psutil.Process(server.process.pid)
+    return [leader, *leader.children(recursive=True)]
+
+
+def differing_share(policy, samples, old):
+    """The share of tokens whose logprob under the old weights is clearly another."""
+    apart = []
+    for sample in samples:
+        tokens = torch.tensor([[*sample.prompt, *output] for output in sample.outputs])
+        with policy.with_weights(old), policy.autocast():
+            logits = policy.module(input_ids=tokens).logits[:, len(sample.prompt) - 1 : -1].float()
+        chosen = tokens[:, len(sample.prompt) :, None]
+        before = logits.log_softmax(-1).gather(-1, chosen).squeeze(-1)
+        apart.append((before - torch.tensor(sample.logprobs)).abs().flatten() > VERSION_GAP)
+    return torch.cat(apart).float().mean().item()
+
+
+@pytest.mark.parametrize("from_masters", [False, True], ids=["views", "masters"])
+def test_r5_the_servers_logprobs_follow_each_publish(shared_server, bridge_to, from_masters):
+    bridge = bridge_to(shared_server, forwards_from_masters=from_masters)
+    policy = bridge.prepare()
+    version = bridge.highest_version() + 1
+    bridge.publish(version)
+    for number in range(3):
+        old = policy.snapshot()
+        shift(policy, 0.3, seed=number)
+        version += 1
+        report = bridge.publish(version)
+        assert report.version == shared_server.version == version
+        samples = samples_of(bridge, version)
+        assert agrees(policy, samples)
+        assert differing_share(policy, samples, old) >= 0.9, "else agreement says nothing about the version"
+
+
+def test_a_prompt_cached_under_the_old_version_gets_the_new_versions_values(shared_server, bridge_to):
+    bridge = bridge_to(shared_server)
+    policy = bridge.prepare()
+    version = bridge.highest_version() + 1
+    bridge.publish(version)
+    prompt = list(range(2, 282))
+    for _ in range(2):
+        bridge._attached.client.generate(_request(prompt))
+    shift(policy, 0.3, seed=9)
+    bridge.publish(version + 1)
+    answer = bridge._attached.client.generate(_request(prompt))
+    assert agrees(policy, [_checked(prompt, answer, version=version + 1, boot_id=bridge._attached.boot_id)])
+
+
+def test_one_copy_an_element_written_here_is_the_servers_with_no_request_in_between(shared_server, bridge_to):
+    policy = bridge_to(shared_server, forwards_from_masters=False).prepare()
+    before = shared_server.debug()["checksum"]
+    parameter = policy.module.get_parameter("model.layers.1.self_attn.k_proj.weight")
+    kept = parameter[3, 5].item()
+    with torch.no_grad():
+        parameter[3, 5] = kept + 1.0
+    assert shared_server.debug()["checksum"] != before
+    with torch.no_grad():
+        parameter[3, 5] = kept
+    assert shared_server.debug()["checksum"] == before
+
+
+def test_one_copy_the_segment_is_the_same_file_in_both_processes_and_counted_once(shared_server, bridge_to):
+    bridge = bridge_to(shared_server)
+    policy = bridge.prepare()
+    for view in policy.served.values():
+        view.sum().item()  # touched here, so that the kernel counts it here
+    storage = bridge._attached.manifest.storages[0]
+    path = storage.handle["path"]
+    inode = Path(path).stat().st_ino
+    mapped = {pid: _mapping(pid, path) for pid in [os.getpid(), *(each.pid for each in processes_of(shared_server))]}
+    holders = {pid: found for pid, found in mapped.items() if found}
+    assert len(holders) >= 2
+    assert {found["inode"] for found in holders.values()} == {inode}
+    proportional = sum(found["pss_bytes"] for found in holders.values())
+    assert proportional <= 1.1 * storage.nbytes + 2 * 4096 * len(holders)
+
+
+def _mapping(pid, path):
+    """Inode and proportional size of a file's mapping in a process, as /proc/PID/smaps tells."""
+    inode, pss, inside = None, 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        fields = line.split()
+        if "-" in fields[0] and not fields[0].endswith(":"):
+            inside = path in line
+            inode = int(fields[4]) if inside else inode
+        elif inside and fields[0] == "Pss:":
+            pss += int(fields[1]) * 1024
+    return {"inode": inode, "pss_bytes": pss} if inode is not None else None
+
+
+def test_no_file_over_a_megabyte_is_written_per_publish(shared_server, bridge_to):
+    bridge = bridge_to(shared_server)
+    policy = bridge.prepare()
+    version = bridge.highest_version() + 1
+    bridge.publish(version)
+    processes = [psutil.Process(), *processes_of(shared_server)]
+    written = _written(processes)
+    for number in range(1, 6):
+        shift(policy, 0.01, seed=number)
+        bridge.publish(version + number)
+    assert (_written(processes) - written) / 5 < 1_000_000
+
+
+def _written(processes):
+    """Bytes handed to write() by these processes: files, pipes and sockets together."""
+    return sum(process.io_counters().write_chars for process in processes)
+
+
+def test_r36_four_epochs_a_batch_are_one_publish_with_the_losses_of_the_view_form(shared_server, bridge_to):
+    losses = {}
+    base = None
+    for form in ("views", "masters"):
+        bridge = bridge_to(shared_server, forwards_from_masters=form == "masters")
+        policy = bridge.prepare()
+        base = base or policy.snapshot()
+        policy.load_masters(base)
+        version = bridge.highest_version() + 1
+        bridge.publish(version)
+        losses[form] = []
+        for _ in range(4):
+            losses[form].append(train_one_step(policy))
+            if form == "views":
+                version += 1
+                bridge.publish(version)
+        if form == "masters":
+            bridge.publish(version + 1)
+        assert agrees(policy, samples_of(bridge, shared_server.version))
+    assert losses["masters"] == losses["views"]
+
+
+def test_a_publish_into_running_requests_reports_what_it_made_the_server_compute_again(shared_server, bridge_to):
+    bridge = bridge_to(shared_server, drain_seconds=0.0)
+    policy = bridge.prepare()
+    version = bridge.highest_version() + 1
+    bridge.publish(version)
+    answers = []
+    request = {**_request([5, 6, 7]), "max_tokens": 700, "n": 16}
+    worker = threading.Thread(target=lambda: answers.append(bridge._attached.client.generate(request)))
+    worker.start()
+    reports = []
+    while worker.is_alive() and len(reports) < 3:
+        time.sleep(0.3)
+        shift(policy, 0.02, seed=len(reports))
+        version += 1
+        reports.append(bridge.publish(version))
+    worker.join()
+    assert any(report.paused_requests and report.recomputed_tokens for report in reports)
+    assert sum(report.generated_tokens for report in reports) > 0
+    assert len({span[2] for spans in answers[0]["policy_versions"] for span in spans}) > 1
+    assert bridge._budget.recomputed_fraction() > 0
+
+
+def test_r26_a_trainer_killed_while_it_writes_leaves_a_server_that_refuses_until_a_whole_publish(
+    shared_server, bridge_to, tmp_path
+):
+    script = tmp_path / "dying_trainer.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, signal
+            from example_trainer.model import PolicyOptions
+            from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
+
+            bridge = SharedVllmBridge(SharedOptions(
+                policy=PolicyOptions(model_name={str(shared_server.model)!r}), server_url={shared_server.url!r},
+                manifest_path={str(shared_server.manifest_path)!r}, lease_seconds=1.0))
+            policy = bridge.prepare()
+            attached = bridge._attached
+            attached.client.begin_publish(lease_seconds=1.0, drain_seconds=0.0, in_flight="drain")
+            attached.header.begin_write(bridge.highest_version() + 1)
+            next(iter(policy.served.values())).zero_()
+            os.kill(os.getpid(), signal.SIGKILL)
+            """
+        )
+    )
+    died = subprocess.run([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, check=False)
+    assert died.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    while not shared_server.info()["torn"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    refused = shared_server.post("/generate", {"prompt": [1, 2, 3], "max_tokens": 1})
+    assert refused.status_code == 503
+    assert refused.json()["type"].endswith("weights-torn")
+
+    bridge = bridge_to(shared_server)
+    policy = bridge.prepare()
+    assert bridge.needs_publish()
+    version = bridge.highest_version() + 1
+    bridge.publish(version)
+    assert not bridge.needs_publish()
+    assert agrees(policy, samples_of(bridge, version))
+
+
+def test_r27_bf16_survives_a_killed_and_restarted_server(restartable_server, bridge_to):
+    """One run in bf16: proof by rounding, training on the views, and a server that is killed under it."""
+    restartable_server.start("--dtype", "bfloat16")
+    bridge = bridge_to(restartable_server, forwards_from_masters=False)
+    policy = bridge.prepare()
+    bridge.publish(1)
+    train_one_step(policy)
+    bridge.publish(2)
+    assert policy.dtype == torch.bfloat16
+    assert compare(policy, samples_of(bridge, 2)).limit.mean >= TOLERANCES[torch.bfloat16].mean
+    assert agrees(policy, samples_of(bridge, 2))
+
+    restartable_server.kill()
+    trained = policy.snapshot()
+    restartable_server.start("--dtype", "bfloat16")
+    assert bridge.publish(3).version == 3
+    assert all(torch.equal(policy.served[name], weight) for name, weight in trained.items())
+    assert agrees(policy, samples_of(bridge, 3))
