@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_WAIT_SECONDS = 10.0
 MOST_GROUPS_A_POST = 64
+GROUP_REFUSALS = frozenset({400, 413, 422})  # about the groups sent, not about who sends them
 
 
 class BrokerLink:
@@ -124,8 +125,7 @@ class BrokerLink:
     def _is_refusal(error: Exception) -> bool:
         from atropos_api.client import BrokerRefused
 
-        refused = isinstance(error, BrokerRefused) and 400 <= error.status < 500
-        return refused and error.kind != "unknown-environment"  # type: ignore[attr-defined]
+        return isinstance(error, BrokerRefused) and error.status in GROUP_REFUSALS
 
     def _acknowledge(self, groups: list[Group]) -> None:
         self.pending_sequences -= sum(len(group.tokens) for group in groups)

@@ -140,12 +140,13 @@ class InProcess:
 
 
 @contextmanager
-def served(app: Any) -> Iterator[str]:
-    """Serve an ASGI application from a thread on a free loopback port; yields its URL."""
+def served(app: Any, *, port: int = 0) -> Iterator[str]:
+    """Serve an ASGI application from a thread on a loopback port, a free one by default; yields its URL."""
     import uvicorn
 
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         listener.listen(512)
         server = uvicorn.Server(
             uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", interface="asgi3")

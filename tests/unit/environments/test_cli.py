@@ -1,0 +1,117 @@
+"""The command line of an environment: verbs, precedence, and one line for every mistake."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from environments.arithmetic_server import ArithmeticEnv
+from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ServerBaseline
+from environments.sdk.cli import read_command, run_verb
+from environments.sdk.errors import TokensUnavailable
+
+SERVER = Path(__file__).parents[3] / "environments" / "arithmetic_server.py"
+
+
+def run(*arguments):
+    command = [sys.executable, str(SERVER), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_flags_win_over_files_and_files_over_the_environments_own(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer: {lr: 1}\nenv: {task: add, group_size: 4}\nopenai: {base_url: 'http://other:1/v1'}\n")
+    command = read_command(ArithmeticEnv, "serve", ["--config", str(file), "--env.group_size", "16"])
+    assert (command.env.task, command.env.group_size) == ("add", 16)
+    assert command.env.eval_at_start is True
+    assert command.servers[0].base_url == "http://other:1/v1"
+    assert command.servers[0].server_type == "vllm"
+
+
+def test_booleans_go_both_ways_and_negative_numbers_are_numbers():
+    command = read_command(
+        ArithmeticEnv, "serve", ["--no-env.eval_at_end", "--env.eval_at_start=false", "--env.total_steps", "-1"]
+    )
+    assert (command.env.eval_at_end, command.env.eval_at_start, command.env.total_steps) == (False, False, -1)
+
+
+class Plain(ArithmeticEnv):
+    servers = ServerBaseline(server_type="vllm", timeout=7)
+
+    @classmethod
+    def config_init(cls):
+        return BaseEnvConfig(), list(cls.servers) if isinstance(cls.servers, tuple) else cls.servers
+
+
+@pytest.mark.parametrize(
+    "servers",
+    [
+        ServerBaseline(server_type="vllm", timeout=7),
+        APIServerConfig(server_type="vllm", timeout=7),
+        [APIServerConfig(server_type="vllm", timeout=7)],
+    ],
+)
+def test_flags_reach_a_server_however_it_was_declared(servers):
+    class Declared(Plain):
+        pass
+
+    Declared.servers = servers
+    for verb in ("serve", "process", "evaluate"):
+        command = read_command(Declared, verb, ["--openai.base_url", "http://mine:9/v1"])
+        assert [(s.base_url, s.timeout) for s in command.servers] == [("http://mine:9/v1", 7)]
+
+
+def test_several_servers_stay_several():
+    class Several(Plain):
+        servers = tuple(APIServerConfig(base_url=f"http://s{n}:9/v1", server_type="vllm") for n in range(3))
+
+    assert len(read_command(Several, "serve", []).servers) == 3
+
+
+def test_process_keeps_equal_scores_and_messages():
+    config = read_command(ArithmeticEnv, "process", []).env
+    assert (config.ensure_scores_are_not_same, config.include_messages) == (False, True)
+
+
+def test_training_from_an_openai_server_is_refused_with_what_to_set():
+    with pytest.raises(TokensUnavailable, match=r"set --openai\.server_type vllm"):
+        run_verb(ArithmeticEnv, ["serve", "--openai.server_type", "openai"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "a verb is missing"),
+        (["serv"], "did you mean serve?"),
+        (["serve", "--env.taks", "add"], "did you mean --env.task?"),
+        (["serve", "--env.task", "poetry"], "poetry"),
+        (["serve", "--env.group_size", "none"], "--env.group-size"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, words):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("arithmetic_server.py: error: ")
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_help_is_fast_and_loads_nothing_heavy():
+    started = time.process_time()
+    probe = (
+        "import sys; from environments.arithmetic_server import ArithmeticEnv\n"
+        "try: ArithmeticEnv.cli()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'fastapi', 'httpx', 'tokenizers'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe, "serve", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--env.task" in done.stdout
+    assert time.process_time() - started < 1
+
+
+def test_every_environment_needs_only_three_methods():
+    assert BaseEnv.__abstractmethods__ == {"setup", "get_next_item", "evaluate"}

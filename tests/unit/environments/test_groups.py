@@ -1,0 +1,107 @@
+"""Groups on their way out: aligned, complete, and rejected only for a reason."""
+
+import pytest
+
+from environments.sdk.groups import GroupRules, group_items, to_wire
+from environments.sdk.session.journal import Journal
+from environments.sdk.session.nodes import SequenceNode
+
+RULES = GroupRules(group_size=2, max_token_length=16, ensure_scores_are_not_same=True)
+
+
+def raw(scores=(0.0, 1.0), length=3, **more):
+    return {"tokens": [[5] * length] * 2, "masks": [[5] * length] * 2, "scores": list(scores), **more}
+
+
+def convert(**more):
+    return to_wire(raw(**more), Journal("train"))
+
+
+def test_a_usable_group_is_not_rejected():
+    assert RULES.why_rejected(convert()) is None
+
+
+def test_equal_scores_are_rejected_only_where_asked():
+    assert "all its scores are 1" in RULES.why_rejected(convert(scores=(1.0, 1.0)))
+    lenient = GroupRules(group_size=2, max_token_length=16, ensure_scores_are_not_same=False)
+    assert lenient.why_rejected(convert(scores=(1.0, 1.0))) is None
+
+
+def test_a_sequence_as_long_as_the_trainers_limit_is_rejected():
+    assert RULES.why_rejected(convert(length=15)) is None
+    assert "16 tokens" in RULES.why_rejected(convert(length=16))
+    anything = GroupRules(group_size=2, max_token_length=0, ensure_scores_are_not_same=True)
+    assert anything.why_rejected(convert(length=99)) is None
+
+
+def test_group_overrides_change_the_size_expected():
+    """R38: a group may say that it is of another size."""
+    three = {"tokens": [[5]] * 3, "masks": [[5]] * 3, "scores": [0, 1, 2]}
+    assert "3 rollouts, 2 were expected" in RULES.why_rejected(to_wire(three, Journal("train")))
+    told = to_wire({**three, "group_overrides": {"group_size": 3}}, Journal("train"))
+    assert RULES.why_rejected(told) is None
+
+
+def test_none_as_group_overrides_is_no_error():
+    assert RULES.why_rejected(convert(group_overrides=None)) is None
+
+
+def test_empty_lists_mean_nothing_was_given():
+    group = convert(advantages=[], messages=[], overrides=[], ref_logprobs=[])
+    assert (group.advantages, group.messages, group.overrides, group.ref_logprobs) == (None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({"overrides": [{}]}, "2 rollouts but 1 entries of overrides"),
+        ({"inference_logprobs": [[-1.0] * 3, [-1.0]]}, "rollout 1 has 3 tokens but 1 entries of inference_logprobs"),
+        ({"scores": [1.0]}, "1 scores"),
+    ],
+)
+def test_a_misaligned_group_is_told_with_the_rollout(broken, words):
+    with pytest.raises(ValueError, match=words):
+        to_wire({**raw(), **broken}, Journal("train"))
+
+
+def test_what_was_left_out_comes_from_the_rollouts_own_samples():
+    nodes = [
+        SequenceNode(
+            full_text="",
+            tokens=[5, token],
+            masked_tokens=[-100, token],
+            logprobs=[1.0, -0.5],
+            policy_versions=[(1, 2, 9)],
+            metadata={"generation_params": {"temperature": 0.7}},
+        )
+        for token in (6, 7)
+    ]
+    group = to_wire(
+        {"tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [0, 1]}, Journal("train", nodes)
+    )
+    assert group.policy_versions == [[(1, 2, 9)], [(1, 2, 9)]]
+    assert group.inference_logprobs == [[1.0, -0.5]] * 2
+    assert group.generation_params == {"temperature": 0.7}
+
+
+def test_single_rollouts_keep_everything_they_carry():
+    items = [
+        {
+            "tokens": [5],
+            "masks": [5],
+            "scores": float(n),
+            "inference_logprobs": [-0.1],
+            "policy_versions": [(0, 1, n)],
+            "generation_params": {"temperature": 1.0},
+            "group_overrides": {"group_size": 2},
+            "overrides": {"set_advantage_to_zero": True} if n else None,
+        }
+        for n in range(2)
+    ]
+    group = group_items(items)
+    assert group["inference_logprobs"] == [[-0.1], [-0.1]]
+    assert group["policy_versions"] == [[(0, 1, 0)], [(0, 1, 1)]]
+    assert group["overrides"] == [None, {"set_advantage_to_zero": True}]
+    assert group["group_overrides"] == {"group_size": 2}
+    assert group["generation_params"] == {"temperature": 1.0}
+    assert "advantages" not in group
