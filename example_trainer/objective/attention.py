@@ -184,8 +184,9 @@ def _explicit(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scaling
     folded = query.view(batch, width, kv_heads, shared, dim).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(batch, kv_heads, shared * width, dim) * scaling
     scores = torch.matmul(folded, key.permute(0, 2, 3, 1)).view(batch, kv_heads, shared, width, columns)
-    blocked = ~bucket.allowed(window)[:, None, None]
-    weights = scores.float().masked_fill(blocked, float("-inf")).softmax(-1).to(value.dtype)
+    # In place: nothing needs the product itself again, and a copy of the scores is the largest tensor here.
+    weights = scores.masked_fill_(~bucket.allowed(window)[:, None, None], float("-inf"))
+    weights = weights.softmax(-1, dtype=torch.float32).to(value.dtype)
     mixed = torch.matmul(weights.view(batch, kv_heads, shared * width, columns), value.transpose(1, 2))
     return mixed.view(batch, kv_heads, shared, width, -1).permute(0, 3, 1, 2, 4)
 
@@ -209,7 +210,9 @@ def _varlen(rows: list[Tensor], lengths: tuple[Tensor, int], scaling: float, win
 
     cumulative, longest = lengths
     left = -1 if window is None else window - 1
-    query, key, value = rows
+    value = rows[2]
+    # Rotary embedding leaves queries and keys in fp32 under autocast; the kernel wants one half-precision dtype.
+    query, key = (tensor.to(value.dtype) for tensor in rows[:2])
     mixed = varlen_attn(
         query,
         key,

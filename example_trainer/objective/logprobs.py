@@ -70,7 +70,8 @@ class _ChunkedHead(torch.autograd.Function):
             logs = _log_softmax(hidden[index[part]].to(compute), head, bias, temperatures[part])
             logprobs[part] = logs.gather(1, labels[part, None]).squeeze(1)
             probabilities = logs.exp()
-            entropies[part] = -(probabilities * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(1)
+            # A logit of -inf has probability 0 and no entropy, where 0 * -inf would be NaN.
+            entropies[part] = -(probabilities * logs.clamp_(min=torch.finfo(logs.dtype).min)).sum(1)
             if keep:
                 kept.append(probabilities)
         ctx.save_for_backward(hidden, weight, bias, index, labels, temperatures, *kept)

@@ -240,3 +240,21 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused(policy: Polic
     policy.hf_config.final_logit_softcapping = 30.0
     with pytest.raises(UnsupportedModel, match="final_logit_softcapping is 30"):
         choose_layout(policy)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "none"])
+def test_a_policy_served_in_bf16_trains_packed_and_agrees_with_its_sampler(tiny_model: Path, masters: str) -> None:
+    config = make_config(tiny_model, dtype="bfloat16")
+    options = PolicyOptions(model_name=str(tiny_model), dtype="bfloat16", device="cpu", master_weights=masters)  # type: ignore[arg-type]
+    policy = load_policy(options)
+    assert choose_layout(policy) == "shared"
+    optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
+    learner = Learner(policy, optimizer, learner_settings(config), layout="shared")
+    batch = make_batch(tiny_model)
+    before = weights_of(learner)
+    result = learner.train(batch)
+    assert result.logprobs is not None
+    gap = (result.logprobs - batch.targets.rollout_logprobs).abs()  # the sampler computes in fp32
+    assert gap.max() < 0.1
+    assert gap.mean() < 0.02
+    assert any(not torch.equal(weight, before[name]) for name, weight in weights_of(learner).items())
