@@ -18,8 +18,25 @@ from atropos_api.client import AsyncBrokerClient
 from atropos_api.config import BrokerConfig
 from atropos_api.http.app import create_app
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
+from atropos_api.wire.groups import Group
 
 IN_PROCESS_URL = "http://127.0.0.1"
+
+
+def make_group(
+    size: int = 4, length: int = 6, *, first_token: int = 0, version: int | None = None, **fields: Any
+) -> Group:
+    """A valid group, its tokens counted up from `first_token`; sampled under `version` where one is given."""
+    tokens = [[first_token + row * length + place for place in range(length)] for row in range(size)]
+    values: dict[str, Any] = {
+        "tokens": tokens,
+        "masks": [[-100, *row[1:]] for row in tokens],
+        "scores": [float(row) for row in range(size)],
+        "inference_logprobs": [[1.0] + [-0.5] * (length - 1) for _ in tokens],
+    }
+    if version is not None:
+        values["policy_versions"] = [[(1, length, version)] for _ in tokens]
+    return Group(**(values | fields))
 
 
 def make_memory_app(**options: Any) -> FastAPI:

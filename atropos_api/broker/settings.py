@@ -18,5 +18,6 @@ class BrokerSettings:
     min_allocation_wait_seconds: float = 120.0
     dedup_window_seconds: float = 30.0
     key_memory_seconds: float = 3600.0
+    max_left_over_bytes: int = 2**30
     max_queued_sequences: int = 200_000
     max_queued_bytes: int = 16 * 2**30

@@ -45,6 +45,7 @@ class Succession:
         if rest:
             state.left_over.setdefault(run.run_id, []).extend(rest)
             state.counters.groups_left_over_total += len(rest)
+            self._trim_left_over()
 
     def resume(self, run: RunRow, request: RunRequest) -> RunRow:
         state = self._state
@@ -94,12 +95,31 @@ class Succession:
         return reopened
 
     def _keep_what_follows(self, run: RunRow, point: int, batch_size: int) -> None:
-        """Formed batches after the checkpoint stay as they are if their size still fits; the rest is settled."""
-        if run.committed_batch < point <= run.formed_batch:
-            self._batches.commit(run, point)
-        following = sorted(n for n in self._state.batches if n > point)
-        unfit = {n for n in following if sum(group.size for group in self._state.batches[n]) != batch_size}
-        rewound = point < run.committed_batch
-        first_gap = min(unfit, default=None)
-        dissolved = [n for n in following if rewound or (first_gap is not None and n >= first_gap)]
-        self._batches.dissolve(dissolved)
+        """Batches after the checkpoint stay as they are while their size still fits; the rest goes back into the queue.
+
+        A trainer that comes back to before its last commit gets the batches that were kept for replay, if any.
+        """
+        state = self._state
+        covered = min(point, run.formed_batch)
+        if covered > run.committed_batch:
+            self._batches.commit(run, covered)
+        for number in [n for n in state.kept if n > point]:
+            state.batches[number] = state.kept.pop(number)
+        last = point
+        while last + 1 in state.batches and sum(group.size for group in state.batches[last + 1]) == batch_size:
+            last += 1
+        self._batches.dissolve([n for n in state.batches if n > last])
+
+    def _trim_left_over(self) -> None:
+        """Left-over groups are deleted, oldest run first, once they take more than their share of the disk."""
+        state = self._state
+        sizes = {run_id: sum(group.body.length for group in rest) for run_id, rest in state.left_over.items()}
+        oldest_first = sorted(sizes, key=lambda run_id: state.runs.find(run_id).began_at)
+        total = sum(sizes.values())
+        for run_id in oldest_first[:-1]:
+            if total <= state.settings.max_left_over_bytes:
+                return
+            total -= sizes[run_id]
+            rest = state.left_over.pop(run_id)
+            state.ledger.drop_groups([group.seq for group in rest])
+            state.bodies.discard(group.body for group in rest)

@@ -1,0 +1,51 @@
+"""Submissions without a key: what a repeat is, and what is not."""
+
+import json
+import socket
+import time
+
+import pytest
+
+
+def post_and_hang_up(url, body):
+    """Send a submission and be gone before its answer."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        # A reset instead of an orderly end, as when a client is killed.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        head = f"POST /scored_data HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+
+
+def test_equal_groups_whose_answers_arrived_are_all_kept(legacy):
+    legacy.start(batch_size=4)
+    for _ in range(3):
+        legacy.post(1)
+    assert legacy.http.get("/status").json()["queue_size"] == 3
+
+
+def test_the_same_bytes_after_an_answer_that_was_lost_are_recognised_once(legacy, make_group):
+    legacy.start(batch_size=4)
+    body = json.dumps(make_group(1)).encode()
+    for _ in range(20):
+        post_and_hang_up(legacy.url, body)
+    time.sleep(0.3)
+    before = legacy.http.get("/v1/status").json()["counters"]
+    for _ in range(60):
+        legacy.http.post("/scored_data", content=body)
+    after = legacy.http.get("/v1/status").json()["counters"]
+    taken = after["groups_received_total"] - before["groups_received_total"]
+    repeats = after["groups_duplicate_total"] - before["groups_duplicate_total"]
+    assert taken + repeats == 60
+    # Equal fingerprints stand for one expected repeat, whatever number of attempts was lost.
+    assert repeats <= 1
+
+
+@pytest.mark.parametrize("legacy", [{"dedup_window": 0}], indirect=True)
+def test_the_window_of_zero_turns_recognition_off(legacy, make_group):
+    legacy.start(batch_size=4)
+    body = json.dumps(make_group(1)).encode()
+    post_and_hang_up(legacy.url, body)
+    time.sleep(0.2)
+    legacy.http.post("/scored_data", content=body)
+    assert legacy.http.get("/v1/status").json()["counters"]["groups_duplicate_total"] == 0

@@ -1,0 +1,80 @@
+"""Recognition of repeats, at the rules: no socket decides here whether an answer got through."""
+
+import msgspec
+import pytest
+
+from atropos_api.broker import Broker, BrokerSettings
+from atropos_api.broker.legacy import LegacyContract
+from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
+from atropos_api.testing import make_group
+from atropos_api.wire.payload import decode_fields
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def store():
+    return MemoryLedger(), MemoryBodyLog()
+
+
+@pytest.fixture
+def legacy(store, clock):
+    return open_legacy(store, clock)
+
+
+def open_legacy(store, clock):
+    return LegacyContract(Broker(*store, settings=BrokerSettings(dedup_window_seconds=30.0), clock=clock))
+
+
+def fields(ident=1, env_id=0):
+    return decode_fields(msgspec.json.encode(make_group(4, first_token=ident * 100, env_id=env_id)))
+
+
+def send(legacy, *, answered, env_id=0):
+    taken = legacy.take([fields(env_id=env_id)])
+    legacy._broker.intake.settle(taken.rows)
+    if not answered:
+        legacy.expect_repeat(taken)
+    return taken.duplicates
+
+
+def test_a_repeat_after_a_lost_answer_is_taken_once(legacy):
+    assert send(legacy, answered=False) == 0
+    assert send(legacy, answered=True) == 1
+    assert send(legacy, answered=True) == 0
+    assert legacy._state.queue.groups == 2
+
+
+def test_equal_bytes_after_an_answer_are_another_group(legacy):
+    assert [send(legacy, answered=True) for _ in range(3)] == [0, 0, 0]
+
+
+def test_equal_bytes_of_another_environment_are_another_group(legacy):
+    send(legacy, answered=False, env_id=0)
+    assert send(legacy, answered=True, env_id=1) == 0
+
+
+def test_after_the_window_equal_bytes_are_another_group(legacy, clock):
+    send(legacy, answered=False)
+    clock.now += 31
+    assert send(legacy, answered=True) == 0
+
+
+def test_a_crash_between_write_and_answer_makes_the_repeat_recognised_afterwards(legacy, store, clock):
+    send(legacy, answered=True)
+    # Taken and written, then the process dies before the answer is out.
+    legacy.take([fields(2)])
+    revived = open_legacy(store, clock)
+    assert revived.take([fields(2)]).duplicates == 1
+    assert revived.take([fields(2)]).duplicates == 0
+    assert revived._state.queue.groups == 3

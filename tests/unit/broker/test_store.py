@@ -1,0 +1,160 @@
+"""The durable store: what was written is there again, what was torn is not, and disks that are full say so."""
+
+import os
+
+import pytest
+
+from atropos_api.errors import DataDirectoryInUse, StoreDamaged, StoreUnavailable
+from atropos_api.store.base import BodyRef, GroupRow, KeyRow, PolicyRow
+from atropos_api.store.directory import open_directory
+from atropos_api.store.ledger_sqlite import SqliteLedger
+from atropos_api.store.opening import open_store
+from atropos_api.store.segments import SegmentLog
+
+
+def make_row(seq, body, **changes):
+    values = {
+        "seq": seq, "run_id": "", "env_id": None, "size": 4, "token_count": 40, "body": body,
+        "received_version": None, "oldest_version": 2, "arrived_at": 1.5,
+    }  # fmt: skip
+    return GroupRow(**(values | changes))
+
+
+def test_bodies_come_back_byte_for_byte(tmp_path):
+    log = SegmentLog(tmp_path)
+    bodies = [b"a", b"", os.urandom(100_000), b"z" * 1000]
+    refs = log.append(bodies)
+    assert log.read(refs) == bodies
+    log.close()
+    again = SegmentLog(tmp_path)
+    assert again.adopt(refs) == []
+    assert again.read(refs) == bodies
+    again.close()
+
+
+def test_more_bodies_than_one_system_call_takes(tmp_path):
+    log = SegmentLog(tmp_path)
+    bodies = [b"%d" % n for n in range(3000)]
+    assert log.read(log.append(bodies)) == bodies
+    log.close()
+
+
+def test_a_torn_tail_costs_only_what_it_tore(tmp_path):
+    log = SegmentLog(tmp_path)
+    refs = log.append([b"x" * 500, b"y" * 500])
+    log.close()
+    path = next(tmp_path.glob("*.log"))
+    os.truncate(path, path.stat().st_size - 100)
+    again = SegmentLog(tmp_path)
+    assert again.adopt(refs) == [refs[1]]
+    assert again.read(refs[:1]) == [b"x" * 500]
+    again.close()
+
+
+def test_a_changed_byte_is_noticed(tmp_path):
+    log = SegmentLog(tmp_path)
+    (ref,) = log.append([b"x" * 500])
+    with next(tmp_path.glob("*.log")).open("r+b") as file:
+        file.seek(ref.offset + 10)
+        file.write(b"!")
+    with pytest.raises(StoreDamaged, match="checksum"):
+        log.read([ref])
+    log.close()
+
+
+def test_a_segment_goes_when_nothing_in_it_is_alive(tmp_path):
+    log = SegmentLog(tmp_path, segment_bytes=1000)
+    refs = [ref for _ in range(6) for ref in log.append([b"x" * 600])]
+    assert len(list(tmp_path.glob("*.log"))) == 3
+    log.discard(refs[:4])
+    assert len(list(tmp_path.glob("*.log"))) == 1
+    assert log.read(refs[4:]) == [b"x" * 600] * 2
+    log.close()
+
+
+def test_mostly_dead_segments_are_named_for_rewriting(tmp_path):
+    log = SegmentLog(tmp_path, segment_bytes=1000)
+    refs = [ref for _ in range(12) for ref in log.append([b"x" * 200])]
+    log.discard(refs[1:5])
+    assert log.sparse_segments() == [refs[0].segment]
+    log.close()
+
+
+def test_a_refused_write_leaves_nothing_behind(tmp_path, monkeypatch):
+    log = SegmentLog(tmp_path)
+    (kept,) = log.append([b"kept"])
+
+    def write_some(descriptor, pieces):
+        return os.write(descriptor, b"".join(pieces)[:5])
+
+    monkeypatch.setattr(os, "writev", write_some)
+    with pytest.raises(StoreUnavailable, match="free space"):
+        log.append([b"x" * 100])
+    monkeypatch.undo()
+    (after,) = log.append([b"after"])
+    assert log.read([kept, after]) == [b"kept", b"after"]
+    log.close()
+
+
+def test_rows_come_back_as_they_were(tmp_path):
+    ledger = SqliteLedger(tmp_path / "ledger.sqlite")
+    rows = [make_row(1, BodyRef(1, 12, 5)), make_row(2, BodyRef(1, 40, 5), run_id="r", env_id=-3, batch=2, key_id=1)]
+    key = KeyRow(key_id=1, owner="env", key="k", group_count=1, used_at=2.0)
+    policy = PolicyRow(run_id="r", version=3, step=1, published_at=0.5, orphaned=True)
+    with ledger.transaction():
+        ledger.add_groups(rows, answered_seq=1)
+        ledger.put_key(key)
+        ledger.put_policy(policy)
+    ledger.close()
+    found = SqliteLedger(tmp_path / "ledger.sqlite").load()
+    assert (found.groups, found.keys, found.policies) == (rows, [key], [policy])
+    assert (found.next_seq, found.answered_seq) == (3, 1)
+
+
+def test_a_transaction_that_fails_keeps_nothing(tmp_path):
+    ledger = SqliteLedger(tmp_path / "ledger.sqlite")
+    with pytest.raises(RuntimeError), ledger.transaction():
+        ledger.add_groups([make_row(1, BodyRef(1, 12, 5))], answered_seq=0)
+        raise RuntimeError
+    assert ledger.load().groups == []
+    ledger.close()
+
+
+def test_a_full_disk_is_said_to_be_one(tmp_path):
+    ledger = SqliteLedger(tmp_path / "ledger.sqlite")
+    ledger._db.execute("PRAGMA max_page_count = 20")
+    with pytest.raises(StoreUnavailable, match="full"):
+        for seq in range(1, 5000):
+            ledger.put_key(KeyRow(key_id=seq, owner="o" * 500, key=str(seq), group_count=1, used_at=0.0))
+    ledger.close()
+
+
+def test_one_broker_holds_a_directory_at_a_time(tmp_path):
+    ledger, bodies = open_directory(tmp_path, fsync="interval", fresh=False)
+    with pytest.raises(DataDirectoryInUse, match=f"pid {os.getpid()}"):
+        open_store(str(tmp_path))
+    bodies.close()
+    ledger.close()
+    for part in reversed(open_store(str(tmp_path))):
+        part.close()
+
+
+def test_fresh_deletes_what_was_there(tmp_path):
+    ledger, bodies = open_store(str(tmp_path))
+    ledger.add_groups([make_row(1, *bodies.append([b"old"]))], answered_seq=0)
+    bodies.close()
+    ledger.close()
+    (tmp_path / "notes.txt").write_text("not ours")
+    ledger, bodies = open_store(str(tmp_path), fresh=True)
+    assert ledger.load().groups == []
+    assert (tmp_path / "notes.txt").exists()
+    bodies.close()
+    ledger.close()
+
+
+def test_another_schema_is_refused_by_name(tmp_path):
+    ledger = SqliteLedger(tmp_path / "ledger.sqlite")
+    ledger._db.execute("PRAGMA user_version = 99")
+    ledger.close()
+    with pytest.raises(StoreDamaged, match="schema 99"):
+        SqliteLedger(tmp_path / "ledger.sqlite")
