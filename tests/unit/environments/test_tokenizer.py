@@ -1,0 +1,77 @@
+"""The light tokenizer: the same ids and texts as transformers gives for the same folder."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from environments.sdk.errors import TokenizerUnavailable
+from environments.sdk.tokenizer import FastTokenizer, load_tokenizer
+
+TEXTS = [
+    "Ann has 35 pens. gets 7. loses 4. gets 9. How many now?",
+    "35+7=42\n42-4=38\n#### 38<|end|>",
+    "  Völlig andere Zeichen: ünïcödé – 漢字 🙂\t\n\n it's",
+    "<|user|>x<|end|><|assistant|>",
+    "",
+]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "  2+2?\n"},
+    {"role": "assistant", "content": "#### 4"},
+    {"role": "user", "content": "Sure?"},
+]
+
+
+def test_it_agrees_with_transformers_in_everything_it_does(tokenizer_folder):
+    from transformers import PreTrainedTokenizerFast
+
+    light, full = FastTokenizer(tokenizer_folder), PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
+    for text in TEXTS:
+        ids = light.encode(text)
+        assert ids == full.encode(text)
+        assert light.decode(ids) == full.decode(ids)
+        assert light.decode(ids, skip_special_tokens=True) == full.decode(ids, skip_special_tokens=True)
+    for generation_prompt in (False, True):
+        options = {"tokenize": False, "add_generation_prompt": generation_prompt}
+        assert light.apply_chat_template(CHAT, **options) == full.apply_chat_template(CHAT, **options)
+        assert light.apply_chat_template(CHAT, add_generation_prompt=generation_prompt) == full.apply_chat_template(
+            CHAT, add_generation_prompt=generation_prompt, return_dict=False
+        )
+    assert (light.eos_token_id, light.pad_token_id, light.bos_token_id) == (full.eos_token_id, full.pad_token_id, None)
+    assert set(light.all_special_ids) >= set(full.all_special_ids)
+    assert len(light) == len(full)
+
+
+def test_everything_else_comes_from_the_full_tokenizer(tokenizer_folder):
+    light = load_tokenizer(str(tokenizer_folder))
+    assert light.convert_tokens_to_ids("<|end|>") == light.eos_token_id
+    assert light(["a b"])["input_ids"] == [light.encode("a b")]
+    assert "input_ids" in light.apply_chat_template(CHAT, return_dict=True)
+
+
+def test_the_light_tokenizer_loads_no_transformers(tokenizer_folder):
+    probe = (
+        "import sys; from environments.sdk.tokenizer import load_tokenizer\n"
+        f"t = load_tokenizer({str(tokenizer_folder)!r}); t.decode(t.encode('a 1'))\n"
+        "t.apply_chat_template([{'role': 'user', 'content': 'x'}])\n"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+def test_templates_may_use_what_transformers_offers_them(tokenizer_folder, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((tokenizer_folder / name).read_text())
+    first = "{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{{ eos_token }}"
+    template = "{% for m in messages %}" + first + "{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    text = FastTokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "é"}, {}], tokenize=False)
+    assert text == json.dumps({"role": "user", "content": "é"}, ensure_ascii=False) + "<|end|>"
+
+
+def test_an_unknown_tokenizer_says_what_to_set(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(TokenizerUnavailable, match=r"--env\.tokenizer_name"):
+        load_tokenizer("nobody/no-such-model")
