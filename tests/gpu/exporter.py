@@ -1,0 +1,86 @@
+"""A stand-in for the inference server on a GPU: owns fused weights, has captured a CUDA graph, exports them.
+
+Reads one JSON command a line from standard input and answers each with one JSON line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+
+import torch
+
+from example_trainer.weights.segment import make_segment
+
+ROWS = 8
+
+
+class Exporter:
+    """Layers of fused qkv and gate_up matrices in bf16, and one forward over them as a CUDA graph."""
+
+    def __init__(self, layers: int, hidden: int, inner: int) -> None:
+        torch.manual_seed(0)
+        scale = hidden**-0.5
+        self.weights: dict[str, torch.Tensor] = {}
+        for layer in range(layers):
+            for name, shape in {
+                "qkv": (3 * hidden, hidden),
+                "gate_up": (2 * inner, hidden),
+                "down": (hidden, inner),
+            }.items():
+                weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * scale
+                self.weights[f"layers.{layer}.{name}"] = weight
+        self.layers = layers
+        self.input = torch.randn(ROWS, hidden, device="cuda", dtype=torch.bfloat16)
+        self.graph = torch.cuda.CUDAGraph()
+        warm_up = torch.cuda.Stream()
+        warm_up.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm_up):
+            self.forward()
+        torch.cuda.current_stream().wait_stream(warm_up)
+        with torch.cuda.graph(self.graph):
+            self.output = self.forward()
+
+    def forward(self) -> torch.Tensor:
+        states = self.input
+        for layer in range(self.layers):
+            query, key, value = (states @ self.weights[f"layers.{layer}.qkv"].t()).chunk(3, dim=-1)
+            states = states + query * key.sigmoid() + value
+            gate, up = (states @ self.weights[f"layers.{layer}.gate_up"].t()).chunk(2, dim=-1)
+            states = states + (gate.sigmoid() * up) @ self.weights[f"layers.{layer}.down"].t()
+            states = states / states.float().norm(dim=-1, keepdim=True).to(states.dtype)
+        return states
+
+    def answer(self, command: str) -> dict[str, object]:
+        if command == "export":
+            exported = make_segment(str(torch.cuda.get_device_properties(0).uuid)).export(self.weights)
+            return {
+                "storages": [storage.model_dump() for storage in exported.storages],
+                "placements": {
+                    name: [place.storage, place.offset, list(place.shape), list(place.stride)]
+                    for name, place in exported.placements.items()
+                },
+            }
+        if command == "replay":
+            self.graph.replay()
+            torch.cuda.synchronize()
+            return {"replayed": digest(self.output), "eager": digest(self.forward())}
+        if command == "checksum":
+            return {name: digest(weight) for name, weight in self.weights.items()}
+        return {"nbytes": sum(weight.nbytes for weight in self.weights.values())}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+
+
+def main() -> None:
+    exporter = Exporter(*map(int, sys.argv[1:4]))
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(exporter.answer(line.strip())) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
