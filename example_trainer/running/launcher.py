@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 import psutil
 
 from example_trainer.errors import TrainerError
 from example_trainer.running.feed import Endpoint, Feed, MetricsTail, Snapshot
+from example_trainer.running.hub import require_on_hub
 from example_trainer.running.plan import (
     BASE_MODEL,
     BROKER,
@@ -36,6 +38,7 @@ from example_trainer.running.summary import Summary, summarise
 from example_trainer.running.supervisor import ChildFailed, ChildSpec, Supervisor
 
 TICK_SECONDS = 0.1
+CACHE_LOOKUP_SECONDS = 2.0
 # An environment that ended first has to be followed by the trainer, which still writes its last checkpoint.
 TRAINER_LAG_SECONDS = 120.0
 
@@ -100,6 +103,8 @@ class Launch:
         """Run everything; raises `ChildFailed` or `Interrupted` when that could not be brought to its end."""
         base, places = local_base(self.settings.trainer.model_name), settle_places(self.settings)
         model = self.settings.trainer.model_name if base else require_model(self.settings.trainer.model_name)
+        if base is None and not Path(model).is_dir():
+            require_on_hub(model)
         self.run.create()
         adopt_orphans()
         with StopRequest.listening() as stop, Supervisor(self.run.logs) as supervisor:
@@ -124,11 +129,13 @@ class Launch:
         self, base: LocalBase, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest
     ) -> str:
         """Have the base model made, or found, and answer where it lies."""
-        snapshot.phase = f"making the base model (task {base.task}, about half a minute, once)"
         snapshot.milestones["base model"] = None
+        begun = time.monotonic()
 
         def tick() -> None:
             stop.obey()
+            making = time.monotonic() - begun > CACHE_LOOKUP_SECONDS
+            snapshot.phase = "making the base model (half a minute, once)" if making else "looking for the base model"
             view.update(snapshot, ())
 
         child = supervisor.run_to_end(base.spec, tick)

@@ -24,6 +24,7 @@ from example_trainer.running.supervisor import ChildSpec
 
 BROKER, VLLM, TRAINER, BASE_MODEL = "broker", "vllm", "trainer", "base-model"
 MANIFEST_NAME = "vllm_bridge_config.json"
+NVIDIA_DEVICE = Path("/dev/nvidia0")
 MANY_CORES = 8
 # Modes in which the server lives through the whole run; in the others the trainer starts and restarts its own.
 SERVER_OUTLIVES_PUBLISH = frozenset({"shared_vllm", "lora_only"})
@@ -179,6 +180,9 @@ class _Builder:
         path = self._write(VLLM, {VLLM: content | {"model": self.model, "port": self.places.vllm_port}})
         command = self._command(self.programs.vllm, path, flags.unprefixed(VLLM))
         own = {"LOGDIR": str(self._manifest.parent)}
+        if not NVIDIA_DEVICE.exists():
+            # Eager all the same: otherwise the sampler's small kernels are compiled, which takes a C++ compiler and 20 s.
+            own["TORCHDYNAMO_DISABLE"] = os.environ.get("TORCHDYNAMO_DISABLE", "1")
         if self.settings.trainer.vllm_gpu is not None:
             own["CUDA_VISIBLE_DEVICES"] = str(self.settings.trainer.vllm_gpu)
         return ChildSpec(name=VLLM, command=command, environment=self._environment() | own)

@@ -78,7 +78,7 @@ def is_alive(process: psutil.Process) -> bool:
 def describe(process: psutil.Process) -> str:
     """`pid 4711 (python -m http.server)` as far as it may be read."""
     try:
-        command = " ".join(process.cmdline()) or process.name()
+        command = " ".join(process.cmdline()).strip() or process.name()
     except psutil.Error:
         return f"pid {process.pid}"
     return f"pid {process.pid} ({command[:120]})"
