@@ -55,6 +55,7 @@ class BaseEnvConfig(BaseModel):
     min_batch_allocation: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="least share of a batch")
     worker_timeout: float = Field(600, description="seconds until a rollout is given up; -1: never")
     # Ours.
+    server: str | None = Field(None, description="in a run file: which environment the launcher starts; unused here")
     rollout_server_token: str | None = Field(None, description="bearer token of run-api; default: $ATROPOS_TOKEN")
     eval_at_start: bool = Field(False, description="evaluate before the first group")
     eval_at_end: bool = Field(False, description="evaluate after the run has finished")

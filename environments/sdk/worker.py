@@ -11,12 +11,13 @@ import signal
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from atropos_api.wire.messages import EnvironmentRequest, Pacing
 from environments.sdk.config import EvalHandlingEnum
 from environments.sdk.env import BaseEnv
-from environments.sdk.errors import EnvironmentsError
+from environments.sdk.errors import EnvironmentsError, EvaluationFailed
 from environments.sdk.evaluate import run_evaluation
 from environments.sdk.groups import GroupRules
 from environments.sdk.link import BrokerLink
@@ -51,8 +52,9 @@ class EnvironmentWorker:
         self._changed = self._link.changed
         self._collector = Collector(env)
         self._rolling = 0
-        self._evaluating = False
+        self._evaluation: anyio.CancelScope | None = None
         self._evaluation_due = False
+        self._log_due = False
         self._stopping = False
 
     async def serve(self) -> None:
@@ -71,7 +73,7 @@ class EnvironmentWorker:
     async def _serve_run(self, group: TaskGroup) -> None:
         await self._wait_for_run()
         if self._env.config.eval_at_start and self._active:
-            await self._evaluate()
+            await self._evaluate(required=True)
         async with anyio.create_task_group() as rollouts:
             await self._admit_rollouts(rollouts, evaluations=group)
             with anyio.move_on_after(self._env.config.drain_seconds if self._stopping else 0):
@@ -82,7 +84,8 @@ class EnvironmentWorker:
             with anyio.move_on_after(self._env.config.drain_seconds):
                 await self._link.flush()
         elif self._env.config.eval_at_end:
-            await self._evaluate()
+            await self._end_evaluation()
+            await self._evaluate(required=True)
 
     async def _wait_for_run(self) -> None:
         """Until a trainer has begun a run; a run that is finished already is not waited for."""
@@ -115,10 +118,12 @@ class EnvironmentWorker:
     async def _admit_rollouts(self, rollouts: TaskGroup, *, evaluations: TaskGroup) -> None:
         """Start rollouts while there is room for them, and evaluations when they are due."""
         while self._active:
-            if self._evaluation_due and not self._evaluating:
+            if self._log_due:
+                await self._log()
+            if self._evaluation_due and self._evaluation is None:
                 self._evaluation_due = False
-                self._evaluating = True
                 evaluations.start_soon(self._evaluate)
+                await anyio.lowlevel.checkpoint()  # it stops admission, where the configuration says so
             if not self._has_room():
                 await self._changed.wait()
                 continue
@@ -139,17 +144,34 @@ class EnvironmentWorker:
             self._rolling -= 1
             self._changed.ring()
 
-    async def _evaluate(self) -> None:
-        self._evaluating = True
+    async def _evaluate(self, *, required: bool = False) -> None:
+        """Evaluate now; one that is `required` must succeed, any other failure is told and training goes on."""
+        step = self._pacing.current_step
         try:
-            await run_evaluation(self._env, step=self._pacing.current_step)
+            with anyio.CancelScope() as self._evaluation:
+                await run_evaluation(self._env, step=step)
         except Exception as error:  # an evaluation is the environment's own code and may raise anything
             if isinstance(error, EnvironmentsError):
                 raise
-            logger.exception("the evaluation at step %d failed", self._pacing.current_step)
+            if required:
+                raise EvaluationFailed(f"the evaluation at step {step} failed: {error!r}") from error
+            logger.exception("the evaluation at step %d failed", step)
         finally:
-            self._evaluating = False
+            self._evaluation = None
             self._changed.ring()
+
+    async def _end_evaluation(self) -> None:
+        """Stop an evaluation that is under way."""
+        while self._evaluation is not None:
+            self._evaluation.cancel()
+            await self._changed.wait()
+
+    async def _log(self) -> None:
+        self._log_due = False
+        try:
+            await self._env.wandb_log()
+        except Exception:  # the environment's own metrics may raise anything, and cost no rollout
+            logger.exception("metrics of step %d could not be logged", self._env.curr_step)
 
     def _has_room(self) -> bool:
         """Whether another group may begin: by the broker's pacing, the number of workers and a running evaluation."""
@@ -166,7 +188,7 @@ class EnvironmentWorker:
         most = config.max_num_workers
         if most < 1:
             most = config.max_num_workers_per_node * len(self._env.server.servers)
-        if not self._evaluating or config.eval_handling is EvalHandlingEnum.NONE:
+        if self._evaluation is None or config.eval_handling is EvalHandlingEnum.NONE:
             return most
         return 0 if config.eval_handling is EvalHandlingEnum.STOP_TRAIN else max(1, int(most * config.eval_limit_ratio))
 
@@ -179,6 +201,7 @@ class EnvironmentWorker:
             env.save_checkpoint(env.curr_step - env.curr_step % info.checkpoint_interval)
         if crossed(before, env.curr_step, env.config.steps_per_eval) and pacing.state == "run":
             self._evaluation_due = True
+        self._log_due = env.metrics.sent >= env.config.min_items_sent_before_logging
 
     def _rules(self) -> GroupRules:
         return GroupRules(
@@ -205,6 +228,8 @@ class EnvironmentWorker:
                     return
                 logger.info("%s: finishing what is under way", signal.Signals(number).name)
                 self._stopping = True
+                if self._evaluation is not None:
+                    self._evaluation.cancel()
                 self._changed.ring()
 
     def _finish(self) -> None:

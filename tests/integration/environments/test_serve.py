@@ -247,6 +247,46 @@ async def test_single_rollouts_become_groups(tokenizer_folder):
     assert all(len(group.tokens) == 8 and group.policy_versions for group in batches[0].groups)
 
 
+async def test_a_failed_evaluation_that_was_asked_for_ends_the_server_with_the_reason(tokenizer_folder):
+    class NoEvaluation(ArithmeticEnv):
+        async def evaluate(self):
+            raise FileNotFoundError("gold answers")
+
+    fake = make_fake()
+    env = make_env(fake, tokenizer_folder, NoEvaluation, eval_at_start=True)
+    with pytest.raises(ExceptionGroup) as failure:
+        await serve_and_train(env, fake, steps=1, batch_size=32)
+    assert "the evaluation at step 0 failed" in str(innermost(failure.value))
+
+
+async def test_a_failed_evaluation_in_between_costs_no_training(tokenizer_folder, caplog):
+    class NoEvaluation(ArithmeticEnv):
+        async def evaluate(self):
+            raise FileNotFoundError("gold answers")
+
+    fake = make_fake()
+    env = make_env(fake, tokenizer_folder, NoEvaluation, steps_per_eval=1)
+    batches = await serve_and_train(env, fake, steps=3, batch_size=32, seconds_a_step=0.02)
+    assert len(batches) == 3
+    assert "gold answers" in caplog.text
+
+
+async def test_metrics_are_logged_with_the_trainers_steps(tokenizer_folder):
+    class Logging(ArithmeticEnv):
+        def log_metrics(self, metrics, step):
+            logged.append((step, metrics))
+
+    logged = []
+    fake = make_fake()
+    env = make_env(fake, tokenizer_folder, Logging)
+    await serve_and_train(env, fake, steps=4, batch_size=32, seconds_a_step=0.05)
+    assert logged
+    step, metrics = logged[-1]
+    assert 1 <= step <= 4
+    assert metrics["train/completion_lengths"] > 0
+    assert metrics["train/items_sent_to_api"] >= 2
+
+
 def innermost(error):
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

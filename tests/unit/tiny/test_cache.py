@@ -1,0 +1,72 @@
+"""The cache of base models: made once, found again, made anew when the recipe changes."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from example_trainer.tiny import cache
+from example_trainer.tiny.cache import BaseReport, content_key, ensure_base, read_report, write_report
+
+
+@pytest.fixture
+def makes(monkeypatch):
+    """Counts how often a model is made; making one writes the two files that mark it complete."""
+    made = []
+
+    def make(task, seed, target):
+        made.append((task, seed))
+        target.mkdir()
+        (target / cache.WEIGHTS_FILE).write_bytes(b"weights")
+        write_report(target, BaseReport(task, seed, "hash", 0.25, 0.05, 13.0, 25.0))
+
+    monkeypatch.setattr(cache, "_make", make)
+    return made
+
+
+def test_a_model_is_made_once(makes, tmp_path):
+    first = ensure_base("chain", 0, tmp_path)
+    assert ensure_base("chain", 0, tmp_path) == first
+    assert ensure_base("chain", 1, tmp_path) != first
+    assert ensure_base("add", 0, tmp_path) != first
+    assert makes == [("chain", 0), ("chain", 1), ("add", 0)]
+    assert read_report(first).pass_rate == 0.25
+
+
+def test_two_that_want_the_same_model_make_it_once(makes, tmp_path):
+    threads = [threading.Thread(target=ensure_base, args=("chain", 0, tmp_path)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert makes == [("chain", 0)]
+
+
+def test_an_incomplete_model_is_made_again(makes, tmp_path):
+    path = ensure_base("chain", 0, tmp_path)
+    (path / cache.WEIGHTS_FILE).unlink()
+    (path / cache.REPORT_FILE).unlink()
+    path.rmdir()
+    ensure_base("chain", 0, tmp_path)
+    assert len(makes) == 2
+
+
+def test_the_key_follows_the_recipe(monkeypatch, tmp_path):
+    before = content_key("chain", 0)
+    assert content_key("chain", 0) == before
+    changed = tmp_path / "teacher.py"
+    changed.write_text("CHAIN_WORKED = 1")
+    sources = cache._recipe_sources()
+    monkeypatch.setattr(cache, "_recipe_sources", lambda: [*sources, changed])
+    assert content_key("chain", 0) != before
+
+
+def test_the_environment_names_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path))
+    assert cache.default_cache_dir() == tmp_path
+
+
+def test_finding_a_cached_model_loads_no_torch():
+    probe = "import sys, example_trainer.tiny; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
