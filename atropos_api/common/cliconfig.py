@@ -44,12 +44,11 @@ def load_config(
     `section` names the part of a run file that belongs to this model; a file without sections is read whole.
     `defaults` lie under the files and the flags (an environment's `config_init`).
     """
-    config, rest = load_config_with_rest(
-        model, argv, prog=prog, description=description, section=section, defaults=defaults
-    )
+    values, rest = _collect(model, argv, prog=prog, description=description, section=section, defaults=defaults or {})
     if rest:
+        # Before anything is validated: a misspelt flag often leaves a required one missing, and is the better clue.
         _refuse_unknown(rest[0], list_options(model))
-    return config
+    return validate(model, values)
 
 
 def load_config_with_rest(
@@ -62,15 +61,7 @@ def load_config_with_rest(
     defaults: Mapping[str, object] | None = None,
 ) -> tuple[ModelT, list[str]]:
     """As `load_config`, but hand back the arguments that are not the model's, for another parser to judge."""
-    options = list_options(model)
-    parsed, rest = _build_parser(options, prog=prog, description=description).parse_known_args(list(argv))
-    values: dict[str, Any] = _merge({}, defaults or {})
-    for path in parsed.config:
-        values = _merge(values, read_config_file(model, path, section=section))
-    for option in options:
-        given = getattr(parsed, option.path, None)
-        if given is not None:
-            _assign(values, option, given)
+    values, rest = _collect(model, argv, prog=prog, description=description, section=section, defaults=defaults or {})
     return validate(model, values), rest
 
 
@@ -119,6 +110,28 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+
+def _collect(
+    model: type[BaseModel],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    section: str | None,
+    defaults: Mapping[str, object],
+) -> tuple[dict[str, Any], list[str]]:
+    """Defaults under files under flags, and the arguments that are not the model's."""
+    options = list_options(model)
+    parsed, rest = _build_parser(options, prog=prog, description=description).parse_known_args(list(argv))
+    values: dict[str, Any] = _merge({}, defaults)
+    for path in parsed.config:
+        values = _merge(values, read_config_file(model, path, section=section))
+    for option in options:
+        given = getattr(parsed, option.path, None)
+        if given is not None:
+            _assign(values, option, given)
+    return values, rest
 
 
 def _build_parser(options: Sequence[Option], *, prog: str, description: str) -> _Parser:

@@ -101,6 +101,7 @@ def test_defaults_lie_under_files_and_flags() -> None:
     ("line", "words"),
     [
         ("--model m --bnchmark", ["--bnchmark", "did you mean --benchmark?"]),
+        ("--bnchmark", ["--bnchmark", "did you mean --benchmark?"]),
         ("--lr 1", ["--model-name is required"]),
         ("--model m --lr fast", ["--lr", '"fast"']),
         ("--model m --mode both", ["--mode", "'none' or 'shared'", '"both"']),
