@@ -181,7 +181,7 @@ class _Builder:
         command = self._command(self.programs.vllm, path, flags.unprefixed(VLLM))
         own = {"LOGDIR": str(self._manifest.parent)}
         if not NVIDIA_DEVICE.exists():
-            # Eager all the same: otherwise the sampler's small kernels are compiled, which takes a C++ compiler and 20 s.
+            # Otherwise the sampler compiles small kernels even in eager mode: 20 s, and it needs a C++ compiler.
             own["TORCHDYNAMO_DISABLE"] = os.environ.get("TORCHDYNAMO_DISABLE", "1")
         if self.settings.trainer.vllm_gpu is not None:
             own["CUDA_VISIBLE_DEVICES"] = str(self.settings.trainer.vllm_gpu)

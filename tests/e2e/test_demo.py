@@ -1,0 +1,207 @@
+"""The demo with every part real: it learns, its control does not, and what is killed is cleaned up behind.
+
+One launch costs some twenty seconds of imports on two cores, so each test asks of its launch all it can.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from example_trainer.running.process_tree import is_alive, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = str(ROOT / "configs/demo.yaml")
+LAUNCHER = (sys.executable, "-m", "example_trainer.run", "--config", DEMO)
+LIMIT_SECONDS = 10.0
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="session")
+def base_model() -> str:
+    """The demo's base, made once if this machine has not made it yet."""
+    made = subprocess.run(
+        [sys.executable, "-m", "example_trainer.tiny", "--task", "chain"],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    return dict(line.split(" ", 1) for line in made.stdout.splitlines())["path"]
+
+
+@pytest.fixture
+def demo(start_launcher, base_model: str) -> Callable[..., Any]:
+    def start(*flags: str, **variables: str) -> Any:
+        return start_launcher(*LAUNCHER, *flags, **variables)
+
+    return start
+
+
+@pytest.fixture
+def shared_memory_left(base_model: str) -> Iterator[Callable[[str], list[str]]]:
+    """Segments of the server with this boot id that are still there."""
+
+    def left(boot_id: str) -> list[str]:
+        return [path.name for path in Path("/dev/shm").iterdir() if boot_id in path.name]
+
+    return left
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def means(values: list[float], window: int = 5) -> list[float]:
+    return [sum(values[end - window : end]) / window for end in range(window, len(values) + 1)]
+
+
+def boot_id_of(run_dir: Path) -> str:
+    return json.loads((run_dir / "bridge/vllm_bridge_config.json").read_text())["boot_id"]
+
+
+def test_the_demo_learns(demo, traces) -> None:
+    launched = demo("--training-steps", "40", "--seed", "1")
+    launched.wait_for_steps(1, 300)
+    tree, boot_id = launched.tree(), boot_id_of(launched.run_dir)
+    code, out, error = launched.end(300)
+    assert (code, error) == (0, ""), launched.logs()
+    rows = rows_of(launched.run_dir)
+    summary = json.loads((launched.run_dir / "summary.json").read_text())
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert max(means([row["reward/mean"] for row in rows])) >= 0.9
+    assert summary["accuracy_base"] <= 0.2
+    assert summary["accuracy_trained"] >= 0.9
+    assert rows[0]["response/length_mean"] < 16
+    assert means([row["response/length_mean"] for row in rows])[-1] > 25
+    # R5: what trainer and server compute for the same tokens under the same version.
+    assert all(row["alignment/diff_max"] <= 1e-4 for row in rows if "alignment/diff_max" in row)
+    assert any("alignment/diff_max" in row for row in rows)
+    assert (launched.run_dir / "checkpoint-40/config.json").exists()
+    assert (launched.run_dir / "reward.png").exists()
+    assert set(summary["split_seconds"]) >= {"imports", "engine", "first batch", "steps"}
+    assert re.search(r"greedy accuracy.*->", out)
+    assert traces(tree) == []
+    assert not [path for path in Path("/dev/shm").iterdir() if boot_id in path.name]
+
+
+def test_with_advantages_shuffled_nothing_is_learnt(demo) -> None:
+    """The control: the same run, its rewards dealt out at random inside each batch."""
+    launched = demo("--training-steps", "40", "--shuffle-advantages", "--env.eval_at_end", "false")
+    code, _, error = launched.end(300)
+    assert code == 0, error + launched.logs()
+    assert means([row["reward/mean"] for row in rows_of(launched.run_dir)])[-1] < 0.5
+
+
+@pytest.mark.parametrize("victim", ["engine core", "vllm"])
+def test_kill_9_of_the_inference_server_or_its_engine_ends_the_run(
+    demo, traces, shared_memory_left, victim: str
+) -> None:
+    launched = demo("--training-steps", "400")
+    launched.wait_for_steps(2, 300)
+    tree, boot_id = launched.tree(), boot_id_of(launched.run_dir)
+    server = launched.child("vllm_api_server")
+    (server.children()[0] if victim == "engine core" else server).kill()
+    killed_at = time.monotonic()
+    code, _, error = launched.end()
+    assert code == 1
+    assert launched.ended_at - killed_at < LIMIT_SECONDS
+    assert "vllm" in error
+    assert "vllm.log" in error
+    assert traces(tree) == []
+    assert shared_memory_left(boot_id) == []
+
+
+def test_kill_9_of_the_launcher_leaves_nothing(demo, traces, shared_memory_left) -> None:
+    launched = demo("--training-steps", "400")
+    launched.wait_for_steps(2, 300)
+    tree, boot_id = launched.tree(), boot_id_of(launched.run_dir)
+    launched.process.kill()
+    launched.end()
+    assert wait_until(lambda: not any(map(is_alive, tree)) and not shared_memory_left(boot_id), LIMIT_SECONDS)
+    assert traces(tree) == []
+
+
+def test_four_programs_started_by_hand_in_the_wrong_order_train_too(base_model: str, tmp_path: Path) -> None:
+    """Trainer first, broker last: each waits for what it needs."""
+    broker, server = free_ports(2)
+    commands = {
+        "trainer": (
+            *("-m", "example_trainer.grpo", "--config", DEMO, "--model-name", base_model),
+            *("--run-dir", str(tmp_path), "--training-steps", "6", "--atropos-url", f"http://127.0.0.1:{broker}"),
+            *("--vllm-port", str(server), "--vllm-config-path", str(tmp_path / "vllm_bridge_config.json")),
+        ),
+        "environment": (
+            *("-m", "environments.arithmetic_server", "serve", "--env.tokenizer_name", base_model),
+            *("--env.rollout_server_url", f"http://127.0.0.1:{broker}", "--openai.model_name", base_model),
+            *("--openai.base_url", f"http://127.0.0.1:{server}/v1", "--env.data_dir_to_save_evals", str(tmp_path)),
+        ),
+        "vllm": (
+            *("-m", "example_trainer.vllm_api_server", "--model", base_model, "--port", str(server)),
+            *("--dtype", "float32", "--max-model-len", "512"),
+        ),
+        "broker": ("-m", "atropos_api", "--port", str(broker), "--store", "memory"),
+    }
+    variables = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "LOGDIR": str(tmp_path), "TORCHDYNAMO_DISABLE": "1"}
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name, command in commands.items():
+            with (tmp_path / f"{name}.log").open("w") as log:
+                started[name] = subprocess.Popen(
+                    [sys.executable, *command], stdout=log, stderr=log, cwd=ROOT, env={**os.environ, **variables}
+                )
+        assert started["trainer"].wait(240) == 0, (tmp_path / "trainer.log").read_text()
+        assert started["environment"].wait(60) == 0, (tmp_path / "environment.log").read_text()
+        assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 7))
+    finally:
+        for process in started.values():
+            process.send_signal(signal.SIGTERM)
+        for process in started.values():
+            process.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--trainig-steps", "3"], "unknown option --trainig-steps, did you mean --training-steps?"),
+        (["--model-name", "/nowhere/model"], "--model-name /nowhere/model: no such directory"),
+        (["--model-name", "tiny/chian"], "invalid choice: 'chian'"),
+        (["--openai.server_type", "openai"], "set --openai.server_type vllm"),
+        (["--env.group_sizee", "3"], "unknown option --env.group_sizee, did you mean --env.group-size?"),
+        (["--atropos-url", "http://nowhere.invalid:1"], "the broker's host 'nowhere.invalid' cannot be resolved"),
+        (["--vllm-quantization", "awq"], "quantised weights cannot be trained in place"),
+    ],
+)
+def test_a_newcomers_mistake_is_one_clear_line_and_exit_code_2(demo, flags: list[str], told: str) -> None:
+    code, _, error = demo(*flags).end(60)
+    assert code == 2
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_a_taken_port_is_told_with_its_holder_and_the_flag(demo) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, error = demo("--vllm-port", str(port)).end(60)
+    assert code == 2
+    assert re.search(rf"port {port} is taken by pid {os.getpid()} .* choose another with --vllm-port", error)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in sockets]
+    for server in sockets:
+        server.close()
+    return ports
