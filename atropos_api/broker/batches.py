@@ -114,18 +114,19 @@ class Batches:
         return [size for size in sizes if not can_fill(registered, run.batch_size, containing=size)]
 
     def _check_number(self, run: RunRow, number: int) -> None:
-        settings = self._state.settings
         if number <= run.committed_batch:
             raise CommittedBatch(
                 f"batch {number} is covered by a checkpoint and gone; the next one is {run.committed_batch + 1}",
                 number=number,
                 committed_batch=run.committed_batch,
             )
-        last = min(run.formed_batch + 1, run.committed_batch + settings.max_uncommitted)
+        # A trainer commits at checkpoints: the batches from one to the next, and the one prefetched, have to fit.
+        allowed = max(self._state.settings.max_uncommitted, run.checkpoint_interval + 2)
+        last = min(run.formed_batch + 1, run.committed_batch + allowed)
         if number > last:
             raise BatchOutOfOrder(
                 f"batch {number} is out of order: {run.committed_batch} is committed, {run.formed_batch} formed, "
-                f"at most {settings.max_uncommitted} may be open (--max-uncommitted); {last} is the highest to ask for",
+                f"at most {allowed} may be open (--max-uncommitted); {last} is the highest to ask for",
                 number=number,
                 committed_batch=run.committed_batch,
                 formed_batch=run.formed_batch,

@@ -8,8 +8,9 @@ import msgspec
 
 from atropos_api.wire.groups import Group
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+"""A count of sequences, batches or ranks: a million at most, so that no arithmetic on it grows out of hand."""
+NotNegative = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 

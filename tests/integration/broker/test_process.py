@@ -40,7 +40,7 @@ def stop(process, number=signal.SIGKILL):
 
 
 def refuse(*options):
-    result = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=30)
+    result = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=30, check=False)
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     return result.stderr
@@ -49,7 +49,9 @@ def refuse(*options):
 def test_help_imports_no_server():
     code = "import sys; from atropos_api.cli import run; run(sys.argv[1:])"
     program = f"import sys\ntry:\n    exec({code!r})\nexcept SystemExit:\n    print('fastapi' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, timeout=30)
+    result = subprocess.run(
+        [sys.executable, "-c", program, "--help"], capture_output=True, text=True, timeout=30, check=True
+    )
     assert "--max-staleness" in result.stdout
     assert result.stdout.endswith("False\n")
 

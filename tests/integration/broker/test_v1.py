@@ -161,7 +161,7 @@ def test_ranks_get_whole_groups_balanced_by_tokens(loop):
     loop.send(2, 3, 4, length=10)
     slices = [loop.batch(1, rank=rank, world_size=2) for rank in (0, 1)]
     assert slices == [[1], [2, 3, 4]]
-    assert sorted(sum((loop.batch(1, rank=rank, world_size=8) for rank in range(8)), [])) == [1, 2, 3, 4]
+    assert sorted(ident for rank in range(8) for ident in loop.batch(1, rank=rank, world_size=8)) == [1, 2, 3, 4]
 
 
 def test_a_rank_outside_the_world_is_refused(loop):
@@ -195,7 +195,7 @@ def test_policies_rise_and_repeats_are_harmless(loop):
     loop.begin()
     loop.publish(3, 1)
     loop.publish(3, 1)
-    with pytest.raises(BrokerRefused, match="version 2 .* is not above 3"):
+    with pytest.raises(BrokerRefused, match=r"version 2 .* is not above 3"):
         loop.publish(2, 1)
     assert loop.begin(resume=True).highest_policy_version == 3
 
@@ -372,3 +372,33 @@ def test_operators_routes_answer(loop):
     loop.send(5)
     assert http.get("/v1/groups/latest").json()["tokens"][0][0] == 5000
     http.close()
+
+
+@pytest.mark.parametrize("loop", [{"max_uncommitted": 2}], indirect=True)
+def test_the_bound_on_open_batches_leaves_room_for_a_checkpoint_interval(loop):
+    loop.register()
+    loop.begin(checkpoint_interval=3, batch_size=4)
+    loop.send(*range(1, 8))
+    assert [loop.batch(number) for number in range(1, 6)] == [[1], [2], [3], [4], [5]]
+    with pytest.raises(BrokerRefused, match="at most 5 may be open"):
+        loop.batch(6)
+
+
+def test_a_batch_may_mix_any_sizes_and_is_exact(loop):
+    loop.register()
+    loop.begin(batch_size=8)
+    loop.send(1, size=3)
+    loop.send(2, size=4)
+    assert loop.batch(1) is None
+    loop.send(3, size=5)
+    assert loop.batch(1) == [1, 3]
+
+
+@pytest.mark.parametrize("value", [2**31, 2**63, 2**70, -1, 0, "8", None, 1.5])
+@pytest.mark.parametrize("field", ["batch_size", "num_steps", "world_size"])
+def test_no_number_in_a_run_makes_the_broker_fail(loop, field, value):
+    body = {"name": "r", "batch_size": 8, "max_token_length": 9, "num_steps": 3, field: value}
+    assert httpx.post(f"{loop.client.url}/v1/runs", json=body).status_code in {200, 422}
+    assert httpx.get(f"{loop.client.url}/v1/status").status_code == 200
+    body = {"name": "e", "group_size": 4, "max_token_length": 9}
+    assert httpx.post(f"{loop.client.url}/v1/environments", json=body).status_code in {200, 422}

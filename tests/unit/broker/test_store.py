@@ -113,9 +113,14 @@ def test_rows_come_back_as_they_were(tmp_path):
 
 def test_a_transaction_that_fails_keeps_nothing(tmp_path):
     ledger = SqliteLedger(tmp_path / "ledger.sqlite")
-    with pytest.raises(RuntimeError), ledger.transaction():
-        ledger.add_groups([make_row(1, BodyRef(1, 12, 5))], answered_seq=0)
-        raise RuntimeError
+
+    def add_and_fail():
+        with ledger.transaction():
+            ledger.add_groups([make_row(1, BodyRef(1, 12, 5))], answered_seq=0)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        add_and_fail()
     assert ledger.load().groups == []
     ledger.close()
 
@@ -123,9 +128,13 @@ def test_a_transaction_that_fails_keeps_nothing(tmp_path):
 def test_a_full_disk_is_said_to_be_one(tmp_path):
     ledger = SqliteLedger(tmp_path / "ledger.sqlite")
     ledger._db.execute("PRAGMA max_page_count = 20")
-    with pytest.raises(StoreUnavailable, match="full"):
+
+    def fill():
         for seq in range(1, 5000):
             ledger.put_key(KeyRow(key_id=seq, owner="o" * 500, key=str(seq), group_count=1, used_at=0.0))
+
+    with pytest.raises(StoreUnavailable, match="full"):
+        fill()
     ledger.close()
 
 

@@ -1,0 +1,113 @@
+"""What the clients repeat, what they refuse to repeat, and what they say when nobody answers."""
+
+import time
+
+import httpx
+import pytest
+
+from atropos_api.client import (
+    AsyncBrokerClient,
+    BrokerClient,
+    BrokerHostUnknown,
+    BrokerRefused,
+    BrokerUnreachable,
+)
+from atropos_api.testing import make_group, memory_broker
+from atropos_api.wire import EnvironmentRequest, RunRequest
+
+RUN = RunRequest(name="r", batch_size=4, max_token_length=9, num_steps=1)
+
+
+def client_of(answers):
+    """A client whose broker gives these answers in turn; the calls are counted."""
+    calls = []
+
+    def answer(request):
+        calls.append(request)
+        outcome = answers[min(len(calls), len(answers)) - 1]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return BrokerClient("http://broker", transport=httpx.MockTransport(answer), retry_seconds=1.0), calls
+
+
+def test_a_broker_that_comes_back_within_the_time_is_no_error():
+    client, calls = client_of([httpx.ConnectError("refused"), httpx.Response(502), httpx.Response(200, json={})])
+    assert client.status() == {}
+    assert len(calls) == 3
+
+
+def test_a_run_is_not_begun_twice_because_an_answer_was_lost():
+    client, calls = client_of([httpx.ReadError("broken off")])
+    with pytest.raises(BrokerUnreachable):
+        client.begin_run(RUN)
+    assert len(calls) == 1
+
+
+def test_a_run_that_never_reached_the_broker_is_begun_again():
+    info = {
+        "run_id": "r", "epoch": 1, "next_batch": 1, "highest_policy_version": 0, "committed_batch": 0,
+        "leftover_groups": 0,
+    }  # fmt: skip
+    client, calls = client_of([httpx.ConnectError("refused"), httpx.Response(200, json=info)])
+    assert client.begin_run(RUN).epoch == 1
+    assert len(calls) == 2
+
+
+def test_pressure_is_retried_when_the_broker_says_so():
+    full = httpx.Response(503, headers={"Retry-After": "0"}, json={"detail": "full"})
+    taken = httpx.Response(202, json={"accepted": 1, "buffered": 0, "duplicates": 0, "pacing": None})
+    client, calls = client_of([full, full, taken])
+    assert client.submit(1, [make_group()], idempotency_key="k").accepted == 1
+    assert {call.headers["Idempotency-Key"] for call in calls} == {"k"}
+
+
+def test_a_refusal_is_not_repeated_and_carries_the_problem():
+    problem = {"type": "https://x/invalid-group", "detail": "scores[1]: no", "field": "scores[1]"}
+    client, calls = client_of([httpx.Response(422, json=problem)])
+    with pytest.raises(BrokerRefused, match=r"scores\[1\]: no") as caught:
+        client.submit(1, [make_group()], idempotency_key="k")
+    assert (caught.value.kind, caught.value.status, len(calls)) == ("invalid-group", 422, 1)
+
+
+def test_a_mistyped_host_is_told_at_once():
+    started = time.monotonic()
+    with BrokerClient("http://no-such-host.invalid:8000") as client:
+        with pytest.raises(BrokerHostUnknown, match=r"no-such-host\.invalid"):
+            client.wait_until_ready(600)
+        with pytest.raises(BrokerHostUnknown):
+            client.status()
+    assert time.monotonic() - started < 30
+
+
+def test_waiting_ends_with_the_words_people_search_for():
+    with (
+        BrokerClient("http://127.0.0.1:9") as client,
+        pytest.raises(BrokerUnreachable, match="Atropos API not reachable"),
+    ):
+        client.wait_until_ready(0.1)
+
+
+@pytest.mark.anyio
+async def test_the_async_client_makes_the_same_calls():
+    _, client = memory_broker()
+    async with client:
+        await client.wait_until_ready(5)
+        run = await client.begin_run(RUN)
+        request = EnvironmentRequest(name="env", group_size=4, max_token_length=9)
+        environment = (await client.register_environment(request)).environment_id
+        answer = await client.submit(environment, [make_group(4)], idempotency_key="k")
+        assert (answer.accepted, answer.pacing.outstanding_sequences) == (1, 4)
+        batch = await client.get_batch(1, run_id=run.run_id, epoch=run.epoch)
+        assert batch.groups[0].env_id == environment
+        await client.commit(1, run_id=run.run_id, epoch=run.epoch)
+        await client.finish_run(run.run_id)
+        assert (await client.heartbeat(environment)).state == "finished"
+
+
+@pytest.mark.anyio
+async def test_the_async_client_tells_a_mistyped_host_too():
+    async with AsyncBrokerClient("http://no-such-host.invalid:8000") as client:
+        with pytest.raises(BrokerHostUnknown):
+            await client.wait_until_ready(600)

@@ -1,0 +1,141 @@
+"""Disk space: given back by commits and compaction, and said to be lacking instead of crashing."""
+
+import os
+
+import httpx
+import msgspec
+import pytest
+
+from atropos_api.broker import Broker, BrokerSettings
+from atropos_api.config import BrokerConfig
+from atropos_api.http.app import create_app
+from atropos_api.store.directory import open_directory
+from atropos_api.store.segments import SegmentLog
+from atropos_api.testing import make_group
+from atropos_api.wire import EnvironmentRequest, RunRequest
+from atropos_api.wire.payload import check_group, decode_fields
+
+
+@pytest.fixture
+def store(tmp_path):
+    ledger, bodies = open_directory(tmp_path, fsync="never", fresh=False)
+    yield ledger, bodies
+    bodies.close()
+    ledger.close()
+
+
+def checked(ident, size=4, **fields):
+    group = make_group(size, 4, first_token=ident * 100, **fields)
+    return check_group(decode_fields(msgspec.json.encode(group)), env_id=0)
+
+
+def begin(broker, name="run", **options):
+    defaults = {"batch_size": 4, "max_token_length": 9, "num_steps": 0}
+    return broker.begin_run(RunRequest(name=name, **(defaults | options)))
+
+
+def with_environment(broker):
+    request = EnvironmentRequest(name="env", group_size=4, max_token_length=9)
+    return broker.register_environment(request).environment_id
+
+
+def test_committed_bodies_leave_the_disk(store):
+    store[1]._segment_bytes = 2000
+    broker = Broker(*store)
+    environment = with_environment(broker)
+    begin(broker)
+    for number in range(1, 40):
+        broker.submit(environment, [checked(number)])
+        broker.get_batch(number)
+        broker.commit(number)
+    assert store[1].size_bytes() < 5000
+
+
+def test_one_group_that_stays_does_not_keep_a_segment_alive(store):
+    store[1]._segment_bytes = 20_000
+    broker = Broker(*store)
+    environment = with_environment(broker)
+    broker.submit(environment, [checked(7, 3)])
+    begin(broker)
+    for number in range(1, 60):
+        broker.submit(environment, [checked(number)])
+        broker.get_batch(number)
+        broker.commit(number)
+    assert store[1].size_bytes() < 25_000
+    (stuck,) = [row for lane in broker.state.queue.lanes for row in lane]
+    assert broker.read_bodies([stuck])[0].startswith(b'{"tokens":[[700')
+    # The new place is in the ledger too.
+    assert Broker(*store).state.queue.oldest().body == stuck.body
+
+
+def test_left_over_groups_go_when_they_take_too_much(store):
+    broker = Broker(*store, settings=BrokerSettings(max_left_over_bytes=3000))
+    environment = with_environment(broker)
+    for run in range(6):
+        begin(broker, f"run {run}")
+        broker.submit(environment, [checked(n) for n in range(3)])
+    begin(broker, "last")
+    kept = sum(len(rows) for rows in broker.state.left_over.values())
+    assert 3 <= kept < 18
+    assert len(store[0].load().groups) == kept
+
+
+def test_committed_batches_are_kept_for_replay_and_come_back_on_resume(store):
+    broker = Broker(*store, settings=BrokerSettings(keep_batches=2))
+    environment = with_environment(broker)
+    begin(broker)
+    for number in range(1, 5):
+        broker.submit(environment, [checked(number)])
+        broker.get_batch(number)
+        broker.commit(number)
+    assert begin(broker, resume=True, resume_from_batch=2).next_batch == 3
+    found = [broker.read_bodies(broker.get_batch(number))[0][:14] for number in (3, 4)]
+    assert found == [b'{"tokens":[[30', b'{"tokens":[[40']
+
+
+def make_disk_full(monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", refuse)
+
+
+@pytest.mark.anyio
+async def test_a_full_disk_is_a_503_until_there_is_room_again(store, monkeypatch):
+    broker = Broker(*store)
+    with_environment(broker)
+    app = create_app(BrokerConfig(store="memory"), broker)
+    body = msgspec.json.encode({"environment_id": 0, "groups": [make_group(4)]})
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as http:
+        with monkeypatch.context() as patch:
+            make_disk_full(patch)
+            response = await http.post("/v1/groups", content=body)
+            assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+            assert response.json()["type"].endswith("store-unavailable")
+            assert (await http.get("/readyz")).status_code == 503
+        assert (await http.get("/readyz")).status_code == 200
+        assert (await http.post("/v1/groups", content=body)).status_code == 202
+    assert broker.state.queue.groups == 1
+
+
+@pytest.mark.anyio
+async def test_a_change_the_ledger_refused_is_not_remembered(store):
+    broker = Broker(*store)
+    environment = with_environment(broker)
+    begin(broker)
+    broker.submit(environment, [checked(1)])
+    app = create_app(BrokerConfig(store="memory"), broker)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as http:
+        store[0]._db.execute("PRAGMA query_only = ON")
+        assert (await http.get("/v1/batches/1")).status_code == 503
+        store[0]._db.execute("PRAGMA query_only = OFF")
+        assert broker.state.runs.open.formed_batch == 0
+        assert (await http.get("/v1/batches/1")).status_code == 200
+
+
+def test_a_log_without_its_directory_entry_is_begun_anew(tmp_path):
+    log = SegmentLog(tmp_path / "new")
+    log.append([b"x"])
+    log.sync()
+    log.close()
+    assert len(list((tmp_path / "new").iterdir())) == 1
