@@ -1,4 +1,4 @@
-"""The demo against TRL's GRPOTrainer: same base model, problems, batch, group and learning rate, two threads each, in one run.
+"""The demo against TRL's GRPOTrainer: same base model, problems, batch, group and learning rate, two threads, one run.
 
 Prints for both the generated tokens per second and the time to a mean reward of 0.9 over three steps, from process
 start and from the first rollout, and their ratios. TRL is installed from the package index into an environment of its
