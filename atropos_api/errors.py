@@ -1,6 +1,6 @@
 """What can go wrong in the broker, by kind. The rules raise these; `http.problems` alone turns them into answers."""
 
-# ruff: noqa: N818 - each name says what happened; a suffix would say nothing more
+
 
 from __future__ import annotations
 

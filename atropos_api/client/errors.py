@@ -1,6 +1,6 @@
 """What a caller of the broker may have to handle."""
 
-# ruff: noqa: N818 - each name says what happened; a suffix would say nothing more
+
 
 from __future__ import annotations
 

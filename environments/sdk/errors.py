@@ -1,6 +1,6 @@
 """What can go wrong in an environment server. Users' code raises plain Python errors and never builds these."""
 
-# ruff: noqa: N818 - each name says what happened; a suffix would say nothing more
+
 
 from __future__ import annotations
 

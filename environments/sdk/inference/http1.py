@@ -79,7 +79,7 @@ class Http1Client:
         return connection
 
 
-class ClosedBeforeAnswer(ConnectionResetError):  # noqa: N818 - the name says what happened
+class ClosedBeforeAnswer(ConnectionResetError):
     """The connection ended before the first byte of an answer."""
 
 
