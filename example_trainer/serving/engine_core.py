@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from example_trainer.serving.held_outputs import HeldOutputs
+
 _TALLY = "atropos_tally"
 _INSTALLED = "atropos_installed"
 
@@ -24,6 +26,7 @@ class Tally:
     recomputed_tokens: int = 0
     prefix_hit_tokens: int = 0
     lost: dict[str, int] = field(default_factory=dict)
+    held: HeldOutputs = field(default_factory=HeldOutputs)
 
     def as_reply(self, **more: int) -> dict[str, int]:
         return {
@@ -70,21 +73,31 @@ def _answer_after_pause(core: Any, discard: bool, answer: Future[dict[str, int]]
     try:
         pending.result()
         answer.set_result(_after_pause(core, discard))
-    except Exception as error:  # noqa: BLE001  the caller waits in another process and must be told
+    except Exception as error:
         answer.set_exception(error)
 
 
 def _after_pause(core: Any, discard: bool) -> dict[str, int]:
     scheduler = core.scheduler
     tally = tally_of(scheduler)
+    _send_held(core, tally)
     paused = sum(scheduler.get_request_counts())
     discarded = 0
     if discard:
         discarded = _count_computed(scheduler)
         for request in scheduler.running:
             tally.lost[request.request_id] = max(request.num_computed_tokens, tally.lost.get(request.request_id, 0))
-        core._reset_caches()  # noqa: SLF001  what vLLM's own pause with clear_cache does
+        core._reset_caches()
     return tally.as_reply(paused_requests=paused, discarded_tokens=discarded)
+
+
+def _send_held(core: Any, tally: Tally) -> None:
+    """What has been sampled up to a pause leaves under the version it was sampled with."""
+    from vllm.v1.engine import EngineCoreOutputs
+
+    version = core.get_weight_version()
+    for client_index, outputs in tally.held.take_all().items():
+        core.output_queue.put_nowait((client_index, EngineCoreOutputs(outputs=outputs, weight_version=version)))
 
 
 def _count_computed(scheduler: Any) -> int:
@@ -122,6 +135,9 @@ def _counting_schedule(schedule: Any) -> Any:
         tally = tally_of(scheduler)
         if plan.scheduled_new_reqs:
             tally.prefix_hit_tokens += sum(request.num_computed_tokens for request in plan.scheduled_new_reqs)
+        for request_id in plan.finished_req_ids:
+            tally.lost.pop(request_id, None)
+            tally.held.forget(request_id)
         if tally.lost:
             _note_recomputed(scheduler, tally, plan)
         return plan
@@ -138,18 +154,19 @@ def _note_recomputed(scheduler: Any, tally: Tally, plan: Any) -> None:
         tally.recomputed_tokens += max(0, min(end, lost) - (end - scheduled))
         if end >= lost:
             del tally.lost[request_id]
-    for request_id in plan.finished_req_ids:
-        tally.lost.pop(request_id, None)
 
 
 def _counting_update(update: Any) -> Any:
-    """`update_from_output`, counting the tokens it hands out."""
+    """`update_from_output`, counting the tokens it hands out and keeping those that may wait."""
 
     def counting(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = update(scheduler, *args, **kwargs)
-        tally_of(scheduler).generated_tokens += sum(
-            len(output.new_token_ids) for client in outputs.values() for output in client.outputs
-        )
+        tally = tally_of(scheduler)
+        for client_index, client in list(outputs.items()):
+            tally.generated_tokens += sum(len(output.new_token_ids) for output in client.outputs)
+            client.outputs = tally.held.pass_on(scheduler, client.outputs)
+            if not (client.outputs or client.scheduler_stats or client.finished_requests):
+                del outputs[client_index]  # an empty message would wake the other process for nothing
         return outputs
 
     return counting

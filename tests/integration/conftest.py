@@ -21,7 +21,7 @@ from example_trainer.weights.versions import SegmentHeader
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY = 300
-CONTEXT = 1024
+CONTEXT = 4096
 START_LIMIT_SECONDS = 180.0
 
 

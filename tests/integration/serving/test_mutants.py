@@ -48,7 +48,7 @@ def mutant_server(start_server, mutation):
 
 
 def worst_under_publishes(server, decode_under_publishes, errors_of):
-    replies, _, weights = decode_under_publishes(server, publishes=6, output_tokens=300, in_flight="recompute")
+    replies, _, weights = decode_under_publishes(server, publishes=6, output_tokens=400, in_flight="recompute")
     return max(error for reply in replies for error in errors_of(weights, reply))
 
 

@@ -25,7 +25,7 @@ def test_successive_versions_differ_clearly_so_that_exactness_is_decided(referen
 
 def test_r1_no_token_is_sampled_from_a_mixture(shared_server, reference, decode_under_publishes, errors_of):
     replies, answers, weights = decode_under_publishes(
-        shared_server, publishes=6, output_tokens=300, in_flight="recompute"
+        shared_server, publishes=6, output_tokens=400, in_flight="recompute"
     )
     errors = [error for reply in replies for error in errors_of(weights, reply)]
     spanning = sum(len(reply["policy_versions"][0]) > 1 for reply in replies)
@@ -50,7 +50,7 @@ def test_r1_recomputed_tokens_are_counted_exactly(shared_server, reference, deco
 def test_r1_a_lone_sequence_recomputes_just_what_it_had(shared_server, wait_until):
     before = shared_server.debug()["recomputed_tokens_total"]
     with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(shared_server.generate, [5] * 10, max_tokens=400, ignore_eos=True, compact=True)
+        pending = pool.submit(shared_server.generate, [5] * 10, max_tokens=3000, ignore_eos=True, compact=True)
         wait_until(lambda: shared_server.debug()["requests_inside"] == 1)
         answer = shared_server.publish(in_flight="recompute")
         reply = pending.result()
@@ -74,7 +74,8 @@ def test_r1_short_outputs_drain_and_recompute_nothing(shared_server, reference, 
 def test_r1_draining_stops_at_its_limit(shared_server, wait_until):
     with ThreadPoolExecutor(4) as pool:
         pending = [
-            pool.submit(shared_server.generate, [5, 6], max_tokens=900, ignore_eos=True, compact=True) for _ in range(4)
+            pool.submit(shared_server.generate, [5, 6], max_tokens=3000, ignore_eos=True, compact=True)
+            for _ in range(4)
         ]
         wait_until(lambda: shared_server.debug()["requests_inside"] == 4)
         began = time.monotonic()
@@ -118,7 +119,7 @@ def test_r37_a_cached_prefix_of_the_old_policy_is_never_read(shared_server, refe
 def test_r37_kept_kv_is_called_inexact_and_not_read_by_later_requests(shared_server, reference, errors_of, wait_until):
     prompt = [random.Random(4).randrange(2, 250) for _ in range(300)]
     with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(shared_server.generate, prompt, max_tokens=400, ignore_eos=True, compact=True)
+        pending = pool.submit(shared_server.generate, prompt, max_tokens=3000, ignore_eos=True, compact=True)
         wait_until(lambda: shared_server.debug()["requests_inside"] == 1)
         new = reference.variant(51)
         answer = shared_server.publish(lambda: shared_server.write(new), in_flight="keep_kv")

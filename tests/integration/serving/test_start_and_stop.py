@@ -92,7 +92,7 @@ def test_an_unknown_flag_gets_one_line_with_the_nearest(tiny_qwen2):
 
 
 @pytest.mark.vllm
-def test_r27_nothing_is_served_before_the_first_publish_and_old_files_are_swept(start_server):
+def test_r27_nothing_is_served_before_the_first_publish_and_old_files_are_swept(start_server, wait_until):
     dead = Path("/dev/shm/atropos-00000000deadbeef-weights")
     dead.write_bytes(b"left by a server that was killed")
     other = Path("/dev/shm/atropos-of-somebody-else")
@@ -116,25 +116,23 @@ def test_r27_nothing_is_served_before_the_first_publish_and_old_files_are_swept(
 
     server.publish()
     assert server.generate([5], max_tokens=1)["policy_versions"] == [[[0, 1, 1]]]
-    stop_under_load(server)
+    stop_under_load(server, wait_until)
 
 
-def stop_under_load(server):
+def stop_under_load(server, wait_until):
     """R39: SIGTERM with requests in flight ends everything soon, answers what it can and leaves nothing."""
     boot_id, family = server.info()["boot_id"], psutil.Process(server.process.pid).children(recursive=True)
 
     def ask():
         try:
-            body = {"prompt": [5, 6], "max_tokens": 900, "ignore_eos": True, "compact": True}
-            return httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code
+            body = {"prompt": [5, 6], "max_tokens": 4000, "ignore_eos": True, "compact": True}
+            return server.client.post("/generate", json=body).status_code
         except httpx.TransportError:
             return None
 
     with ThreadPoolExecutor(32) as pool:
         pending = [pool.submit(ask) for _ in range(32)]
-        deadline = time.monotonic() + 20
-        while server.debug()["requests_inside"] < 32 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: server.debug()["requests_inside"] == 32)
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(15) == 0

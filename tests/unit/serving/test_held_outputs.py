@@ -1,0 +1,88 @@
+"""Outputs kept in the engine core until they matter: nothing lost, nothing out of order, nothing kept too long."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from example_trainer.serving import held_outputs
+from example_trainer.serving.held_outputs import HeldOutputs
+
+
+class Logprobs(NamedTuple):
+    """As vLLM's `LogprobsLists`."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+    lengths: None = None
+
+
+def output(request_id, token, *, finished=None, **more):
+    fields = dict.fromkeys(
+        ["events", "prefill_stats", "new_prompt_logprobs_tensors", "prompt_token_id_logprobs", "new_sampling_mask"]
+    )
+    fields |= {"routed_experts": None, "pooling_output": None}
+    logprobs = Logprobs(np.array([[token]]), np.array([[-token / 10]]), np.array([1]))
+    made = {"request_id": request_id, "new_token_ids": [token], "finish_reason": finished, "new_logprobs": logprobs}
+    return SimpleNamespace(**(fields | made | more))
+
+
+def scheduler(*, waiting=(), client_index=0):
+    requests = {name: SimpleNamespace(sampling_params=name in waiting, client_index=client_index) for name in "ab"}
+    return SimpleNamespace(requests=requests)
+
+
+@pytest.fixture(autouse=True)
+def params_are_the_answer(monkeypatch):
+    monkeypatch.setattr(held_outputs, "may_wait", lambda params: params)
+
+
+def test_a_request_that_waits_gets_everything_in_one_piece_at_its_end():
+    held, core = HeldOutputs(), scheduler(waiting="a")
+    assert held.pass_on(core, [output("a", 1, prefill_stats="first", events=["queued"])]) == []
+    assert held.pass_on(core, [output("a", 2)]) == []
+    (whole,) = held.pass_on(core, [output("a", 3, finished="stop", events=["done"])])
+    assert whole.new_token_ids == [1, 2, 3]
+    assert whole.new_logprobs.logprobs.tolist() == [[-0.1], [-0.2], [-0.3]]
+    assert whole.new_logprobs.ranks.tolist() == [1, 1, 1]
+    assert (whole.prefill_stats, whole.events, whole.finish_reason) == ("first", ["queued", "done"], "stop")
+    assert held.take_all() == {}
+
+
+def test_others_get_each_token_at_once():
+    held, core = HeldOutputs(), scheduler(waiting="a")
+    (sent,) = held.pass_on(core, [output("a", 1), output("b", 2)])
+    assert (sent.request_id, sent.new_token_ids) == ("b", [2])
+
+
+def test_an_output_that_cannot_be_joined_is_not_kept():
+    held, core = HeldOutputs(), scheduler(waiting="a")
+    assert held.pass_on(core, [output("a", 1, new_sampling_mask="mask")])
+
+
+def test_taking_all_sends_what_is_kept_and_goes_on_afterwards():
+    held, core = HeldOutputs(), scheduler(waiting="ab", client_index=2)
+    held.pass_on(core, [output("a", 1), output("b", 5)])
+    held.pass_on(core, [output("a", 2)])
+    taken = held.take_all()
+    assert {part.request_id: part.new_token_ids for part in taken[2]} == {"a": [1, 2], "b": [5]}
+    (rest,) = held.pass_on(core, [output("a", 3, finished="length")])
+    assert rest.new_token_ids == [3]
+
+
+def test_an_aborted_request_is_forgotten():
+    held, core = HeldOutputs(), scheduler(waiting="a")
+    held.pass_on(core, [output("a", 1)])
+    held.forget("a")
+    assert held.take_all() == {}
+
+
+def test_tokens_without_logprobs_are_joined_too():
+    held, core = HeldOutputs(), scheduler(waiting="a")
+    held.pass_on(core, [output("a", 1, new_logprobs=None)])
+    (whole,) = held.pass_on(core, [output("a", 2, new_logprobs=None, finished="length")])
+    assert (whole.new_token_ids, whole.new_logprobs) == ([1, 2], None)
