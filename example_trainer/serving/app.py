@@ -196,6 +196,6 @@ async def _nothing() -> None:
 
 def _reachable(host: str) -> str:
     """An address under which a server that listens on `host` can be reached from this machine."""
-    if host in {"", "0.0.0.0", "::"}:
+    if host in {"", "0.0.0.0", "::"}:  # noqa: S104  these are what is translated away
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

@@ -73,7 +73,7 @@ def _answer_after_pause(core: Any, discard: bool, answer: Future[dict[str, int]]
     try:
         pending.result()
         answer.set_result(_after_pause(core, discard))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  the caller waits in another process and must be told
         answer.set_exception(error)
 
 
@@ -87,7 +87,7 @@ def _after_pause(core: Any, discard: bool) -> dict[str, int]:
         discarded = _count_computed(scheduler)
         for request in scheduler.running:
             tally.lost[request.request_id] = max(request.num_computed_tokens, tally.lost.get(request.request_id, 0))
-        core._reset_caches()
+        core._reset_caches()  # noqa: SLF001  what vLLM's own pause with clear_cache does
     return tally.as_reply(paused_requests=paused, discarded_tokens=discarded)
 
 

@@ -130,7 +130,7 @@ def _note(target: torch.Tensor, source: torch.Tensor) -> Copy:
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  storages without data have no other identity
 
 
 def _count(shape: tuple[int, ...]) -> int:

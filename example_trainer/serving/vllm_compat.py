@@ -96,7 +96,7 @@ def inspect_models_here() -> None:
     def call(look: Callable[[], T]) -> T:
         return look()
 
-    registry._run_in_subprocess = call
+    registry._run_in_subprocess = call  # noqa: SLF001  the seam there is
 
 
 def import_for_fork() -> None:
@@ -105,7 +105,7 @@ def import_for_fork() -> None:
     import vllm.v1.engine.async_llm
     import vllm.v1.engine.core
     import vllm.v1.executor.uniproc_executor
-    import vllm.v1.worker.cpu_worker
+    import vllm.v1.worker.cpu_worker  # noqa: F401  imported for their effect
 
 
 def parse_arguments(arguments: list[str]) -> Namespace:
@@ -122,7 +122,7 @@ def parse_arguments(arguments: list[str]) -> Namespace:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         flag = unknown[0].split("=", 1)[0]
-        known = [option for action in parser._actions for option in action.option_strings]
+        known = [option for action in parser._actions for option in action.option_strings]  # noqa: SLF001
         raise ConfigError(
             f"unknown option {flag}{nearest(flag.replace('_', '-'), known)} (vLLM does not have it either)"
         )

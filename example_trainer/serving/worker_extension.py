@@ -31,7 +31,7 @@ def keep_linear_weights_unpacked() -> None:
     """Let linear layers on a CPU compute with `layer.weight` itself instead of a private packed copy."""
     from vllm.model_executor.layers import utils
 
-    def use_plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def use_plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001  vLLM's signature
         vars(layer)["cpu_linear"] = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = use_plain_linear
