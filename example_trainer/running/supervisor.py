@@ -43,6 +43,8 @@ SHOWN_LOG_LINES = 20
 STOP_GRACE_SECONDS = 10.0
 FAILURE_GRACE_SECONDS = 3.0
 OBSERVE_INTERVAL_SECONDS = 1.0
+# vLLM appends 37 characters for a socket, whose whole path the kernel limits to 107.
+LONGEST_SCRATCH = 70
 # A process of a child that has lived this long is part of how the child works.
 SETTLED_AFTER_SECONDS = 3.0
 # A child that ends itself because it lost a process of its own explains the loss better than we could.
@@ -168,7 +170,7 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 env=self._environment(spec),
                 start_new_session=True,
-                preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - the launcher has no other threads
+                preexec_fn=die_with(os.getpid()),
             )
         child = Child(
             spec=spec,
@@ -292,6 +294,9 @@ def _is_errand(process: psutil.Process, child: Child) -> bool:
 def _make_scratch() -> str:
     """A new temporary directory, with the door left open to what torch compiles and wants to find again."""
     scratch = tempfile.mkdtemp(prefix="atropos-")
+    if len(scratch) > LONGEST_SCRATCH:
+        Path(scratch).rmdir()
+        scratch = tempfile.mkdtemp(prefix="atropos-", dir="/tmp")
     kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     kept.mkdir(exist_ok=True)
     Path(scratch, kept.name).symlink_to(kept)

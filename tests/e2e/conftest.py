@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ class Launched:
 
     process: subprocess.Popen[str]
     run_dir: Path
+    scratch: Path
     started_at: float
     ended_at: float = 0.0
 
@@ -65,8 +67,8 @@ class Launched:
 def start_launcher(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """Start a launcher with a temporary directory of its own; whatever of it still lives afterwards is ended."""
     begun: list[Launched] = []
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+    # Short, as a path in it names a socket.
+    scratch = Path(tempfile.mkdtemp(prefix="e2e-"))
 
     def start(*command: str, run_dir: Path | None = None, **variables: str) -> Launched:
         directory = run_dir or tmp_path / "run"
@@ -78,7 +80,7 @@ def start_launcher(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
             cwd=ROOT,
             env={**os.environ, "TMPDIR": str(scratch), **variables},
         )
-        begun.append(Launched(process=process, run_dir=directory, started_at=time.monotonic()))
+        begun.append(Launched(process=process, run_dir=directory, scratch=scratch, started_at=time.monotonic()))
         return begun[-1]
 
     yield start
@@ -86,6 +88,7 @@ def start_launcher(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         if launched.process.poll() is None:
             launched.process.send_signal(signal.SIGTERM)
             launched.process.communicate(timeout=30)
+    shutil.rmtree(scratch)
 
 
 @pytest.fixture
@@ -107,11 +110,11 @@ def traces() -> Callable[..., list[str]]:
     """What is left of a run: living processes of `tree`, new shared memory, temporary directories of launchers."""
     memory_before = memory_names()
 
-    def left(tree: list[psutil.Process], scratch: Path | None = None) -> list[str]:
+    def left(launched: Launched, tree: list[psutil.Process]) -> list[str]:
         wait_until(lambda: not any(map(is_alive, tree)), 5)
         processes = [repr(process) for process in tree if is_alive(process)]
         memory = [name for name in memory_names() - memory_before if _is_ours(name, tree)]
-        folders = sorted(path.name for path in (scratch or Path(tempfile.gettempdir())).glob("atropos-*") if scratch)
+        folders = sorted(path.name for path in launched.scratch.glob("atropos-*"))
         return [*processes, *memory, *folders]
 
     return left

@@ -93,7 +93,7 @@ def test_the_demo_learns(demo, traces) -> None:
     assert (launched.run_dir / "reward.png").exists()
     assert set(summary["split_seconds"]) >= {"imports", "engine", "first batch", "steps"}
     assert re.search(r"greedy accuracy.*->", out)
-    assert traces(tree) == []
+    assert traces(launched, tree) == []
     assert not [path for path in Path("/dev/shm").iterdir() if boot_id in path.name]
 
 
@@ -120,7 +120,7 @@ def test_kill_9_of_the_inference_server_or_its_engine_ends_the_run(
     assert launched.ended_at - killed_at < LIMIT_SECONDS
     assert "vllm" in error
     assert "vllm.log" in error
-    assert traces(tree) == []
+    assert traces(launched, tree) == []
     assert shared_memory_left(boot_id) == []
 
 
@@ -131,7 +131,7 @@ def test_kill_9_of_the_launcher_leaves_nothing(demo, traces, shared_memory_left)
     launched.process.kill()
     launched.end()
     assert wait_until(lambda: not any(map(is_alive, tree)) and not shared_memory_left(boot_id), LIMIT_SECONDS)
-    assert traces(tree) == []
+    assert traces(launched, tree) == []
 
 
 def test_four_programs_started_by_hand_in_the_wrong_order_train_too(base_model: str, tmp_path: Path) -> None:

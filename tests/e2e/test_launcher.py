@@ -22,7 +22,7 @@ LIMIT_SECONDS = 10.0
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
-def test_a_run_trains_evaluates_sums_up_and_leaves_nothing(standins, traces, tmp_path: Path) -> None:
+def test_a_run_trains_evaluates_sums_up_and_leaves_nothing(standins, traces) -> None:
     launched = standins("--training-steps", "12")
     launched.wait_for_steps(1)
     tree = launched.tree()
@@ -35,11 +35,11 @@ def test_a_run_trains_evaluates_sums_up_and_leaves_nothing(standins, traces, tmp
     assert (launched.run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((launched.run_dir / "config.json").read_text())
     assert set(record["programs"]) == {"broker", "vllm", "environment", "trainer"}
-    assert traces(tree, tmp_path / "scratch") == []
+    assert traces(launched, tree) == []
 
 
 @pytest.mark.parametrize("role", ["broker", "vllm", "serve", "trainer"])
-def test_kill_9_of_any_child_ends_everything_and_names_it(standins, traces, tmp_path: Path, role: str) -> None:
+def test_kill_9_of_any_child_ends_everything_and_names_it(standins, traces, role: str) -> None:
     launched = standins("--training-steps", "400")
     launched.wait_for_steps(3)
     tree = launched.tree()
@@ -49,10 +49,10 @@ def test_kill_9_of_any_child_ends_everything_and_names_it(standins, traces, tmp_
     assert code == 1
     assert launched.ended_at - killed_at < LIMIT_SECONDS
     assert f"{'environment' if role == 'serve' else role} was killed by SIGKILL" in error
-    assert traces(tree, tmp_path / "scratch") == []
+    assert traces(launched, tree) == []
 
 
-def test_kill_9_of_a_grandchild_ends_everything_and_names_its_program(standins, traces, tmp_path: Path) -> None:
+def test_kill_9_of_a_grandchild_ends_everything_and_names_its_program(standins, traces) -> None:
     launched = standins("--training-steps", "4000")
     launched.wait_for_steps(3)
     time.sleep(5)  # until the process counts as a part of its program
@@ -64,22 +64,20 @@ def test_kill_9_of_a_grandchild_ends_everything_and_names_its_program(standins, 
     assert code == 1
     assert launched.ended_at - killed_at < LIMIT_SECONDS
     assert f"vllm lost its process pid {worker}" in error
-    assert traces(tree, tmp_path / "scratch") == []
+    assert traces(launched, tree) == []
 
 
-def test_kill_9_of_the_launcher_itself_leaves_nothing(standins, traces, tmp_path: Path) -> None:
+def test_kill_9_of_the_launcher_itself_leaves_nothing(standins, traces) -> None:
     launched = standins("--training-steps", "400")
     launched.wait_for_steps(3)
     tree = launched.tree()
     launched.process.kill()
     launched.end()
-    assert wait_until(lambda: traces(tree, tmp_path / "scratch") == [], LIMIT_SECONDS)
+    assert wait_until(lambda: traces(launched, tree) == [], LIMIT_SECONDS)
 
 
 @pytest.mark.parametrize("number", list(SIGNALS))
-def test_a_signal_ends_everything_with_its_own_exit_code(
-    standins, traces, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_ends_everything_with_its_own_exit_code(standins, traces, number: signal.Signals) -> None:
     launched = standins("--training-steps", "400")
     launched.wait_for_steps(3)
     tree = launched.tree()
@@ -87,10 +85,10 @@ def test_a_signal_ends_everything_with_its_own_exit_code(
     code, _, error = launched.end()
     assert code == SIGNALS[number]
     assert f"stopped by {number.name}" in error
-    assert traces(tree, tmp_path / "scratch") == []
+    assert traces(launched, tree) == []
 
 
-def test_a_child_that_will_not_stop_is_stopped(standins, traces, tmp_path: Path) -> None:
+def test_a_child_that_will_not_stop_is_stopped(standins, traces) -> None:
     launched = standins("--training-steps", "400", STANDIN_VLLM="stubborn")
     launched.wait_for_steps(3)
     tree = launched.tree()
@@ -99,10 +97,10 @@ def test_a_child_that_will_not_stop_is_stopped(standins, traces, tmp_path: Path)
     code, _, _ = launched.end()
     assert code == 1
     assert launched.ended_at - killed_at < LIMIT_SECONDS
-    assert traces(tree, tmp_path / "scratch") == []
+    assert traces(launched, tree) == []
 
 
-def test_a_decoy_with_the_same_name_survives(standins, traces, tmp_path: Path) -> None:
+def test_a_decoy_with_the_same_name_survives(standins, traces) -> None:
     """Nothing is ended by name, port or user: only what descends from the launcher."""
     decoy = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)  # standins.py vllm trainer"])
     try:
