@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from atropos_api.client import BrokerClient
-from atropos_api.client.errors import BrokerRefused, BrokerUnreachable
+from atropos_api.client.errors import BrokerUnreachable
 from atropos_api.wire import Batch, PolicyUpdate, RunInfo, RunRequest
 from example_trainer.errors import BatchTimeout, TrainerError
 
@@ -75,19 +75,6 @@ class BrokerSession:
     def announce_policy(self, version: int, step: int) -> None:
         """Tell the broker that servers now sample under `version`, made by `step`."""
         self._client.update_policy(self._update(version, step))
-
-    def announce_step(self, version: int, step: int) -> bool:
-        """Tell the broker that `step` is trained although no new version came of it, so that pacing goes on.
-
-        False when this broker counts steps by their versions only; it then hears of the step at the next publish.
-        """
-        try:
-            self._client.update_policy(self._update(version, step))
-        except BrokerRefused as error:
-            if error.kind != "policy-not-newer":
-                raise
-            return False
-        return True
 
     def commit(self, number: int) -> None:
         """Everything up to batch `number` is covered by a checkpoint, or none are kept."""

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLAT_REWARD_STEPS = 5
-MOST_UNCOMMITTED = 15  # the broker keeps 16 batches open; beyond that it refuses to form another
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,8 +66,6 @@ class Progress:
     """The step whose weights were published last."""
     weights_step: int = 0
     """The step that changed the weights last."""
-    announced_step: int = 0
-    """The last step that the broker knows to be trained."""
     committed: int = 0
     checkpointed: int | None = None
     skipped_in_a_row: int = 0
@@ -216,8 +213,8 @@ class Trainer:
         if publish:
             self._publish_taken()
         else:
-            known = self._session.announce_step(self.progress.version, step)
-            self.progress.announced_step = step if known else self.progress.announced_step
+            # The version stays as old as it is; the broker must know the step, or environments wait for it.
+            self._session.announce_policy(self.progress.version, step)
         if state is not None:
             self._save(state, random)
         if state is not None or self.config.checkpoint_interval == 0:
@@ -243,27 +240,15 @@ class Trainer:
 
     def _is_checkpoint_due(self, step: int) -> bool:
         interval = self.config.checkpoint_interval
-        if interval == 0:
-            return False
-        if step % interval and step - self.progress.committed == MOST_UNCOMMITTED:
-            logger.info("checkpoint at step %d already: the broker keeps no more batches uncommitted", step)
-            return True
-        return step % interval == 0
+        return interval > 0 and step % interval == 0
 
     def _publish_if_needed(self) -> None:
-        """While a batch is awaited: publish again where nobody can go on without.
-
-        A server that has restarted serves nothing until then. And a broker that does not know the last steps as
-        trained lets no environment begin more rollouts.
-        """
+        """While a batch is awaited: a server that has restarted serves nothing until it is published to again."""
         if self._tail is not None and not self._tail.wait(0):
             return
         self._join_tail()
         if self._bridge.needs_publish():
             logger.info("the server has no policy; publishing again")
-            self._publish()
-        elif self.progress.announced_step < self.progress.step:
-            logger.info("rollouts wait for step %d; publishing now", self.progress.step)
             self._publish()
 
     def _publish(self) -> None:
@@ -282,7 +267,6 @@ class Trainer:
         version = self.progress.version
         self._report = self._bridge.publish(version)
         self._session.announce_policy(version, self.progress.step)
-        self.progress.announced_step = self.progress.step
 
     def _state(self) -> TrainerState:
         progress, config = self.progress, self.config

@@ -79,9 +79,16 @@ class Runs:
         return max((version for _, version in self._policies), default=0)
 
     def record_policy(self, run: RunRow, update: PolicyUpdate) -> bool:
-        """Note a publish; False if it was known already."""
+        """Note a publish, or that the newest version now stands for a later step; False if that was known already.
+
+        A step without signal moves no weights: the version stays, with the step it was published at (its age counts
+        from there), while the run is a step further.
+        """
         known = self._policies.get((run.run_id, update.version))
-        if known is not None and known.step == update.step:
+        if known is not None and update.version == run.policy_version and update.step > (run.policy_step or 0):
+            self.change(run, policy_step=update.step)
+            return True
+        if known is not None and (known.step == update.step or update.version == run.policy_version):
             return False
         if run.policy_version is not None and update.version <= run.policy_version:
             raise PolicyNotNewer(

@@ -253,10 +253,3 @@ def test_rare_publishes_do_not_starve_the_environments(bench: Workbench) -> None
     with RolloutThread(bench.url, bridge, sampler, even_tokens, group_size=GROUP_SIZE, batches_ahead=2) as rollouts:
         assert bench.trainer(config, bridge).run()
     assert rollouts.error is None
-
-
-def test_checkpoints_come_early_where_the_broker_would_hold_no_more_batches(bench: Workbench) -> None:
-    bench.submit(bench.record_groups(36, reward=lambda _: 1.0))
-    config = bench.config(training_steps=18, checkpoint_interval=100)
-    assert bench.trainer(config, bench.bridge()).run()
-    assert [path.name for path in list_checkpoints(config.checkpoint_root)] == ["checkpoint-15", "checkpoint-18"]
