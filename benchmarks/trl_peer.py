@@ -13,12 +13,12 @@ import time
 
 STARTED_AT = float(os.environ.get("PEER_STARTED_AT", time.time()))
 
-import torch  # the clock starts before the imports, as it does for the other side
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+import torch  # noqa: E402 # the clock starts before the imports, as it does for the other side
+from datasets import Dataset  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from environments.tasks.arithmetic import grade, problem_stream
+from environments.tasks.arithmetic import grade, problem_stream  # noqa: E402
 
 
 class StepLog(TrainerCallback):
@@ -27,7 +27,7 @@ class StepLog(TrainerCallback):
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
 
-    def on_log(self, args, state, control, logs=None, **kwargs):  # TRL's signature
+    def on_log(self, args, state, control, logs=None, **kwargs):  # noqa: ANN001, ANN003, ANN201, ARG002 # TRL's signature
         if logs and "reward" in logs:
             length = logs["completions/mean_length"]
             self.steps.append({"at": time.time(), "reward": logs["reward"], "mean_length": length})
@@ -53,7 +53,7 @@ def make_dataset(task: str, seed: int, prompts: int) -> Dataset:
     )
 
 
-def reward(completions, answer, **_):  # TRL calls it with its own columns
+def reward(completions, answer, **_):  # noqa: ANN001, ANN003, ANN201 # TRL calls it with its own columns
     return [grade(completion[0]["content"], gold) for completion, gold in zip(completions, answer, strict=True)]
 
 

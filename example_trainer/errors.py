@@ -4,7 +4,7 @@ Every command turns a `TrainerError` into one line on standard error and exit co
 names the cause, the offending value and the next step.
 """
 
-# ruff: noqa: N818 - each name says what happened; a suffix would say nothing more
+
 
 from __future__ import annotations
 

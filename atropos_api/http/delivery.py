@@ -31,7 +31,7 @@ class TrackedResponse(Response):
         super().__init__(content, **options)
         self._on_result = on_result
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's form
         accepted = False
         try:
             accepted = await self._send_all(scope, send)

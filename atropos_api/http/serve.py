@@ -125,7 +125,7 @@ class BrokerServer(uvicorn.Server):
             )
         )
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler's form
         # Unlike uvicorn's own, this does not raise the signal again after the shutdown: stopping is no failure.
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True

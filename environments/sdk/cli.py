@@ -86,7 +86,7 @@ def _overview(env_cls: type[BaseEnv]) -> str:
 
 
 def _program() -> str:
-    return os.path.basename(sys.argv[0])
+    return os.path.basename(sys.argv[0])  # noqa: PTH119 - a name, not a path
 
 
 def _require_trainable(servers: Sequence[APIServerConfig]) -> None:

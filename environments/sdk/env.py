@@ -161,7 +161,7 @@ class BaseEnv(ABC):
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Measure the model and report with `evaluate_log`. Requests made in here count as evaluation by themselves."""
 
-    async def cleanup(self) -> None:
+    async def cleanup(self) -> None:  # noqa: B027 - most environments have nothing to clean up
         """Called after every group."""
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:

@@ -35,7 +35,7 @@ def sampled_tokens(seed: int, *, vocabulary: int, end: int, longest: int = 32) -
     """A responder that draws tokens at random and ends with `end`."""
     rng = random.Random(seed)
 
-    def respond(prompt: Sequence[int], index: int) -> list[int]:
+    def respond(prompt: Sequence[int], index: int) -> list[int]:  # noqa: ARG001
         return [rng.randrange(5, vocabulary) for _ in range(rng.randint(0, longest - 1))] + [end]
 
     return respond

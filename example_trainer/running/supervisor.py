@@ -170,7 +170,7 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 env=self._environment(spec),
                 start_new_session=True,
-                preexec_fn=die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - the launcher has no other threads
             )
         child = Child(
             spec=spec,

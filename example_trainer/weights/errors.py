@@ -1,6 +1,6 @@
 """What can go wrong between the trainer's weights and the server's, as flat children of `TrainerError`."""
 
-# ruff: noqa: N818 - each name says what happened; a suffix would say nothing more
+
 
 from __future__ import annotations
 

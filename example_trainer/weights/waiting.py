@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.1
 _LINE_SECONDS = 10.0
 
 
-class NotYet(Exception):  # noqa: N818  not an error: it says what is still missing
+class NotYet(Exception):
     """Raised by what is polled, with the reason why there is nothing so far."""
 
 

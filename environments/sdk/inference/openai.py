@@ -26,7 +26,7 @@ class OpenAIServer:
     def in_flight(self) -> int:
         return self._channel.in_flight
 
-    async def generate(self, prompt_tokens: list[int], sampling: Sampling, split: Split) -> list[Sample]:
+    async def generate(self, prompt_tokens: list[int], sampling: Sampling, split: Split) -> list[Sample]:  # noqa: ARG002
         refuse_for_training(self.config)
 
     async def chat(self, messages: list[dict[str, Any]], kwargs: dict[str, Any], split: Split) -> dict[str, Any]:
