@@ -64,7 +64,9 @@ def carry_out(launch: Launch) -> int:
         sys.stderr.write(f"atropos-grpo-run: error: {error}\n")
         return error.exit_code
     Console(width=SUMMARY_WIDTH).print(as_table(summary))
-    sys.stdout.write(f"{launch.run.plot}\n")
+    sys.stdout.write(
+        "\n".join([*launch.notes, f"run directory: {launch.run.root}", f"picture: {launch.run.plot}"]) + "\n"
+    )
     return 0
 
 

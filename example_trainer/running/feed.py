@@ -87,8 +87,6 @@ class Snapshot:
     phase: str = "starting"
     rows: list[dict[str, Any]] = field(default_factory=list)
     status: Mapping[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    """Sentences worth keeping that belong to no step."""
 
     @property
     def elapsed_seconds(self) -> float:

@@ -97,6 +97,8 @@ class Launch:
     settings: RunSettings
     run: RunDir
     programs: Programs = field(default_factory=Programs)
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the end of the run."""
     started_at: float = field(default_factory=lambda: psutil.Process().create_time())
 
     def go(self) -> Summary:
@@ -138,11 +140,12 @@ class Launch:
             snapshot.phase = "making the base model (half a minute, once)" if making else "looking for the base model"
             view.update(snapshot, ())
 
-        child = supervisor.run_to_end(base.spec, tick)
+        child = supervisor.start(base.spec)
+        supervisor.wait_for_end(child, tick)
         report = dict(line.split(" ", 1) for line in child.last_lines() if " " in line)
         supervisor.forget(BASE_MODEL)
         snapshot.reach("base model")
-        snapshot.notes.append(f"base model {report['path']} sha256 {report.get('sha256', 'unknown')}")
+        self.notes.append(f"base model: {report['path']}, sha256 {report.get('sha256', 'unknown')}")
         return report["path"]
 
     def _train(self, plan: Plan, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> Summary:
@@ -157,10 +160,7 @@ class Launch:
             self._watch(plan, supervisor, feed, view, stop)
         snapshot.phase = "stopping"
         view.update(snapshot, ())
-        for name in (VLLM, BROKER):
-            if plan.child(name):
-                supervisor.stop(name)
-        return self._conclude(supervisor, snapshot, view, stop)
+        return self._conclude(plan, supervisor, snapshot, stop)
 
     def _watch(self, plan: Plan, supervisor: Supervisor, feed: Feed, view: View, stop: StopRequest) -> None:
         """Until the trainer and then the environments have come to their end."""
@@ -177,20 +177,22 @@ class Launch:
             if trainer_alone.seconds(waiting == {TRAINER} and bool(plan.environments)) > TRAINER_LAG_SECONDS:
                 raise ChildFailed("the environments have ended, but the trainer still waits for batches", exit_code=1)
             if environments_alone.seconds(TRAINER not in waiting) > self.settings.trainer.wait_timeout:
-                snapshot.notes.append(f"{', '.join(sorted(waiting))} did not end after the training and was stopped")
+                self.notes.append(f"{', '.join(sorted(waiting))} did not end after the training and was stopped")
                 break
             time.sleep(TICK_SECONDS)
 
-    def _conclude(self, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> Summary:
-        """Draw the picture and sum up; a picture that cannot be drawn does not spoil a run that succeeded."""
+    def _conclude(self, plan: Plan, supervisor: Supervisor, snapshot: Snapshot, stop: StopRequest) -> Summary:
+        """Stop the servers, draw the picture meanwhile, sum up; a missing picture does not spoil a good run."""
         command = (sys.executable, "-m", "example_trainer.running.plot", str(self.run.root))
         plot = ChildSpec(name="plot", command=command, environment={"PYTHONPATH": python_path()}, ends_by_itself=True)
+        drawing = supervisor.start(plot)
+        for name in (VLLM, BROKER):
+            if plan.child(name):
+                supervisor.stop(name)
         try:
-            supervisor.run_to_end(plot, stop.obey)
+            supervisor.wait_for_end(drawing, stop.obey)
         except ChildFailed as error:
-            snapshot.notes.append(f"reward.png could not be drawn: {error}")
-        snapshot.phase = "done"
-        view.update(snapshot, ())
+            self.notes.append(f"reward.png could not be drawn: {error}")
         timeline = {"start": self.started_at, "end": time.time(), **_reached(snapshot), **snapshot.marks}
         write_json(self.run.timeline, timeline)
         summary = summarise(self.run.root, timeline=timeline)
@@ -247,7 +249,7 @@ def _phase(snapshot: Snapshot, waiting: set[str]) -> str:
     if TRAINER not in waiting:
         return "final evaluation" if waiting else "ending"
     if snapshot.rows:
-        return "training"
+        return "training" if snapshot.step < snapshot.total_steps else "last checkpoint"
     missing = [name for name, reached_at in snapshot.milestones.items() if reached_at is None]
     return f"waiting for {', '.join(missing)}" if missing else "first evaluation and first batch"
 

@@ -66,7 +66,7 @@ def summarise(run_dir: Path, *, timeline: Mapping[str, float] | None = None) -> 
         reward_last=_mean(rewards[-WINDOW_STEPS:]),
         length_first=_mean(lengths[:1]),
         length_last=_mean(lengths[-WINDOW_STEPS:]),
-        tokens_per_second=_mean(_series(rows, names.TOKENS_PER_SECOND)),
+        tokens_per_second=overall_rate(rows),
         step_seconds=_median(_series(rows, names.TIME_STEP)),
         alignment_max=max(_series(rows, names.ALIGNMENT_DIFF_MAX), default=None),
         first_step_after_seconds=_since(started_at, rows[0]),
@@ -102,6 +102,14 @@ def first_good_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | Non
         if (_mean(rewards[end - GOOD_REWARD_WINDOW_STEPS : end]) or 0.0) >= GOOD_REWARD:
             return rows[end - 1]
     return None
+
+
+def overall_rate(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Generated tokens of all trained batches over the time of all steps; a mean of rates would favour short ones."""
+    known = [row for row in rows if row.get(names.TOKENS_PER_SECOND) and row.get(names.TIME_STEP)]
+    seconds = sum(float(row[names.TIME_STEP]) for row in known)
+    tokens = sum(float(row[names.TOKENS_PER_SECOND]) * float(row[names.TIME_STEP]) for row in known)
+    return tokens / seconds if seconds else None
 
 
 def split_times(timeline: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -141,7 +149,7 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
         (f"reward, first and last {WINDOW_STEPS} steps", _change(summary.reward_first, summary.reward_last, "{:.3f}")),
         ("mean answer length, tokens", _change(summary.length_first, summary.length_last, "{:.1f}")),
         ("steps", str(summary.steps)),
-        ("tokens per second", _text(summary.tokens_per_second, "{:,.0f}")),
+        ("generated tokens per second", _text(summary.tokens_per_second, "{:,.0f}")),
         ("seconds per step, median", _text(summary.step_seconds, "{:.2f}")),
         ("largest logprob difference, trainer and vLLM", _text(summary.alignment_max, "{:.1e}")),
         ("first step trained after", _text(summary.first_step_after_seconds, "{:.1f} s")),

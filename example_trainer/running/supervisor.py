@@ -195,15 +195,13 @@ class Supervisor:
         if broken := [child for child in self if child.is_broken(now)]:
             raise self._failure(broken)
 
-    def run_to_end(self, spec: ChildSpec, on_tick: Callable[[], None]) -> Child:
-        """Start a program that comes to an end and wait for it, calling `on_tick` meanwhile."""
-        child = self.start(spec)
+    def wait_for_end(self, child: Child, on_tick: Callable[[], None]) -> None:
+        """Until a program that comes to an end has done so well, calling `on_tick` meanwhile."""
         while child.exit_code is None:
             on_tick()
             self.check()
             time.sleep(0.1)
         self.check()
-        return child
 
     def forget(self, name: str) -> None:
         """Stop watching a program that has come to its end."""
