@@ -22,10 +22,11 @@ from example_trainer.tiny.tokenizer import ASSISTANT, END, render_prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-SKILL_STEPS, HABIT_STEPS, SEQUENCES_PER_STEP = 220, 60, 64
-MATRIX_RATE, OTHER_RATE = 1e-2, 4e-3
+SKILL_STEPS, HABIT_STEPS, SEQUENCES_PER_STEP = 180, 60, 64
+MATRIX_RATE, OTHER_RATE = 1e-2, 6e-3
 WARMUP_STEPS, FINAL_RATE_FRACTION = 20, 0.05
 IGNORED = -100
+GOLDEN_RATIO = 0.6180339887498949
 
 Writer = Callable[[Problem, float, random.Random], str]
 
@@ -38,24 +39,44 @@ class Phase:
     write: Writer
 
 
+class Moods:
+    """The teacher's moods, evenly spread over the problems that begin with each digit.
+
+    Working a problem out begins with its first digit. Drawn at random, the moods would leave the model with a digit or
+    two for which it works things out and others for which it guesses; the golden ratio's multiples leave no such gap.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._by_digit: dict[str, float] = {}
+
+    def next_for(self, problem: Problem) -> float:
+        digit = str(problem.steps[0].left)[0]
+        mood = self._by_digit.get(digit, self._rng.random())
+        self._by_digit[digit] = (mood + GOLDEN_RATIO) % 1.0
+        return mood
+
+
 def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, task: TaskName, seed: int) -> None:
     """Train `model` in place; the same result for the same seed and thread count."""
     rng = random.Random(f"warm-up/{task}/{seed}")
+    moods = Moods(rng)
     problems = problem_stream(task, seed=f"warm-up/{seed}")
     phases = (Phase(SKILL_STEPS, lambda problem, *_: problem.worked), Phase(HABIT_STEPS, noisy_solution))
     model.train()
     optimizers = make_optimizers(model)
     steps = [phase for phase in phases for _ in range(phase.steps)]
     for number, phase in enumerate(steps):
-        batch = make_batch(tokenizer, problems, phase.write, rng)
+        batch = make_batch(tokenizer, problems, phase.write, moods, rng)
         take_step(model, optimizers, batch, rate_fraction(number, len(steps)))
     model.eval()
 
 
 def make_optimizers(model: Qwen2ForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
-    """Muon for all matrices, AdamW for norms and biases."""
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
+    """Muon for the matrices between layers, AdamW for the two that have a row a token, and for norms and biases."""
+    by_token = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in by_token]
+    others = [p for p in model.parameters() if p.ndim != 2 or id(p) in by_token]
     return (
         Muon(matrices, lr=MATRIX_RATE),
         torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.01),
@@ -69,17 +90,11 @@ def rate_fraction(step: int, steps: int) -> float:
 
 
 def make_batch(
-    tokenizer: PreTrainedTokenizerFast, problems: Iterator[Problem], write: Writer, rng: random.Random
+    tokenizer: PreTrainedTokenizerFast, problems: Iterator[Problem], write: Writer, moods: Moods, rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels, padded on the right; only the completions are labelled."""
     chosen = list(islice(problems, SEQUENCES_PER_STEP))
-    # Each batch holds every kind of answer in its right proportion, so that the habits end up as frequent as meant.
-    moods = [(place + rng.random()) / len(chosen) for place in range(len(chosen))]
-    rng.shuffle(moods)
-    texts = [
-        render_prompt(problem.question) + write(problem, mood, rng) + END
-        for problem, mood in zip(chosen, moods, strict=True)
-    ]
+    texts = [render_prompt(p.question) + write(p, moods.next_for(p), rng) + END for p in chosen]
     rows = [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts)]
     assistant = tokenizer.convert_tokens_to_ids(ASSISTANT)
     length = max(map(len, rows))

@@ -12,7 +12,7 @@ from example_trainer.tiny.model import CONTEXT_LENGTH, make_model
 from example_trainer.tiny.muon import Muon, orthogonalise
 from example_trainer.tiny.teacher import CHAIN_GUESSED, CHAIN_WORKED, noisy_solution
 from example_trainer.tiny.tokenizer import ASSISTANT, END, QWEN2_SPLIT, make_tokenizer, render_prompt
-from example_trainer.tiny.warmup import IGNORED, SEQUENCES_PER_STEP, make_batch, rate_fraction
+from example_trainer.tiny.warmup import IGNORED, SEQUENCES_PER_STEP, Moods, make_batch, rate_fraction
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,8 @@ def test_the_teacher_of_sums_is_mostly_not_right():
 
 
 def test_only_completions_are_labelled(tokenizer):
-    ids, labels = make_batch(tokenizer, problem_stream("chain", seed=0), lambda p, *_: p.worked, random.Random(0))
+    rng = random.Random(0)
+    ids, labels = make_batch(tokenizer, problem_stream("chain", seed=0), lambda p, *_: p.worked, Moods(rng), rng)
     assert ids.shape == labels.shape
     assert len(ids) == SEQUENCES_PER_STEP
     assistant, end = tokenizer.convert_tokens_to_ids([ASSISTANT, END])
@@ -63,6 +64,15 @@ def test_only_completions_are_labelled(tokenizer):
         assert label[:start] == [IGNORED] * start
         assert label[start:stop] == row[start:stop]
         assert set(label[stop:]) <= {IGNORED}
+
+
+def test_moods_are_even_for_each_first_digit():
+    moods = Moods(random.Random(0))
+    by_digit = {}
+    for problem in islice(problem_stream("chain", seed=0), 900):
+        by_digit.setdefault(str(problem.steps[0].left)[0], []).append(moods.next_for(problem))
+    for drawn in by_digit.values():
+        assert sum(mood < 0.3 for mood in drawn) / len(drawn) == pytest.approx(0.3, abs=0.08)
 
 
 def test_the_rate_rises_and_falls_to_a_twentieth():
