@@ -1,7 +1,5 @@
 """What can go wrong in an environment server. Users' code raises plain Python errors and never builds these."""
 
-
-
 from __future__ import annotations
 
 from typing import ClassVar

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import anyio
 import msgspec
 
-from environments.sdk.inference.http1 import Response
+from environments.sdk.inference.transport import Response
 
 Responder = Callable[[Sequence[int], int], list[int]]
 Scope = MutableMapping[str, Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import msgspec
@@ -17,7 +17,7 @@ import msgspec
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceHostUnknown, InferenceRefused, InferenceUnavailable
 from environments.sdk.inference.generation import Split
-from environments.sdk.inference.http1 import Http1Client, Response
+from environments.sdk.inference.transport import HttpTransport, Response, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +29,6 @@ SERVER_ERROR_ATTEMPTS = 3  # a 500 that comes again is about the request, not ab
 Outcome = Response | OSError
 
 
-class Transport(Protocol):
-    """What carries requests: `Http1Client`, or an application called in process."""
-
-    async def request(self, method: str, url: str, body: bytes | None) -> Response: ...
-
-    async def aclose(self) -> None: ...
-
-
 class Channel:
     """Posts JSON to one server. `in_flight` counts the requests under way."""
 
@@ -46,7 +38,7 @@ class Channel:
         self.config = config
         self.in_flight = 0
         self._wait_timeout_seconds = wait_timeout_seconds
-        self._transport = transport or Http1Client(_headers(config))
+        self._transport = transport or HttpTransport(_headers(config))
         self._limits = {
             "train": anyio.Semaphore(config.num_max_requests_at_once, fast_acquire=True),
             "eval": anyio.Semaphore(config.num_requests_for_eval, fast_acquire=True),

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from environments.sdk.config import APIServerConfig
-from environments.sdk.inference.channel import Transport
 from environments.sdk.inference.generation import InferenceServer, Split
 from environments.sdk.inference.openai import OpenAIServer
 from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.transport import Transport
 from environments.sdk.inference.vllm import VllmServer
 from environments.sdk.session.answers import ChatCompletion, Completion, read_openai_chat
 from environments.sdk.session.journal import current_split

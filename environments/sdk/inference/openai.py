@@ -8,9 +8,10 @@ import msgspec
 
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import TokensUnavailable
-from environments.sdk.inference.channel import Channel, Transport
+from environments.sdk.inference.channel import Channel
 from environments.sdk.inference.generation import Sample, Split
 from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.transport import Transport
 
 
 class OpenAIServer:

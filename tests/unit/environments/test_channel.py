@@ -8,7 +8,7 @@ import pytest
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceHostUnknown, InferenceRefused, InferenceUnavailable
 from environments.sdk.inference.channel import Channel
-from environments.sdk.inference.http1 import Response
+from environments.sdk.inference.transport import Response
 
 pytestmark = pytest.mark.anyio
 
@@ -92,6 +92,7 @@ async def test_a_mistyped_host_is_told_at_once():
     line = Channel(APIServerConfig(base_url="http://no-such-host.invalid:9001/v1"), wait_timeout_seconds=60)
     with pytest.raises(InferenceHostUnknown, match=r"no-such-host\.invalid"):
         await line.post("http://no-such-host.invalid:9001/generate", b"{}", "train")
+    await line.aclose()
     assert time.monotonic() - started < 30
 
 
