@@ -23,6 +23,7 @@ PEER_PACKAGES = ["trl==1.16.0", "transformers==5.19.0", "datasets==5.2.0", "peft
 TORCH = "torch==2.13.0"
 REWARD = 0.9
 WINDOW_STEPS = 3
+SEQUENCES_PER_STEP = 128
 
 
 @dataclass(frozen=True)
@@ -96,26 +97,17 @@ def run_peer(python: Path, model: Path, seed: int, steps: int) -> Side:
 def run_ours(model: Path, seed: int, steps: int) -> Side:
     with tempfile.TemporaryDirectory() as run_dir:
         started_at = time.time()
-        command = [
-            sys.executable,
-            "-m",
-            "example_trainer.run",
-            "--config",
-            ROOT / "configs" / "demo.yaml",
-            "--model-name",
-            model,
-            "--seed",
-            seed,
-            "--training-steps",
-            steps,
-            "--run-dir",
-            run_dir,
-        ]
-        subprocess.run([str(part) for part in command], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        flags = f"--model-name {model} --seed {seed} --training-steps {steps} --run-dir {run_dir}".split()
+        no_evaluation = ["--env.eval_at_start", "false", "--env.eval_at_end", "false"]  # TRL makes none either
+        demo = ["-m", "example_trainer.run", "--config", str(ROOT / "configs" / "demo.yaml")]
+        command = [sys.executable, *demo, *flags, *no_evaluation]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
     rows = [line for line in lines if "reward/mean" in line]
-    steps_seen = [(r["timestamp"], r["reward/mean"], r["perf/generated_tokens"]) for r in rows]
-    return Side("this project (vLLM, shared weights)", started_at, rows[0]["first_rollout_at"], steps_seen)
+    # Step 1 begins when the first policy is published and its batch is asked for; rollouts begin then as well.
+    first_rollout_at = rows[0]["timestamp"] - rows[0]["time/step"]
+    taken = [(r["timestamp"], r["reward/mean"], r["response/length_mean"] * SEQUENCES_PER_STEP) for r in rows]
+    return Side("this project (vLLM, shared weights)", started_at, first_rollout_at, taken)
 
 
 def print_table(ours: list[Side], peers: list[Side]) -> None:
