@@ -7,18 +7,20 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
+from atropos_api.common import metric_names
 from example_trainer.errors import TrainerError
 from example_trainer.running.feed import Endpoint, Feed, MetricsTail, Snapshot
 from example_trainer.running.hub import require_on_hub
 from example_trainer.running.plan import (
     BASE_MODEL,
     BROKER,
+    FINAL_SERVER,
     TRAINER,
     VLLM,
     LocalBase,
@@ -39,6 +41,8 @@ from example_trainer.running.supervisor import ChildFailed, ChildSpec, Superviso
 
 TICK_SECONDS = 0.1
 CACHE_LOOKUP_SECONDS = 2.0
+# Environments speak to the broker at least every ten seconds.
+SILENCE_SECONDS = 60.0
 # An environment that ended first has to be followed by the trainer, which still writes its last checkpoint.
 TRAINER_LAG_SECONDS = 120.0
 
@@ -160,7 +164,7 @@ class Launch:
             self._watch(plan, supervisor, feed, view, stop)
         snapshot.phase = "stopping"
         view.update(snapshot, ())
-        return self._conclude(plan, supervisor, snapshot, stop)
+        return self._conclude(supervisor, snapshot, stop)
 
     def _watch(self, plan: Plan, supervisor: Supervisor, feed: Feed, view: View, stop: StopRequest) -> None:
         """Until the trainer and then the environments have come to their end."""
@@ -170,7 +174,10 @@ class Launch:
         while waiting:
             stop.obey()
             supervisor.check()
-            waiting = {name for name in waiting if supervisor[name].exit_code is None}
+            still = {name for name in waiting if supervisor[name].exit_code is None}
+            if plan.final_server is not None and TRAINER in waiting - still and still:
+                supervisor.start(_with_version(plan.final_server, snapshot))
+            waiting = still
             snapshot.phase = _phase(snapshot, waiting)
             view.update(snapshot, feed.poll())
             _note_engine_start(snapshot, supervisor, plan)
@@ -181,13 +188,13 @@ class Launch:
                 break
             time.sleep(TICK_SECONDS)
 
-    def _conclude(self, plan: Plan, supervisor: Supervisor, snapshot: Snapshot, stop: StopRequest) -> Summary:
+    def _conclude(self, supervisor: Supervisor, snapshot: Snapshot, stop: StopRequest) -> Summary:
         """Stop the servers, draw the picture meanwhile, sum up; a missing picture does not spoil a good run."""
         command = (sys.executable, "-m", "example_trainer.running.plot", str(self.run.root))
         plot = ChildSpec(name="plot", command=command, environment={"PYTHONPATH": python_path()}, ends_by_itself=True)
         drawing = supervisor.start(plot)
-        for name in (VLLM, BROKER):
-            if plan.child(name):
+        for name in (VLLM, FINAL_SERVER, BROKER):
+            if name in supervisor:
                 supervisor.stop(name)
         try:
             supervisor.wait_for_end(drawing, stop.obey)
@@ -248,10 +255,18 @@ def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, token: str | N
 def _phase(snapshot: Snapshot, waiting: set[str]) -> str:
     if TRAINER not in waiting:
         return "final evaluation" if waiting else "ending"
+    if silent := silent_environments(snapshot):
+        return f"not heard of for over {SILENCE_SECONDS:.0f} s: {', '.join(silent)}"
     if snapshot.rows:
         return "training" if snapshot.step < snapshot.total_steps else "last checkpoint"
     missing = [name for name, reached_at in snapshot.milestones.items() if reached_at is None]
     return f"waiting for {', '.join(missing)}" if missing else "first evaluation and first batch"
+
+
+def silent_environments(snapshot: Snapshot) -> list[str]:
+    """Environments that are registered and have fallen silent: they run, but perhaps they hang."""
+    known = [entry for entry in snapshot.status.get("environments", ()) if isinstance(entry, dict)]
+    return [str(entry.get("name")) for entry in known if (entry.get("quiet_seconds") or 0.0) > SILENCE_SECONDS]
 
 
 def _note_engine_start(snapshot: Snapshot, supervisor: Supervisor, plan: Plan) -> None:
@@ -260,6 +275,13 @@ def _note_engine_start(snapshot: Snapshot, supervisor: Supervisor, plan: Plan) -
         born = [process.create_time() for process in supervisor[VLLM].descendants if is_alive(process)]
         if born:
             snapshot.marks["imports"] = min(born)
+
+
+def _with_version(server: ChildSpec, snapshot: Snapshot) -> ChildSpec:
+    """`server` told which policy version the checkpoint it serves is, as the trainer last reported it."""
+    version = snapshot.rows[-1].get(metric_names.POLICY_VERSION) if snapshot.rows else None
+    told = () if version is None else ("--policy-version", str(int(version)))
+    return replace(server, command=(*server.command, *told))
 
 
 def _reached(snapshot: Snapshot) -> dict[str, float]:

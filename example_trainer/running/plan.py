@@ -22,7 +22,8 @@ from example_trainer.running.run_dir import RunDir
 from example_trainer.running.run_file import LAUNCHER_FIELDS, EnvironmentSettings, RunConfig, RunSettings
 from example_trainer.running.supervisor import ChildSpec
 
-BROKER, VLLM, TRAINER, BASE_MODEL = "broker", "vllm", "trainer", "base-model"
+BROKER, VLLM, TRAINER, BASE_MODEL, FINAL_SERVER = "broker", "vllm", "trainer", "base-model", "vllm-final"
+LATEST_CHECKPOINT = "latest"
 MANIFEST_NAME = "vllm_bridge_config.json"
 NVIDIA_DEVICE = Path("/dev/nvidia0")
 MANY_CORES = 8
@@ -68,6 +69,8 @@ class Plan:
     files: Mapping[Path, Mapping[str, Any]]
     """Settings of each program, by the path they are written to."""
     environments: tuple[str, ...] = ()
+    final_server: ChildSpec | None = None
+    """Serves the last checkpoint to the final evaluation where the trainer's own server ends with the trainer."""
 
     def settings_of(self, name: str) -> Mapping[str, Any]:
         """What the program's settings file holds."""
@@ -139,12 +142,14 @@ def make_plan(
         children.append(builder.vllm())
     children += [builder.environment(entry) for entry in settings.environments]
     children.append(builder.trainer())
+    ends_with_trainer = settings.trainer.weight_bridge_mode == "none" and settings.environments
     return Plan(
         model=model,
         places=places,
         children=tuple(children),
         files=builder.files,
         environments=tuple(entry.name for entry in settings.environments),
+        final_server=builder.final_server() if ends_with_trainer else None,
     )
 
 
@@ -179,13 +184,25 @@ class _Builder:
         content = self._vllm_defaults() | dict(self.settings.sections["vllm"])
         path = self._write(VLLM, {VLLM: content | {"model": self.model, "port": self.places.vllm_port}})
         command = self._command(self.programs.vllm, path, flags.unprefixed(VLLM))
+        return ChildSpec(name=VLLM, command=command, environment=self._server_environment())
+
+    def final_server(self) -> ChildSpec:
+        """A plain server of the last checkpoint, under the names by which the environments know the model."""
+        config = self.settings.trainer
+        checkpoint = (config.save_path or self.run.root).absolute() / LATEST_CHECKPOINT
+        own = {"model": str(checkpoint), "port": self.places.vllm_port, "served_model_name": [self.model]}
+        path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults() | self.settings.section(VLLM) | own})
+        command = self._command(self.programs.vllm, path)
+        return ChildSpec(name=FINAL_SERVER, command=command, environment=self._server_environment())
+
+    def _server_environment(self) -> dict[str, str]:
         own = {"LOGDIR": str(self._manifest.parent)}
         if not NVIDIA_DEVICE.exists():
             # Otherwise the sampler compiles small kernels even in eager mode: 20 s, and it needs a C++ compiler.
             own["TORCHDYNAMO_DISABLE"] = os.environ.get("TORCHDYNAMO_DISABLE", "1")
         if self.settings.trainer.vllm_gpu is not None:
             own["CUDA_VISIBLE_DEVICES"] = str(self.settings.trainer.vllm_gpu)
-        return ChildSpec(name=VLLM, command=command, environment=self._environment() | own)
+        return self._environment() | own
 
     def environment(self, entry: EnvironmentSettings) -> ChildSpec:
         content = {

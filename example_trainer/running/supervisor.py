@@ -156,6 +156,9 @@ class Supervisor:
     def __getitem__(self, name: str) -> Child:
         return self._children[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._children
+
     def __iter__(self) -> Iterator[Child]:
         return iter(list(self._children.values()))
 

@@ -14,7 +14,8 @@ STANDINS = str(Path(__file__).with_name("standins.py"))
 
 
 def main(argv: list[str]) -> int:
-    launch = plan_launch(read_settings(["--env.server", STANDINS, *argv]))
+    own_environment = [] if "--atropos-url" in argv else ["--env.server", STANDINS]
+    launch = plan_launch(read_settings([*own_environment, *argv]))
     launch.programs = Programs(broker=(STANDINS, "broker"), vllm=(STANDINS, "vllm"), trainer=(STANDINS, "trainer"))
     return carry_out(launch)
 

@@ -16,9 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from example_trainer.running.ports import free_port
 from example_trainer.running.process_tree import wait_until
 
 LIMIT_SECONDS = 10.0
+STANDINS = str(Path(__file__).with_name("standins.py"))
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -125,6 +127,29 @@ def test_a_refusal_of_a_program_is_one_line_and_exit_code_2(standins) -> None:
     code, _, error = standins(STANDIN_TRAINER="refuse").end()
     assert code == 2
     assert error == "atropos-grpo-run: error: trainer: atropos-grpo: error: --lr -1 is below zero\n"
+
+
+def test_with_a_broker_elsewhere_only_server_and_trainer_are_started_and_ended(standins, tmp_path: Path) -> None:
+    """The published form: `--model-name M --atropos-url URL --training-steps N`, broker and environments by hand."""
+    port, server_port = free_port(), free_port()
+    settings = tmp_path / "api.yaml"
+    settings.write_text(f"api: {{port: {port}}}")
+    broker = subprocess.Popen([sys.executable, STANDINS, "broker", "--config", str(settings)])
+    try:
+        url = f"http://127.0.0.1:{port}"
+        launched = standins("--atropos-url", url, "--training-steps", "5", "--vllm-port", str(server_port))
+        code, out, error = launched.end()
+        assert (code, error) == (0, "")
+        assert "trainer ready" in out
+        assert {path.name for path in launched.run_dir.glob("logs/latest/*.log")} == {
+            "vllm.log",
+            "trainer.log",
+            "plot.log",
+        }
+        assert broker.poll() is None
+    finally:
+        broker.kill()
+        broker.wait()
 
 
 def test_a_second_attempt_keeps_the_logs_of_the_first(standins, tmp_path: Path) -> None:

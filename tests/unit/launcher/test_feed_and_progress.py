@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from example_trainer.running.feed import Endpoint, Feed, MetricsTail, Snapshot
+from example_trainer.running.launcher import silent_environments
 from example_trainer.running.progress import PlainView, make_view, render, sparkline
 
 
@@ -112,6 +113,12 @@ def test_the_panel_shows_steps_reward_and_phase(tmp_path: Path) -> None:
     text = capture.get()
     for part in ("demo", "step 3/4", "▃▅▆", "vllm starting", "training", "0.750"):
         assert part in text
+
+
+def test_an_environment_that_fell_silent_is_named(tmp_path: Path) -> None:
+    state = snapshot(tmp_path)
+    state.status = {"environments": [{"name": "a", "quiet_seconds": 0.5}, {"name": "b", "quiet_seconds": 90.0}]}
+    assert silent_environments(state) == ["b"]
 
 
 def test_a_sparkline_keeps_to_its_scale() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from example_trainer.errors import ModelNotFound
+from example_trainer.running.hub import require_on_hub
 from example_trainer.running.plan import (
     EnvironmentNotFound,
     LocalBase,
@@ -52,6 +53,17 @@ def test_a_trainer_that_restarts_its_server_starts_it_as_well(tmp_path: Path, mo
     trainer = made.child("trainer")
     assert trainer is not None
     assert not trainer.watch_descendants
+
+
+def test_the_final_evaluation_is_served_the_last_checkpoint_where_the_trainers_server_ends_with_it(
+    tmp_path: Path,
+) -> None:
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", "none")
+    settings = made.settings_of("vllm-final")["vllm"]
+    assert settings["model"] == str(tmp_path / "run/latest")
+    assert settings["served_model_name"] == ["some/model"]
+    assert f":{settings['port']}/v1" in made.settings_of("environment")["openai"]["base_url"]
+    assert plan(tmp_path, *OWN_ENVIRONMENT).final_server is None
 
 
 def test_all_programs_agree_on_addresses_and_model(tmp_path: Path) -> None:
@@ -116,6 +128,14 @@ def test_a_missing_model_is_told_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"no config\.json"):
         require_model(str(tmp_path))
     assert require_model("org/model") == "org/model"
+
+
+def test_a_model_that_no_hub_has_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFound, match="not in the local Hugging Face cache"):
+        require_on_hub("nobody/nothing")
+    with pytest.raises(ModelNotFound, match="not a Hugging Face id"):
+        require_on_hub("no id at all!")
 
 
 def test_local_bases_are_named_by_task_and_seed() -> None:
