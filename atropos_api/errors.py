@@ -1,7 +1,5 @@
 """What can go wrong in the broker, by kind. The rules raise these; `http.problems` alone turns them into answers."""
 
-
-
 from __future__ import annotations
 
 from typing import Any, ClassVar

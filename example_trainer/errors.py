@@ -4,8 +4,6 @@ Every command turns a `TrainerError` into one line on standard error and exit co
 names the cause, the offending value and the next step.
 """
 
-
-
 from __future__ import annotations
 
 from atropos_api.common.errors import AtroposError

@@ -1,7 +1,5 @@
 """What a caller of the broker may have to handle."""
 
-
-
 from __future__ import annotations
 
 from typing import Any

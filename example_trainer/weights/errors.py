@@ -1,7 +1,5 @@
 """What can go wrong between the trainer's weights and the server's, as flat children of `TrainerError`."""
 
-
-
 from __future__ import annotations
 
 from example_trainer.errors import TrainerError
