@@ -62,7 +62,14 @@ def load_config_with_rest(
 ) -> tuple[ModelT, list[str]]:
     """As `load_config`, but hand back the arguments that are not the model's, for another parser to judge."""
     values, rest = _collect(model, argv, prog=prog, description=description, section=section, defaults=defaults or {})
-    return validate(model, values), rest
+    try:
+        return validate(model, values), rest
+    except ConfigError:
+        # What another parser may know is not ours to refuse, unless it explains what is missing here.
+        for argument in rest:
+            if argument.startswith("--") and nearest(argument.split("=", 1)[0], _known_flags(list_options(model))):
+                _refuse_unknown(argument, list_options(model))
+        raise
 
 
 def read_config_file(model: type[BaseModel], path: str, *, section: str | None = None) -> dict[str, Any]:
@@ -151,8 +158,12 @@ def _refuse_unknown(argument: str, options: Sequence[Option]) -> NoReturn:
     if not argument.startswith("-"):
         raise ConfigError(f"unexpected argument {argument!r}; options start with --")
     flag = argument.split("=", 1)[0]
-    known = ["--config", *(option.flags[0] for option in options)]
-    raise ConfigError(f"unknown option {flag}{nearest(flag.replace('_', '-'), known)} (--help lists all)")
+    suggestion = nearest(flag.replace("_", "-"), _known_flags(options))
+    raise ConfigError(f"unknown option {flag}{suggestion} (--help lists all)")
+
+
+def _known_flags(options: Sequence[Option]) -> list[str]:
+    return ["--config", *(option.flags[0] for option in options)]
 
 
 def _select_section(model: type[BaseModel], content: dict[str, Any], section: str | None) -> dict[str, Any]:

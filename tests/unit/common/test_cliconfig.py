@@ -135,6 +135,11 @@ def test_arguments_of_another_parser_are_handed_back_in_order() -> None:
     assert rest == ["--foreign", "3"]
 
 
+def test_a_misspelt_flag_explains_a_missing_one_even_where_others_may_know_more_flags() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option --modle-name, did you mean --model-name\?"):
+        load_config_with_rest(Settings, ["--modle-name", "m"], prog="tool", description="")
+
+
 def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse("--help")
