@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import anyio
+
 from atropos_api.common.errors import AtroposError
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, Pacing
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_WAIT_SECONDS = 10.0
 MOST_GROUPS_A_POST = 64
+PAUSE_SECONDS = 0.5
 GROUP_REFUSALS = frozenset({400, 413, 422})  # about the groups sent, not about who sends them
 
 
@@ -115,8 +118,10 @@ class BrokerLink:
         """After an outage or a broker that lost its memory: wait, register again; anything else is raised."""
         from atropos_api.client import BrokerRefused, BrokerUnreachable
 
-        if isinstance(error, BrokerUnreachable):
+        out = isinstance(error, BrokerUnreachable) or (isinstance(error, BrokerRefused) and error.status >= 500)
+        if out:
             logger.warning("%s; waiting for it", error)
+            await anyio.sleep(PAUSE_SECONDS)
         elif not (isinstance(error, BrokerRefused) and error.kind == "unknown-environment"):
             raise error
         await self.register()

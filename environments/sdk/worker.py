@@ -52,6 +52,7 @@ class EnvironmentWorker:
         self._changed = self._link.changed
         self._collector = Collector(env)
         self._rolling = 0
+        self._beginning: anyio.CancelScope | None = None
         self._evaluation: anyio.CancelScope | None = None
         self._evaluation_due = False
         self._log_due = False
@@ -71,7 +72,9 @@ class EnvironmentWorker:
         self._finish()
 
     async def _serve_run(self, group: TaskGroup) -> None:
-        await self._wait_for_run()
+        with anyio.CancelScope() as self._beginning:
+            await self._wait_for_run()
+            await self._adopt_run()
         if self._env.config.eval_at_start and self._active:
             await self._evaluate(required=True)
         async with anyio.create_task_group() as rollouts:
@@ -89,12 +92,11 @@ class EnvironmentWorker:
 
     async def _wait_for_run(self) -> None:
         """Until a trainer has begun a run; a run that is finished already is not waited for."""
-        while not self._stopping and self._pacing.state == "wait":
+        while self._pacing.state == "wait":
             with anyio.move_on_after(10.0):
                 await self._changed.wait()
                 continue
             logger.info("waiting for a trainer to begin a run at %s", self._env.config.rollout_server_url)
-        await self._adopt_run()
 
     async def _adopt_run(self) -> None:
         """Learn the run's facts, which a registration before the run could not tell."""
@@ -228,8 +230,9 @@ class EnvironmentWorker:
                     return
                 logger.info("%s: finishing what is under way", signal.Signals(number).name)
                 self._stopping = True
-                if self._evaluation is not None:
-                    self._evaluation.cancel()
+                for scope in (self._beginning, self._evaluation):
+                    if scope is not None:
+                        scope.cancel()
                 self._changed.ring()
 
     def _finish(self) -> None:

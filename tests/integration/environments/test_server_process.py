@@ -5,15 +5,16 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+import httpx
 import psutil
 import pytest
 
 from atropos_api.client import BrokerClient
 from atropos_api.testing import make_memory_app, served_broker
 from atropos_api.wire.messages import PolicyUpdate, RunRequest
-from environments.sdk.testing import FakeInference, served
+from environments.sdk.testing import FakeInference, sampled_tokens, served
 
 
 @contextmanager
@@ -98,6 +99,18 @@ def test_sigterm_drains_what_is_under_way_and_leaves_no_process(tokenizer_folder
         assert len(batch.groups) <= under_way + 8
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_sigterm_ends_a_server_that_waits_for_a_broker_that_is_gone(tokenizer_folder, begun):
+    with environment("http://127.0.0.1:1", f"http://127.0.0.1:{(port := free_port())}", tokenizer_folder) as process:
+        with served(make_memory_app(), port=port) as broker:
+            wait_until(lambda: "registered" in process.stderr.readline())
+            if begun:
+                with Trainer(broker, steps=3):
+                    time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=25) == 0
+
+
 def test_a_restarted_inference_server_is_waited_for(tokenizer_folder):
     port = free_port()
     with (
@@ -112,6 +125,46 @@ def test_a_restarted_inference_server_is_waited_for(tokenizer_folder):
                     trainer.step(next(numbers))
             time.sleep(0.3)
             assert process.poll() is None
+
+
+@contextmanager
+def durable_broker(port, folder):
+    """`run-api` as a process of its own on a store in `folder`; killed at the end, as a crash would."""
+    command = [sys.executable, "-m", "atropos_api", "--port", str(port), "--store", str(folder)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_broker_that_is_killed_and_restarted_loses_and_doubles_no_group(tokenizer_folder, tmp_path):
+    port, seen = free_port(), []
+    fake = FakeInference(sampled_tokens(0, vocabulary=300, end=1), end=1)
+
+    def take(trainer, numbers):
+        for number in numbers:
+            seen.extend(str(group.tokens) for group in trainer.step(number).groups)
+
+    with served(fake) as inference, ExitStack() as stack:
+        with durable_broker(port, tmp_path) as broker:
+            wait_until(lambda: is_ready(broker))
+            trainer = stack.enter_context(Trainer(broker, steps=100))
+            process = stack.enter_context(environment(inference, broker, tokenizer_folder))
+            take(trainer, range(1, 4))
+        for first in (4, 7):
+            with durable_broker(port, tmp_path):
+                take(trainer, range(first, first + 3))
+        assert process.poll() is None
+    assert len(seen) == len(set(seen)) == 9 * 4
+
+
+def is_ready(url):
+    try:
+        return httpx.get(f"{url}/readyz").is_success
+    except httpx.TransportError:
+        return False
 
 
 def test_an_environment_may_be_started_before_everything_else(tokenizer_folder):
