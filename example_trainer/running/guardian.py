@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable
 from typing import IO, Any
 
+from example_trainer.running.interpreter import python_path
 from example_trainer.running.leftovers import sweep
 from example_trainer.running.process_tree import end_processes, find_tree
 
@@ -31,6 +32,7 @@ class Guardian:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": python_path()},
             start_new_session=True,
         )
         self._write({"mark": mark, "temporary_dir": temporary_dir})

@@ -17,6 +17,7 @@ from atropos_api.common import metric_names
 from example_trainer.errors import TrainerError
 from example_trainer.running.feed import Endpoint, Feed, MetricsTail, Snapshot
 from example_trainer.running.hub import require_on_hub
+from example_trainer.running.interpreter import python_path
 from example_trainer.running.plan import (
     BASE_MODEL,
     BROKER,
@@ -28,7 +29,6 @@ from example_trainer.running.plan import (
     Programs,
     local_base,
     make_plan,
-    python_path,
     require_model,
     settle_places,
 )

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import example_trainer
 from example_trainer.config import LORA_MODES
 from example_trainer.errors import ModelNotFound, TrainerError
+from example_trainer.running.interpreter import PACKAGE_ROOT, python_path
 from example_trainer.running.ports import LOOPBACK, free_port, require_free
 from example_trainer.running.run_dir import RunDir
 from example_trainer.running.run_file import LAUNCHER_FIELDS, EnvironmentSettings, RunConfig, RunSettings
@@ -29,7 +29,6 @@ NVIDIA_DEVICE = Path("/dev/nvidia0")
 MANY_CORES = 8
 # Modes in which the server lives through the whole run; in the others the trainer starts and restarts its own.
 SERVER_OUTLIVES_PUBLISH = frozenset({"shared_vllm", "lora_only"})
-PACKAGE_ROOT = Path(example_trainer.__file__).resolve().parents[1]
 
 
 class EnvironmentNotFound(TrainerError):
@@ -157,11 +156,6 @@ def starts_server(config: RunConfig) -> bool:
     return config.weight_bridge_mode in SERVER_OUTLIVES_PUBLISH
 
 
-def python_path() -> str:
-    """The search path that makes children import the very code this launcher runs."""
-    return os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 @dataclass(kw_only=True, slots=True)
 class _Builder:
     settings: RunSettings
@@ -205,10 +199,10 @@ class _Builder:
         return self._environment() | own
 
     def environment(self, entry: EnvironmentSettings) -> ChildSpec:
-        content = {
-            "env": self._environment_defaults() | dict(entry.env),
-            "openai": self._openai(entry.openai),
-        }
+        env = self._environment_defaults() | dict(entry.env)
+        if self.settings.reseeded and "seed" in env:
+            env["seed"] = self.settings.trainer.seed
+        content = {"env": env, "openai": self._openai(entry.openai)}
         path = self._write(entry.name, content)
         flags = [*self.settings.flags["env"].without("server").arguments, *self.settings.flags["openai"].arguments]
         command = self._command((*program_of(entry.server), "serve"), path, flags)

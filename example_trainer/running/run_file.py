@@ -84,6 +84,8 @@ class RunSettings:
     sections: Mapping[str, Mapping[str, Any]]
     flags: Mapping[str, SectionFlags]
     environments: tuple[EnvironmentSettings, ...]
+    reseeded: bool = False
+    """Whether `--seed` was given over the files: then it is meant for every program whose settings hold a seed."""
 
     def section(self, name: str) -> dict[str, Any]:
         """A section with its flags laid over it."""
@@ -105,6 +107,7 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
         sections={name: sections.get(name) or {} for name in PREFIXED_SECTIONS},
         flags=flags,
         environments=_environments(sections, flags),
+        reseeded="seed" in config.model_fields_set and config.seed != trainer.get("seed"),
     )
 
 

@@ -112,6 +112,16 @@ def test_the_run_file_of_an_environment_wins_over_what_the_launcher_fills_in(tmp
     assert "server" not in given["env"]
 
 
+def test_a_seed_on_the_command_line_reaches_the_stream_of_problems(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"trainer: {{seed: 1}}\nenv: {{server: {__file__}, seed: 7}}\n")
+    as_written = plan(tmp_path, "--config", str(path))
+    reseeded = plan(tmp_path, "--config", str(path), "--seed", "3")
+    assert as_written.settings_of("environment")["env"]["seed"] == 7
+    assert reseeded.settings_of("environment")["env"]["seed"] == reseeded.settings_of("trainer")["trainer"]["seed"] == 3
+    assert "seed" not in plan(tmp_path, *OWN_ENVIRONMENT, "--seed", "3").settings_of("environment")["env"]
+
+
 def test_a_port_that_is_taken_is_told_with_its_holder_and_the_flag(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
