@@ -12,19 +12,18 @@ import pytest
 ROOT = Path(__file__).parents[3]
 HEAVY = ("torch", "vllm", "transformers", "fastapi")
 COMMANDS = {
-    "run-api": ["atropos_api.cli", "main", "--help"],
-    "atropos-grpo": ["example_trainer.cli", "main", "--help"],
-    "atropos-grpo-run": ["example_trainer.run", "main", "--help"],
-    "atropos": ["example_trainer.running.umbrella", "main", "--help"],
-    "vllm_api_server": ["example_trainer.vllm_api_server", "main", "--help"],
-    "arithmetic_server serve": ["environments.arithmetic_server", "main", "serve", "--help"],
+    "run-api": ["atropos_api"],
+    "atropos-grpo": ["example_trainer.grpo"],
+    "atropos-grpo-run": ["example_trainer.run"],
+    "atropos": ["example_trainer.running.umbrella"],
+    "vllm_api_server": ["example_trainer.vllm_api_server"],
+    "arithmetic_server serve": ["environments.arithmetic_server", "serve"],
 }
 PROBE = """
-import importlib, sys
-module, function, *arguments = sys.argv[1:]
-sys.argv = [module, *arguments]
+import runpy, sys
+sys.argv = sys.argv[1:]
 try:
-    getattr(importlib.import_module(module), function)()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 except SystemExit as end:
     code = end.code
 loaded = [name for name in {heavy!r} if name in sys.modules]
@@ -38,7 +37,7 @@ def test_help_takes_under_a_second_and_imports_nothing_heavy(command: str) -> No
     for _ in range(3):
         started = time.perf_counter()
         result = subprocess.run(
-            [sys.executable, "-c", PROBE.format(heavy=HEAVY), *COMMANDS[command]],
+            [sys.executable, "-c", PROBE.format(heavy=HEAVY), *COMMANDS[command], "--help"],
             capture_output=True,
             text=True,
             check=False,
@@ -47,7 +46,7 @@ def test_help_takes_under_a_second_and_imports_nothing_heavy(command: str) -> No
         )
         seconds.append(time.perf_counter() - started)
         assert result.returncode == 0, result.stderr
-        assert "--" in result.stdout
+        assert result.stdout.startswith("usage: ")
     assert min(seconds) < 1.0
 
 
