@@ -22,7 +22,7 @@ from example_trainer.tiny.tokenizer import ASSISTANT, END, render_prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-SKILL_STEPS, HABIT_STEPS, SEQUENCES_PER_STEP = 180, 60, 64
+SKILL_STEPS, HABIT_STEPS, SEQUENCES_PER_STEP = 360, 60, 64
 MATRIX_RATE, OTHER_RATE = 1e-2, 6e-3
 WARMUP_STEPS, FINAL_RATE_FRACTION = 20, 0.05
 IGNORED = -100
