@@ -141,7 +141,7 @@ class Launch:
         def tick() -> None:
             stop.obey()
             making = time.monotonic() - begun > CACHE_LOOKUP_SECONDS
-            snapshot.phase = "making the base model (half a minute, once)" if making else "looking for the base model"
+            snapshot.phase = "making the base model (about a minute, once)" if making else "looking for the base model"
             view.update(snapshot, ())
 
         child = supervisor.start(base.spec)
