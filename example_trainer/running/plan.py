@@ -25,7 +25,6 @@ from example_trainer.running.supervisor import ChildSpec
 BROKER, VLLM, TRAINER, BASE_MODEL, FINAL_SERVER = "broker", "vllm", "trainer", "base-model", "vllm-final"
 LATEST_CHECKPOINT = "latest"
 MANIFEST_NAME = "vllm_bridge_config.json"
-NVIDIA_DEVICE = Path("/dev/nvidia0")
 MANY_CORES = 8
 # Modes in which the server lives through the whole run; in the others the trainer starts and restarts its own.
 SERVER_OUTLIVES_PUBLISH = frozenset({"shared_vllm", "lora_only"})
@@ -191,9 +190,6 @@ class _Builder:
 
     def _server_environment(self) -> dict[str, str]:
         own = {"LOGDIR": str(self._manifest.parent)}
-        if not NVIDIA_DEVICE.exists():
-            # Otherwise the sampler compiles small kernels even in eager mode: 20 s, and it needs a C++ compiler.
-            own["TORCHDYNAMO_DISABLE"] = os.environ.get("TORCHDYNAMO_DISABLE", "1")
         if self.settings.trainer.vllm_gpu is not None:
             own["CUDA_VISIBLE_DEVICES"] = str(self.settings.trainer.vllm_gpu)
         return self._environment() | own

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_api.common.cliconfig import load_config_with_rest
 
+NVIDIA_DEVICE = Path("/dev/nvidia0")
+
 PROG = "vllm_api_server"
 DESCRIPTION = """\
 Serve a model with vLLM: its OpenAI API under /v1, token-exact generation under /generate with the policy version of
@@ -127,6 +129,9 @@ def prepare_environment(environ: dict[str, str] | os._Environ[str], *, model_is_
     )  # the default of 5 s breaks clients that reuse connections
     environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not NVIDIA_DEVICE.exists():
+        # Otherwise the sampler compiles small kernels even in eager mode: 20 s, and it needs a C++ compiler.
+        environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     if model_is_local:
         environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -156,8 +156,10 @@ def _describe(outcome: Outcome) -> str:
 
 
 def _find_host_error(error: BaseException | None) -> socket.gaierror | None:
-    while error is not None:
+    seen: set[int] = set()  # a chain of causes may lead back to itself
+    while error is not None and id(error) not in seen:
         if isinstance(error, socket.gaierror):
             return error
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
     return None

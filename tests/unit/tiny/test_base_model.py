@@ -1,4 +1,4 @@
-"""The base models themselves: a skill rarely used. Made here when the cache does not have them (about a minute each)."""
+"""The base models themselves: a skill rarely used. Made here when not in the cache, about a minute each."""
 
 import pytest
 
