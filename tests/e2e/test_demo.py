@@ -100,9 +100,9 @@ def test_the_demo_learns(demo, traces) -> None:
 def test_with_advantages_shuffled_nothing_is_learnt(demo, tmp_path: Path) -> None:
     """The control: the same run, its rewards dealt out at random inside each batch.
 
-    Random updates wander, and now and then one wanders upwards for a while, since they also wear off the base's habit
-    of guessing: about one run in five. So a control run that ends high is tried again under another seed, twice at most;
-    learning ends high every time.
+    Random updates wander, and about one run in five wanders upwards, since they also wear off the base's habit of
+    guessing. So a control run that ends high is tried again under another seed, twice at most; learning ends high
+    every time.
     """
     tails = []
     for seed in ("0", "1", "2"):
