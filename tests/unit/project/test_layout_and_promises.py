@@ -24,3 +24,17 @@ def test_torch_is_imported_under_the_trainer_alone() -> None:
     for package in ("atropos_api", "environments"):
         for path in (ROOT / package).rglob("*.py"):
             assert "import torch" not in path.read_text(), path
+
+
+def test_the_trainers_requirements_file_installs_this_project_from_its_root() -> None:
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--no-build-isolation", "--quiet"]
+    result = subprocess.run(
+        [*command, "--report", "-", "-r", "example_trainer/requirements.txt"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert '"name": "atropos-grpo"' in result.stdout
