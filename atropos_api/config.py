@@ -47,7 +47,7 @@ class BrokerConfig(BaseModel):
     max_queued_sequences: int = Field(200_000, ge=1, description="Sequences that may wait; more are answered 503")
     max_queued_bytes: int = Field(16 * 2**30, ge=1, description="Bytes of groups that may wait; more are answered 503")
     max_body_bytes: int = Field(256 * 2**20, ge=1024, description="Largest request body, as sent")
-    max_inflated_bytes: int = Field(1024 * 2**20, ge=1024, description="Largest request body, decompressed")
+    max_inflated_bytes: int = Field(512 * 2**20, ge=1024, description="Largest request body, decompressed")
     log_level: str = Field("info", description="debug, info, warning or error")
 
     @field_validator("store")

@@ -8,13 +8,12 @@ import msgspec
 from fastapi import Request, Response
 from isal import isal_zlib
 
-from atropos_api.errors import InvalidEncoding, InvalidRequest, TooLarge
+from atropos_api.errors import InvalidRequest, TooLarge
+from atropos_api.http.inflating import GZIP_WBITS, inflate
 from atropos_api.http.services import services_of
 
 StructT = TypeVar("StructT")
 
-GZIP_WBITS: Final = 31
-INFLATE_STEP_BYTES: Final = 1 << 20
 COMPRESS_FROM_BYTES: Final = 1000
 JSON: Final = "application/json"
 GZIP_HEADERS: Final = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
@@ -37,31 +36,7 @@ async def read_body(request: Request) -> bytes:
         chunks.append(chunk)
     body = b"".join(chunks) if len(chunks) != 1 else chunks[0]
     encoding = request.headers.get("content-encoding", "").lower()
-    return inflate(body, config.max_inflated_bytes) if "gzip" in encoding and body else body
-
-
-def inflate(body: bytes, limit_bytes: int) -> bytes:
-    """Gunzip all members, piece by piece, so that a bomb is refused before it has grown."""
-    parts: list[bytes] = []
-    size = 0
-    rest = body
-    while rest:
-        member = isal_zlib.decompressobj(wbits=GZIP_WBITS)
-        data = rest
-        while not member.eof:
-            try:
-                part = member.decompress(data, INFLATE_STEP_BYTES)
-            except isal_zlib.error as error:  # type: ignore[misc]
-                raise _bad_gzip(str(error)) from None
-            data = member.unconsumed_tail
-            size += len(part)
-            parts.append(part)
-            if size > limit_bytes:
-                raise _too_large(size, limit_bytes, "--max-inflated-bytes")
-            if not part and not data and not member.eof:
-                raise _bad_gzip("it ends too early")
-        rest = member.unused_data.lstrip(b"\0")
-    return b"".join(parts)
+    return await inflate(body, config.max_inflated_bytes) if "gzip" in encoding and body else body
 
 
 def decode_body(body: bytes, kind: type[StructT], *, strict: bool = True) -> StructT:
@@ -87,10 +62,6 @@ def compress(body: bytes) -> bytes:
     deflater = isal_zlib.compressobj(1, isal_zlib.DEFLATED, GZIP_WBITS)
     compressed: bytes = deflater.compress(body) + deflater.flush()
     return compressed
-
-
-def _bad_gzip(reason: str) -> InvalidEncoding:
-    return InvalidEncoding(f"Invalid gzip payload: {reason}", field="body")
 
 
 def _too_large(size: int, limit: int, flag: str) -> TooLarge:
