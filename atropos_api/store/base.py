@@ -12,6 +12,9 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+Form = Literal["json", "columns"]
+"""How a body is written: JSON text, or the binary columns of `wire.columns`."""
+
 NO_RUN = ""
 """Run of groups that came while no run was open; the next run takes them over."""
 
@@ -87,6 +90,8 @@ class GroupRow(msgspec.Struct, kw_only=True, gc=False):
     """Number of the batch that holds it; 0 while it is queued."""
     key_id: int = 0
     """The idempotency key it came under; 0 for none."""
+    form: Form = "json"
+    """The form its body is kept in: the one it came in."""
 
 
 class KeyRow(msgspec.Struct, kw_only=True, gc=False):

@@ -14,7 +14,7 @@ import msgspec
 from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.base import BodyRef, EnvironmentRow, GroupRow, KeyRow, PolicyRow, RunRow, Snapshot
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 SCHEMA: Final = """
 CREATE TABLE runs (run_id TEXT PRIMARY KEY, row BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE environments (environment_id INTEGER PRIMARY KEY, row BLOB NOT NULL);
@@ -27,11 +27,14 @@ CREATE TABLE keys (
 CREATE TABLE groups (
     seq INTEGER PRIMARY KEY, run_id TEXT, env_id INTEGER, size INTEGER, token_count INTEGER,
     segment INTEGER, offset INTEGER, length INTEGER, received_version INTEGER, oldest_version INTEGER,
-    arrived_at REAL, batch INTEGER, key_id INTEGER
+    arrived_at REAL, batch INTEGER, key_id INTEGER, form TEXT NOT NULL DEFAULT 'json'
 );
 CREATE TABLE places (one INTEGER PRIMARY KEY CHECK (one = 1), next_seq INTEGER, answered_seq INTEGER);
 INSERT INTO places VALUES (1, 1, 0);
 """
+
+UPGRADES: Final = {1: "ALTER TABLE groups ADD COLUMN form TEXT NOT NULL DEFAULT 'json';"}
+"""What brings a ledger of an older schema to the next one."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -106,7 +109,8 @@ class SqliteLedger:
     def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
         with self.transaction():
             self._execute_many(
-                "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", [_values_of(row) for row in rows]
+                "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [_values_of(row) for row in rows],
             )
             if rows:
                 self._execute("UPDATE places SET next_seq = ?", (rows[-1].seq + 1,))
@@ -151,7 +155,11 @@ class SqliteLedger:
         (found,) = self._db.execute("PRAGMA user_version").fetchone()
         if found == 0:
             self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        elif found != SCHEMA_VERSION:
+            return
+        while found in UPGRADES:
+            self._db.executescript(f"BEGIN; {UPGRADES[found]} PRAGMA user_version = {found + 1}; COMMIT;")
+            found += 1
+        if found != SCHEMA_VERSION:
             raise StoreDamaged(
                 f"{self._path} was written by another release (schema {found}, this one has {SCHEMA_VERSION}); "
                 "finish its run with that release or begin anew with --fresh"
@@ -185,11 +193,13 @@ def _values_of(row: GroupRow) -> tuple[Any, ...]:
         row.arrived_at,
         row.batch,
         row.key_id,
+        row.form,
     )
 
 
 def _group_of(row: tuple[Any, ...]) -> GroupRow:
-    seq, run_id, env_id, size, token_count, segment, offset, length, received, oldest, arrived_at, batch, key_id = row
+    seq, run_id, env_id, size, token_count, segment, offset, length, received, oldest, arrived_at, *rest = row
+    batch, key_id, form = rest
     return GroupRow(
         seq=seq,
         run_id=run_id,
@@ -202,6 +212,7 @@ def _group_of(row: tuple[Any, ...]) -> GroupRow:
         arrived_at=arrived_at,
         batch=batch,
         key_id=key_id,
+        form=form,
     )
 
 

@@ -1,6 +1,8 @@
 """The durable store: what was written is there again, what was torn is not, and disks that are full say so."""
 
 import os
+import sqlite3
+from contextlib import closing
 
 import pytest
 
@@ -99,6 +101,7 @@ def test_a_refused_write_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_rows_come_back_as_they_were(tmp_path):
     ledger = SqliteLedger(tmp_path / "ledger.sqlite")
     rows = [make_row(1, BodyRef(1, 12, 5)), make_row(2, BodyRef(1, 40, 5), run_id="r", env_id=-3, batch=2, key_id=1)]
+    rows.append(make_row(3, BodyRef(1, 80, 9), form="columns"))
     key = KeyRow(key_id=1, owner="env", key="k", group_count=1, used_at=2.0)
     policy = PolicyRow(run_id="r", version=3, step=1, published_at=0.5, orphaned=True)
     with ledger.transaction():
@@ -108,7 +111,21 @@ def test_rows_come_back_as_they_were(tmp_path):
     ledger.close()
     found = SqliteLedger(tmp_path / "ledger.sqlite").load()
     assert (found.groups, found.keys, found.policies) == (rows, [key], [policy])
-    assert (found.next_seq, found.answered_seq) == (3, 1)
+    assert (found.next_seq, found.answered_seq) == (4, 1)
+
+
+def test_a_directory_of_an_older_schema_opens_with_its_groups(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    ledger = SqliteLedger(path)
+    row = make_row(1, BodyRef(1, 12, 5), key_id=7)
+    ledger.add_groups([row], answered_seq=0)
+    ledger.close()
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript("ALTER TABLE groups DROP COLUMN form; PRAGMA user_version = 1;")
+    for _ in range(2):
+        again = SqliteLedger(path)
+        assert again.load().groups == [row]
+        again.close()
 
 
 def test_a_transaction_that_fails_keeps_nothing(tmp_path):
