@@ -26,6 +26,7 @@ __all__ = [
     "TooLarge",
     "Unauthorized",
     "UnknownEnvironment",
+    "UnknownHold",
     "UnknownRun",
     "UnusableGroupSize",
 ]
@@ -77,6 +78,12 @@ class UnknownEnvironment(BrokerError):
 
 class UnknownRun(BrokerError):
     kind = "unknown-run"
+
+
+class UnknownHold(BrokerError):
+    """The hold was released or ran out; the policy may have changed since."""
+
+    kind = "unknown-hold"
 
 
 class NoOpenRun(BrokerError):

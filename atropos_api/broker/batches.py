@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from atropos_api.broker.packing import can_fill, choose_groups
 from atropos_api.broker.queue import version_of
 from atropos_api.broker.state import State
+from atropos_api.broker.units import in_unit, lanes_in_unit, queued_by_environment
 from atropos_api.errors import BatchOutOfOrder, CommittedBatch
 from atropos_api.store.base import GroupRow, RunRow
 
@@ -21,10 +22,20 @@ class Batches:
 
     @property
     def retry_at(self) -> float | None:
-        """When a batch that only waits for some environment's minimum may be formed without it."""
+        """When a batch that only waits for some environment's minimum may be formed without it.
+
+        That is after a while of waiting, or when the environment has been silent for so long that it counts no more.
+        """
         if self._blocked_since is None:
             return None
-        return self._blocked_since + self._state.settings.min_allocation_wait_seconds
+        settings = self._state.settings
+        alive = [row for row in self._state.alive_environments() if row.min_batch_allocation]
+        silent = (row.seen_at + settings.environment_timeout_seconds for row in alive)
+        return min([self._blocked_since + settings.min_allocation_wait_seconds, *silent])
+
+    def stop_waiting(self) -> None:
+        """Another trainer or run begins: it waits for minima anew."""
+        self._blocked_since = None
 
     def obtain(self, run: RunRow, number: int) -> list[GroupRow] | None:
         """The groups of batch `number`; formed now if it is the next one and the queue can fill it."""
@@ -54,7 +65,7 @@ class Batches:
         state.kept = kept
         for n in covered:
             del state.batches[n]
-        state.bodies.discard(group.body for group in dropped)
+        state.discard(group.body for group in dropped)
         state.counters.batches_committed_total += len(covered)
         state.events.add("batch-committed", run_id=run.run_id, number=number)
         state.pacing_changed()
@@ -72,13 +83,17 @@ class Batches:
 
     def drop(self, groups: Sequence[GroupRow]) -> None:
         """Take queued groups out for good."""
+        self.forget(groups)
+        for group in groups:
+            self._state.queue.remove(group)
+
+    def forget(self, groups: Sequence[GroupRow]) -> None:
+        """Delete groups from the store; their keys begin to age."""
         state = self._state
         with state.change():
             state.ledger.drop_groups([group.seq for group in groups])
             self._finish_keys(groups)
-        for group in groups:
-            state.queue.remove(group)
-        state.bodies.discard(group.body for group in groups)
+        state.discard(group.body for group in groups)
 
     def expire(self, run: RunRow, upcoming: int) -> int:
         """Drop queued groups that would be too old in batch `upcoming`; answers how many."""
@@ -106,12 +121,27 @@ class Batches:
         return queue.sequences - stuck
 
     def unpackable_sizes(self, run: RunRow) -> list[int]:
-        """Queued sizes that no batch of the run can ever hold, given the sizes that environments registered."""
+        """Queued sizes that no batch of the run can ever hold."""
         sizes = self._state.queue.sizes
-        registered = self._state.registered_sizes()
-        if len(sizes) == 1 and run.batch_size % next(iter(sizes)) == 0:
+        if run.unit == "groups" or (len(sizes) == 1 and run.batch_size % next(iter(sizes)) == 0):
             return []
-        return [size for size in sizes if not can_fill(registered, run.batch_size, containing=size)]
+        return sorted(size for size in sizes if not self.can_hold(run, size))
+
+    def can_hold(self, run: RunRow, size: int) -> bool:
+        """Whether a queued group of this size can be in a batch, if groups of the registered sizes keep coming."""
+        if run.unit == "groups":
+            return True
+        registered = self._state.registered_sizes()
+        waiting = {other: count for other, count in self._state.queue.groups_by_size.items() if other not in registered}
+        return can_fill(registered, run.batch_size, containing=size, at_most=waiting)
+
+    def drop_unpackable(self, run: RunRow) -> None:
+        """At a run's end nothing will come any more that could make a batch with these."""
+        sizes = self.unpackable_sizes(run)
+        stuck = [group for size in sizes for lane in self._state.queue.lanes_of_size(size) for group in lane]
+        if stuck:
+            self.drop(stuck)
+            self._state.events.add("unpackable-dropped", run_id=run.run_id, groups=len(stuck), sizes=sizes)
 
     def _check_number(self, run: RunRow, number: int) -> None:
         if number <= run.committed_batch:
@@ -135,7 +165,7 @@ class Batches:
     def _form(self, run: RunRow, number: int) -> list[GroupRow] | None:
         state = self._state
         self.expire(run, number)
-        if state.queue.sequences < run.batch_size:
+        if in_unit(run, state.queue.groups_by_size) < run.batch_size:
             self._blocked_since = None
             return None
         groups = self._choose(run)
@@ -154,7 +184,7 @@ class Batches:
     def _choose(self, run: RunRow) -> list[GroupRow] | None:
         """Meet the minima of the environments alive, or after a while of waiting in vain as many as can be met."""
         state = self._state
-        lanes = state.queue.lanes
+        lanes = lanes_in_unit(run, state.queue.lanes)
         minima = self._minima(run)
         groups = choose_groups(lanes, run.batch_size, minima)
         if groups is not None or not minima:
@@ -174,16 +204,16 @@ class Batches:
 
     def _waive(self, run: RunRow, minima: dict[int, int]) -> list[GroupRow] | None:
         state = self._state
-        queued = state.queue.sequences_by_env
+        queued = queued_by_environment(run, state.queue.lanes)
         kept = {env_id: need for env_id, need in minima.items() if queued.get(env_id, 0) >= need}
-        groups = choose_groups(state.queue.lanes, run.batch_size, kept)
+        groups = choose_groups(lanes_in_unit(run, state.queue.lanes), run.batch_size, kept)
         waived = sorted(minima.keys() - kept.keys()) if groups is not None else sorted(minima)
         state.counters.minima_waived_total += len(waived)
         state.events.add("minimum-waived", run_id=run.run_id, environment_ids=waived)
         return groups
 
     def _minima(self, run: RunRow) -> dict[int, int]:
-        """Sequences due to each environment alive; scaled down where they add up to more than a batch."""
+        """What is due to each environment alive; scaled down where they add up to more than a batch."""
         due = {
             row.environment_id: int(run.batch_size * row.min_batch_allocation)
             for row in self._state.alive_environments()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal
 
-from atropos_api.broker.batches import Batches, max_staleness_of, slice_for_rank
+from atropos_api.broker.batches import Batches, slice_for_rank
 from atropos_api.broker.environments import Environments
 from atropos_api.broker.events import EventLog
+from atropos_api.broker.holds import Holds
 from atropos_api.broker.intake import Intake, Keys
-from atropos_api.broker.pacing import admission_limit, room_for
+from atropos_api.broker.pacing import Pacer
 from atropos_api.broker.packing import can_fill
 from atropos_api.broker.queue import GroupQueue
 from atropos_api.broker.recovery import recover
@@ -23,20 +23,20 @@ from atropos_api.broker.runs import Runs, make_run
 from atropos_api.broker.settings import BrokerSettings
 from atropos_api.broker.state import Clock, State
 from atropos_api.broker.succession import Succession
+from atropos_api.broker.units import batch_in_sequences
 from atropos_api.errors import InvalidRequest, UnusableGroupSize
 from atropos_api.store.base import NO_RUN, BodyLog, EnvironmentRow, GroupRow, Ledger, RunRow, Snapshot
 from atropos_api.wire.messages import (
     EnvironmentInfo,
     EnvironmentRequest,
     Pacing,
+    PolicyState,
     PolicyUpdate,
     RunInfo,
     RunRequest,
     SubmitAnswer,
 )
 from atropos_api.wire.payload import CheckedGroup
-
-PacingState = Literal["wait", "run", "finished"]
 
 
 class Broker:
@@ -91,6 +91,8 @@ class Broker:
         self.intake = Intake(state, self.keys)
         self.batches = Batches(state, self.keys.finish)
         self.succession = Succession(state, self.batches)
+        self.holds = Holds(state)
+        self.pacer = Pacer(state, self.batches, self.holds)
         recover(state, self.keys, self.intake, snapshot)
 
     # Runs
@@ -115,10 +117,11 @@ class Broker:
         run = self.state.runs.find(run_id)
         if run.state == "finished":
             return
-        if run.state == "open":
-            self.succession.close_open(run, "finished")
-        else:
-            self.state.runs.change(run, state="finished")
+        with self.state.change():
+            if run.state == "open":
+                self.succession.close_open(run, "finished")
+            else:
+                self.state.runs.change(run, state="finished")
         self.state.events.add("run-finished", run_id=run_id)
         self.state.pacing_changed()
 
@@ -133,15 +136,28 @@ class Broker:
             leftover_groups=sum(len(groups) for groups in others),
         )
 
-    def update_policy(self, update: PolicyUpdate) -> None:
-        """A publish succeeded. Saying so again is harmless; an older version is refused."""
+    def update_policy(self, update: PolicyUpdate) -> PolicyState:
+        """A publish succeeded. Saying so again is harmless; an older version is refused.
+
+        One that came although an evaluation holds the policy is taken and counted: it has happened.
+        """
         run = self.state.runs.require_open(update.run_id, update.epoch)
         with self.state.change():
-            if not self.state.runs.record_policy(run, update):
-                return
-        self.state.events.add("policy", run_id=run.run_id, version=update.version, step=update.step)
-        self.batches.expire(self.state.runs.require_open(), run.formed_batch + 1)
-        self.state.pacing_changed()
+            changed = self.state.runs.record_policy(run, update)
+        if changed:
+            if self.holds.seconds(run) and update.version != run.policy_version:
+                self.state.counters.publishes_while_held_total += 1
+            self.state.events.add("policy", run_id=run.run_id, version=update.version, step=update.step)
+            self.batches.expire(self.state.runs.require_open(), run.formed_batch + 1)
+            self.state.pacing_changed()
+        return self.policy_state()
+
+    def policy_state(self, run_id: str | None = None, epoch: int | None = None) -> PolicyState:
+        """What is published, and whether evaluations ask to leave it so."""
+        run = self.state.runs.require_open(run_id, epoch)
+        return PolicyState(
+            run_id=run.run_id, version=run.policy_version, step=run.policy_step, held_seconds=self.holds.seconds(run)
+        )
 
     def close_run(self, run: RunRow) -> None:
         """Close the open run without a successor; what it did not train is left over."""
@@ -227,7 +243,7 @@ class Broker:
     def check_group_size(self, request: EnvironmentRequest) -> None:
         """Refuse a size that no batch of the open run could ever hold, with the arithmetic."""
         run = self.state.runs.open
-        if run is None:
+        if run is None or run.unit == "groups":
             return
         sizes = self.state.registered_sizes()
         if not can_fill(sizes, run.batch_size, containing=request.group_size):
@@ -248,7 +264,7 @@ class Broker:
             display_name=row.display_name,
             pacing=self.pacing(row),
             run_id=run.run_id if run else None,
-            batch_size=run.batch_size if run else 0,
+            batch_size=batch_in_sequences(run, row.group_size) if run else 0,
             max_token_length=run.max_token_length if run else 0,
             num_steps=run.num_steps if run else 0,
             checkpoint_dir=run.checkpoint_dir if run else "",
@@ -268,53 +284,13 @@ class Broker:
         self.state.environments.touch(row, self.state.clock(), run.run_id if run else None)
 
     def pacing(self, row: EnvironmentRow) -> Pacing:
-        state = self.environment_state(row)
-        run = self.state.runs.open
-        if run is None:
-            run = self.state.runs.last_finished if state == "finished" else None
-        outstanding = self.outstanding_sequences(run) if run is not None and state == "run" else 0
-        return Pacing(
-            state=state,
-            revision=self.state.revision,
-            current_step=self.trained_steps(run) if run else 0,
-            num_steps=run.num_steps if run else 0,
-            batch_size=run.batch_size if run else 0,
-            outstanding_sequences=outstanding,
-            room_sequences=self._room(run, row, outstanding) if run is not None and state == "run" else 0,
-            policy_version=run.policy_version if run else None,
-            policy_step=run.policy_step if run else None,
-        )
-
-    def environment_state(self, row: EnvironmentRow) -> PacingState:
-        """`finished` is told to those that took part in the run that ended, not to those that came for the next."""
-        run = self.state.runs.open
-        if run is not None:
-            over = run.legacy and run.num_steps > 0 and run.starting_step + run.handed_batch >= run.num_steps
-            return "finished" if over else "run"
-        finished = self.state.runs.last_finished
-        return "finished" if finished is not None and row.run_id == finished.run_id else "wait"
+        return self.pacer.pacing(row)
 
     def trained_steps(self, run: RunRow) -> int:
-        if run.legacy:
-            return run.starting_step + run.handed_batch
-        return max(run.policy_step or 0, run.committed_batch)
+        return self.pacer.trained_steps(run)
 
     def outstanding_sequences(self, run: RunRow) -> int:
-        """Queued, or in formed batches that no policy was trained on yet."""
-        trained = run.committed_batch if run.legacy else self.trained_steps(run)
-        batched = sum(group.size for n, groups in self.state.batches.items() if n > trained for group in groups)
-        return self.batches.packable_sequences(run) + batched
-
-    def _room(self, run: RunRow, row: EnvironmentRow, outstanding: int) -> int:
-        budget = max_staleness_of(self.state, run)
-        remaining = (run.num_steps - self.trained_steps(run)) * run.batch_size - outstanding
-        return room_for(
-            row,
-            self.state.alive_environments(),
-            limit=admission_limit(run, row.max_batches_offpolicy, budget),
-            outstanding=outstanding,
-            still_needed=remaining if run.num_steps > 0 else None,
-        )
+        return self.pacer.outstanding_sequences(run)
 
     # Submissions
 
@@ -325,16 +301,17 @@ class Broker:
         if key is not None and self.keys.find(row.name, key) is not None:
             self.state.counters.groups_duplicate_total += len(groups)
             return SubmitAnswer(accepted=0, buffered=0, duplicates=len(groups), pacing=self.pacing(row))
-        had_room = self._has_room()
+        had_room = self.pacer.has_room()
         key_row = self.keys.make(row.name, key, len(groups)) if key is not None and groups else None
         taken: list[GroupRow] = []
         if groups:
             taken = self.intake.take(groups, [environment_id] * len(groups), run_id=self.run_for(row), key=key_row)
             if key is None:
                 self.intake.settle(taken)
-        if had_room and not self._has_room():
+        if had_room and not self.pacer.has_room():
             self.state.pacing_changed()
         waiting = sum(not self.can_be_used(group.size, row.group_size) for group in taken)
+        self.state.counters.groups_unpackable_total += waiting
         return SubmitAnswer(accepted=len(taken), buffered=waiting, duplicates=0, pacing=self.pacing(row))
 
     def run_for(self, row: EnvironmentRow | None) -> str:
@@ -342,18 +319,14 @@ class Broker:
         run = self.state.runs.open
         if run is not None:
             return run.run_id
-        if row is not None and row.run_id is not None and self.environment_state(row) == "finished":
+        if row is not None and row.run_id is not None and self.pacer.environment_state(row) == "finished":
             return row.run_id
         return NO_RUN
 
     def can_be_used(self, size: int, registered_size: int | None) -> bool:
         """Whether a queued group can be in a batch, if groups of the registered sizes keep coming."""
         run = self.state.runs.open
-        if run is None or size == registered_size:
-            return True
-        registered = self.state.registered_sizes()
-        waiting = {other: count for other, count in self.state.queue.groups_by_size.items() if other not in registered}
-        return can_fill(registered, run.batch_size, containing=size, at_most=waiting)
+        return run is None or size == registered_size or self.batches.can_hold(run, size)
 
     def under_pressure(self) -> bool:
         """Nine tenths of the room for queued groups are taken."""
@@ -361,11 +334,3 @@ class Broker:
         return (
             queue.sequences > 0.9 * settings.max_queued_sequences or queue.body_bytes > 0.9 * settings.max_queued_bytes
         )
-
-    def _has_room(self) -> bool:
-        run = self.state.runs.open
-        if run is None:
-            return False
-        budget = max_staleness_of(self.state, run)
-        batches = max((row.max_batches_offpolicy for row in self.state.environments), default=1)
-        return self.outstanding_sequences(run) < admission_limit(run, batches, budget)

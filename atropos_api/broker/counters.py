@@ -16,11 +16,13 @@ class Counters:
     groups_orphaned_total: int = 0
     groups_without_version_total: int = 0
     groups_unregistered_total: int = 0
+    groups_unpackable_total: int = 0
     groups_left_over_total: int = 0
     groups_lost_total: int = 0
     batches_formed_total: int = 0
     batches_handed_total: int = 0
     batches_committed_total: int = 0
     minima_waived_total: int = 0
+    publishes_while_held_total: int = 0
     pressure_total: int = 0
     store_failures_total: int = 0

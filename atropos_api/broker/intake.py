@@ -24,7 +24,7 @@ class Keys:
     def adopt(self, groups: Iterable[GroupRow]) -> None:
         """Count the groups found at start towards their keys."""
         for group in groups:
-            if group.key_id:
+            if group.key_id in self._by_id:
                 self._open_groups[group.key_id] = self._open_groups.get(group.key_id, 0) + 1
 
     def find(self, owner: str, key: str) -> KeyRow | None:
@@ -109,7 +109,8 @@ class Intake:
         """Write the groups and queue them. Either all of them are kept or none is."""
         state = self._state
         self._check_pressure(groups)
-        self._check_versions(groups)
+        for index, group in enumerate(groups):
+            self.check_version(group, f"groups[{index}].")
         version = state.runs.open.policy_version if state.runs.open is not None else None
         sealed = [seal(group, version) for group in groups]
         now = state.clock()
@@ -178,13 +179,11 @@ class Intake:
                 queued_bytes=state.queue.body_bytes,
             )
 
-    def _check_versions(self, groups: Sequence[CheckedGroup]) -> None:
-        if not self._state.settings.require_versions:
-            return
-        for index, group in enumerate(groups):
-            if group.oldest_version is None:
-                reason = "every sampled token needs a policy version (the broker runs with --require-versions)"
-                raise InvalidGroup(f"groups[{index}].policy_versions", None, reason)
+    def check_version(self, group: CheckedGroup, where: str) -> None:
+        """Refuse a group that does not say its policy versions, if the operator wants them all to."""
+        if self._state.settings.require_versions and group.oldest_version is None:
+            reason = "every sampled token needs a policy version (the broker runs with --require-versions)"
+            raise InvalidGroup(f"{where}policy_versions", None, reason)
 
     def _count(self, groups: Sequence[CheckedGroup]) -> None:
         counters = self._state.counters

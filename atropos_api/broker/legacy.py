@@ -6,6 +6,7 @@ transport; otherwise the same batch is answered again.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Sequence
 from typing import Annotated
@@ -15,10 +16,13 @@ import msgspec
 from atropos_api.broker.batches import max_staleness_of
 from atropos_api.broker.broker import Broker
 from atropos_api.broker.state import State
+from atropos_api.broker.units import batch_in_sequences, queued_by_environment
 from atropos_api.errors import BrokerError, InvalidGroup
 from atropos_api.store.base import EnvironmentRow, GroupRow, RunRow
 from atropos_api.wire.messages import EnvironmentRequest, NotNegative, Positive
 from atropos_api.wire.payload import CheckedGroup, Fields, check_group
+
+logger = logging.getLogger(__name__)
 
 ASSUMED_MAX_BATCHES_OFFPOLICY = 3
 """Legacy environments do not say theirs; this is their default."""
@@ -118,13 +122,17 @@ class LegacyContract:
         refused: list[tuple[int, BrokerError]] = []
         for index, fields in enumerate(items):
             try:
-                groups.append(check_group(fields, where=where.format(index=index)))
+                group = check_group(fields, where=where.format(index=index))
+                self._broker.intake.check_version(group, where.format(index=index))
+                groups.append(group)
             except InvalidGroup as error:
                 refused.append((index, error))
         self._state.counters.groups_refused_total += len(refused)
         fresh, duplicates = self._sort_out_repeats(groups, key)
         rows = self._store(fresh, key)
-        self._state.counters.groups_duplicate_total += duplicates
+        if duplicates:
+            self._state.counters.groups_duplicate_total += duplicates
+            logger.info("%d groups are repeats of what was taken before; not taken again", duplicates)
         buffered, buffer_size = self._count_buffered(rows)
         return Taken(
             rows=rows,
@@ -187,6 +195,10 @@ class LegacyContract:
             max_group_size=largest,
             env_weight=_weight_of(row, alive),
         )
+
+    def batch_sequences(self, run: RunRow) -> int:
+        """The batch size in sequences, all that callers of this contract know."""
+        return batch_in_sequences(run, self._usual_size())
 
     def reset(self) -> None:
         """End the open run and forget the environments. The run's groups stay on disk as left over."""
@@ -254,6 +266,7 @@ class LegacyContract:
             environment = self._state.environments.find(group.env_id)
             if not self._broker.can_be_used(group.size, environment.group_size if environment else None):
                 waiting.append(group)
+        self._state.counters.groups_unpackable_total += len(waiting)
         if not waiting:
             return 0, 0
         lanes = self._state.queue.lanes_of(waiting[-1].env_id)
@@ -264,9 +277,10 @@ class LegacyContract:
 
     def _queued_by_environment(self, run: RunRow | None) -> dict[int | None, int]:
         """Sequences by environment; under a v1 run formed batches count too, or prefetching would look like hunger."""
-        queued = dict(self._state.queue.sequences_by_env)
         if run is None:
-            return queued
+            return dict(self._state.queue.sequences_by_env)
+        one = batch_in_sequences(run, self._usual_size()) // run.batch_size
+        queued = {owner: one * count for owner, count in queued_by_environment(run, self._state.queue.lanes).items()}
         for size in self._broker.batches.unpackable_sizes(run):
             for lane in self._state.queue.lanes_of_size(size):
                 queued[lane.env_id] -= size * len(lane)
@@ -274,8 +288,13 @@ class LegacyContract:
             trained = self._broker.trained_steps(run)
             for number, groups in self._state.batches.items():
                 for group in groups if number > trained else ():
-                    queued[group.env_id] = queued.get(group.env_id, 0) + group.size
+                    counted = group.size if run.unit == "sequences" else one
+                    queued[group.env_id] = queued.get(group.env_id, 0) + counted
         return queued
+
+    def _usual_size(self) -> int:
+        """The group size by which a run that counts groups is told to environments that count sequences."""
+        return max(self._state.registered_sizes(), default=1)
 
     def _share_of_other(self, env_id: int | None, sequences: int, largest: int, run: RunRow | None) -> int:
         """Another environment's queue, in whole packs, less what its own minimum will take."""
@@ -283,7 +302,7 @@ class LegacyContract:
         row = self._state.environments.find(env_id)
         if row is None or run is None or not row.min_batch_allocation:
             return packed
-        return max(0, packed - int(run.batch_size * row.min_batch_allocation))
+        return max(0, packed - int(self.batch_sequences(run) * row.min_batch_allocation))
 
     def _with_pressure(self, queue_size: int, group_size: int, run: RunRow | None) -> int:
         """Legacy environments heed nothing but this number: it grows before the queue is full or the groups too old.
@@ -293,23 +312,23 @@ class LegacyContract:
         if run is None:
             return queue_size
         reported = queue_size
+        batch_sequences = self.batch_sequences(run)
         budget = max_staleness_of(self._state, run)
         if budget is not None and budget + 1 < ASSUMED_MAX_BATCHES_OFFPOLICY:
             reported = -(-queue_size * ASSUMED_MAX_BATCHES_OFFPOLICY // (budget + 1))
         if self._broker.under_pressure():
-            reported = max(reported, ASSUMED_MAX_BATCHES_OFFPOLICY * 10 * run.batch_size // group_size)
+            reported = max(reported, ASSUMED_MAX_BATCHES_OFFPOLICY * 10 * batch_sequences // group_size)
         steps_left = run.num_steps - self._broker.trained_steps(run)
-        believable = max(queue_size, ((steps_left + 1) * run.batch_size - 1) // group_size)
+        believable = max(queue_size, ((steps_left + 1) * batch_sequences - 1) // group_size)
         return min(reported, believable) if run.num_steps > 0 else reported
 
     def _current_step(self, row: EnvironmentRow, run: RunRow | None) -> int:
         if run is not None:
-            return self._broker.trained_steps(run) if not run.legacy else run.starting_step + run.handed_batch
-        finished = self._state.runs.last_finished
-        if finished is not None and self._broker.environment_state(row) == "finished":
-            # Above the total, which is what makes a legacy environment stop.
-            return finished.num_steps + 1
-        return 0
+            return self._broker.trained_steps(run)
+        if row.run_id is None or not self._state.runs.has_finished(row.run_id):
+            return 0
+        # Above the total, which is what makes a legacy environment stop.
+        return self._state.runs.find(row.run_id).num_steps + 1
 
 
 def _same_trainer(run: RunRow, wanted: LegacyRegistration) -> bool:

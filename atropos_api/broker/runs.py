@@ -52,6 +52,10 @@ class Runs:
             raise UnknownRun(f"no run has the id {run_id!r}", field="run_id", value=run_id)
         return row
 
+    def has_finished(self, run_id: str | None) -> bool:
+        row = self._rows.get(run_id or "")
+        return row is not None and row.state == "finished"
+
     def find_by_name(self, name: str) -> RunRow | None:
         """The newest run of that name, the open one first."""
         namesakes = [row for row in self._rows.values() if row.name == name and not row.legacy]
@@ -143,6 +147,7 @@ def make_run(request: RunRequest, now: float, *, first_after: int) -> RunRow:
         wandb_project=request.wandb_project,
         wandb_group=request.wandb_group,
         max_staleness=request.max_staleness,
+        unit=request.unit,
         began_at=now,
         committed_batch=first_after,
         formed_batch=first_after,

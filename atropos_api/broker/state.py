@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from atropos_api.broker.queue import GroupQueue
 from atropos_api.broker.runs import Runs
 from atropos_api.broker.settings import BrokerSettings
 from atropos_api.errors import StoreUnavailable
-from atropos_api.store.base import BodyLog, EnvironmentRow, GroupRow, Ledger
+from atropos_api.store.base import BodyLog, BodyRef, EnvironmentRow, GroupRow, Ledger
 
 Clock = Callable[[], float]
 Listener = Callable[[], None]
@@ -43,15 +43,30 @@ class State:
     torn: bool = False
     """The store refused a change that memory has already made a part of."""
 
+    _change_depth: int = 0
+    _discarded: list[BodyRef] = field(default_factory=list)
+
     @contextmanager
     def change(self) -> Iterator[None]:
         """Several rows change together. If the store refuses, memory has to be read from it again (`torn`)."""
+        self._change_depth += 1
         try:
             with self.ledger.transaction():
                 yield
         except StoreUnavailable:
             self.torn = True
             raise
+        finally:
+            self._change_depth -= 1
+            unneeded, self._discarded = self._discarded, []
+        self.discard(unneeded)
+
+    def discard(self, refs: Iterable[BodyRef]) -> None:
+        """Nobody will ask for these bodies again; inside a change that holds once the rows are gone for good."""
+        if self._change_depth:
+            self._discarded.extend(refs)
+        else:
+            self.bodies.discard(refs)
 
     def alive_environments(self) -> list[EnvironmentRow]:
         return self.environments.alive(self.clock(), self.settings.environment_timeout_seconds)

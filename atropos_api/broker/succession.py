@@ -8,6 +8,7 @@ import msgspec
 
 from atropos_api.broker.batches import Batches
 from atropos_api.broker.state import State
+from atropos_api.broker.units import amount
 from atropos_api.store.base import RunRow
 from atropos_api.wire.messages import RunRequest
 
@@ -25,6 +26,7 @@ class Succession:
             self.close_open(state.runs.open, "closed")
         state.runs.keep(run)
         self._adopt_unowned(run)
+        self._batches.stop_waiting()
         return run
 
     def _adopt_unowned(self, run: RunRow) -> None:
@@ -35,8 +37,13 @@ class Succession:
                 group.run_id = run.run_id
 
     def close_open(self, run: RunRow, end: Literal["closed", "finished"]) -> None:
-        """What the run did not train stays on disk as left over, and is served to no other."""
+        """What the run did not train stays on disk as left over, and is served to no other.
+
+        A run that can be resumed keeps what no batch could hold, for its next trainer may ask for larger ones.
+        """
         state = self._state
+        if end == "finished" or run.legacy:
+            self._batches.drop_unpackable(run)
         state.runs.change(run, state=end)
         batched = [group for groups in state.batches.values() for group in groups]
         rest = batched + state.queue.clear()
@@ -54,12 +61,14 @@ class Succession:
                 self.close_open(state.runs.open, "closed")
             run = self._reopen(run)
         point = request.resume_from_batch
-        self._keep_what_follows(run, point, request.batch_size)
+        run = state.runs.change(run, batch_size=request.batch_size, unit=request.unit)
+        self._keep_what_follows(run, point)
+        self._batches.stop_waiting()
+        run = state.runs.require_open()
         formed = max(state.batches, default=point)
         changed = msgspec.structs.replace(
             run,
             epoch=run.epoch + 1,
-            batch_size=request.batch_size,
             max_token_length=request.max_token_length,
             num_steps=request.num_steps,
             checkpoint_dir=request.checkpoint_dir,
@@ -94,7 +103,7 @@ class Succession:
         self._adopt_unowned(reopened)
         return reopened
 
-    def _keep_what_follows(self, run: RunRow, point: int, batch_size: int) -> None:
+    def _keep_what_follows(self, run: RunRow, point: int) -> None:
         """Batches after the checkpoint stay as they are while their size still fits; the rest goes back into the queue.
 
         A trainer that comes back to before its last commit gets the batches that were kept for replay, if any.
@@ -106,7 +115,7 @@ class Succession:
         for number in [n for n in state.kept if n > point]:
             state.batches[number] = state.kept.pop(number)
         last = point
-        while last + 1 in state.batches and sum(group.size for group in state.batches[last + 1]) == batch_size:
+        while last + 1 in state.batches and amount(run, state.batches[last + 1]) == run.batch_size:
             last += 1
         self._batches.dissolve([n for n in state.batches if n > last])
 
@@ -120,6 +129,4 @@ class Succession:
             if total <= state.settings.max_left_over_bytes:
                 return
             total -= sizes[run_id]
-            rest = state.left_over.pop(run_id)
-            state.ledger.drop_groups([group.seq for group in rest])
-            state.bodies.discard(group.body for group in rest)
+            self._batches.forget(state.left_over.pop(run_id))

@@ -24,6 +24,7 @@ STATUS_BY_KIND: Final = {
     "group-size-cannot-fill-batch": 422,
     "unknown-environment": 404,
     "unknown-run": 404,
+    "unknown-hold": 404,
     "no-open-run": 409,
     "run-superseded": 409,
     "batch-out-of-order": 409,

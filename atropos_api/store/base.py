@@ -27,6 +27,15 @@ class BodyRef(NamedTuple):
     length: int
 
 
+class HoldRow(msgspec.Struct, kw_only=True, frozen=True):
+    """An evaluation's lease on the published policy."""
+
+    hold_id: str
+    until: float
+    version: int | None
+    reason: str
+
+
 class RunRow(msgspec.Struct, kw_only=True):
     """A run. `handed_batch` counts batches handed out; the last one may not have reached its trainer (`delivered`)."""
 
@@ -53,6 +62,9 @@ class RunRow(msgspec.Struct, kw_only=True):
     policy_version: int | None = None
     policy_step: int | None = None
     published_at: float | None = None
+    unit: Literal["sequences", "groups"] = "sequences"
+    """What `batch_size` counts."""
+    holds: tuple[HoldRow, ...] = ()
 
 
 class EnvironmentRow(msgspec.Struct, kw_only=True):

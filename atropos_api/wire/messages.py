@@ -12,6 +12,10 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 """A count of sequences, batches or ranks: a million at most, so that no arithmetic on it grows out of hand."""
 NotNegative = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+Unit = Literal["sequences", "groups"]
+
+LONGEST_HOLD_SECONDS = 600.0
+"""A lease that nobody renews ends by itself, so that an evaluation that died stops no run."""
 
 
 class RunRequest(msgspec.Struct, kw_only=True):
@@ -19,7 +23,7 @@ class RunRequest(msgspec.Struct, kw_only=True):
 
     name: Name
     batch_size: Positive
-    """Sequences in a batch, not groups."""
+    """What a batch holds, counted in `unit`."""
     max_token_length: int
     """Longest sequence the trainer takes; 0 or less: any."""
     num_steps: NotNegative
@@ -33,6 +37,8 @@ class RunRequest(msgspec.Struct, kw_only=True):
     world_size: Positive = 1
     max_staleness: NotNegative | None = None
     """Groups whose policy is more than this many trainer steps old are expired; None: the broker's own setting."""
+    unit: Unit = "sequences"
+    """Of sequences a batch holds exactly `batch_size`, whatever the groups' sizes; of groups, the oldest ones."""
 
 
 class RunInfo(msgspec.Struct, kw_only=True):
@@ -56,6 +62,36 @@ class PolicyUpdate(msgspec.Struct, kw_only=True):
     """The trainer step the weights come from."""
     published_at: float
     epoch: int | None = None
+
+
+class HoldRequest(msgspec.Struct, kw_only=True):
+    """Ask the trainer to publish no policy for a while, or for a while longer (`hold_id`)."""
+
+    seconds: Annotated[float, msgspec.Meta(gt=0.0, le=LONGEST_HOLD_SECONDS)]
+    hold_id: str | None = None
+    reason: Annotated[str, msgspec.Meta(max_length=200)] = ""
+
+
+class Hold(msgspec.Struct, kw_only=True):
+    """A lease on the published policy; whoever has its id may renew or release it."""
+
+    hold_id: str
+    seconds: float
+    """How long it lasts from now; 0 once released."""
+    policy_version: int | None
+    """The version published when it was granted."""
+    kept: bool
+    """Whether that is the published version still. A publish under way when the hold is granted may break it."""
+
+
+class PolicyState(msgspec.Struct, kw_only=True):
+    """What is published, and how long the trainer is asked to leave it so. Read it before each publish."""
+
+    run_id: str
+    version: int | None
+    step: int | None
+    held_seconds: float
+    """Until the last lease ends, if nobody renews it; 0: publish."""
 
 
 class CommitRequest(msgspec.Struct, kw_only=True):
@@ -83,12 +119,15 @@ class Pacing(msgspec.Struct, kw_only=True):
     current_step: int
     num_steps: int
     batch_size: int
+    """In sequences; in a run that counts groups, as many as it takes of this environment's."""
     outstanding_sequences: int
     """Queued, or in formed batches that are not yet trained."""
     room_sequences: int
     """How many sequences this environment may have in flight now; 0 means pause."""
     policy_version: int | None
     policy_step: int | None
+    policy_held_seconds: float = 0.0
+    """How long evaluations ask that no other policy be published; 0: they do not."""
 
 
 class EnvironmentInfo(msgspec.Struct, kw_only=True):
@@ -97,6 +136,7 @@ class EnvironmentInfo(msgspec.Struct, kw_only=True):
     pacing: Pacing
     run_id: str | None
     batch_size: int
+    """In sequences, as in `pacing`."""
     max_token_length: int
     num_steps: int
     checkpoint_dir: str
