@@ -10,7 +10,7 @@ from atropos_api.broker import Broker
 from atropos_api.broker.legacy import LegacyContract
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import BrokerError
-from atropos_api.http import events, metrics, ops, v0, v1
+from atropos_api.http import events, metrics, ops, policy, v0, v1
 from atropos_api.http.delivery import TRANSPORT_KEY, find_transport
 from atropos_api.http.door import Door
 from atropos_api.http.problems import answer_broker_error, answer_http_error, answer_unexpected
@@ -38,7 +38,7 @@ def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_exception_handler(Exception, answer_unexpected)
     # Routes are tried in order, so those called most come first.
-    for part in (v1, v0, ops, events, metrics):
+    for part in (v1, v0, policy, ops, events, metrics):
         app.include_router(part.router)
     return app
 

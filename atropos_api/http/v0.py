@@ -151,9 +151,10 @@ async def wandb_info(request: Request) -> Response:
 
 @router.get("/info", summary="Batch size and longest sequence")
 async def info(request: Request) -> Response:
-    run = services_of(request).broker.state.runs.open
+    services = services_of(request)
+    run = services.broker.state.runs.open
     return json_response(
-        {"batch_size": run.batch_size if run else -1, "max_token_len": run.max_token_length if run else -1}
+        {"batch_size": services.legacy.batch_sequences(run) if run else -1, "max_token_len": run.max_token_length if run else -1}
     )
 
 

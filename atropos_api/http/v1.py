@@ -1,4 +1,4 @@
-"""The v1 contract: groups, pacing and batches first, for they are called all the time; runs, policy, environments."""
+"""The v1 contract: groups, pacing and batches first, for they are called all the time; runs, environments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atropos_api.http.bodies import GZIP_HEADERS, JSON, compress, decode_body, j
 from atropos_api.http.parameters import parse_int, read_int, read_wait
 from atropos_api.http.services import Services, services_of
 from atropos_api.store.base import GroupRow
-from atropos_api.wire.messages import CommitRequest, EnvironmentRequest, PolicyUpdate, RunRequest
+from atropos_api.wire.messages import CommitRequest, EnvironmentRequest, RunRequest
 from atropos_api.wire.payload import check_group, decode_submission
 
 LONGEST_KEY = 200
@@ -75,12 +75,6 @@ async def begin_run(request: Request) -> Response:
 @router.post("/runs/{run_id}/finish", summary="End a run; its environments are told to stop")
 async def finish_run(request: Request, run_id: str) -> Response:
     services_of(request).broker.finish_run(run_id)
-    return Response(status_code=204)
-
-
-@router.put("/policy", summary="Announce a published policy version")
-async def update_policy(request: Request) -> Response:
-    services_of(request).broker.update_policy(decode_body(await read_body(request), PolicyUpdate))
     return Response(status_code=204)
 
 
