@@ -48,6 +48,15 @@ class BrokerConfig(BaseModel):
     max_queued_bytes: int = Field(16 * 2**30, ge=1, description="Bytes of groups that may wait; more are answered 503")
     max_body_bytes: int = Field(256 * 2**20, ge=1024, description="Largest request body, as sent")
     max_inflated_bytes: int = Field(512 * 2**20, ge=1024, description="Largest request body, decompressed")
+    max_connections: int = Field(4096, ge=1, description="Connections open at a time; one more is answered 503")
+    header_timeout: float = Field(
+        10.0, gt=0, description="Seconds in which a connection must bring a whole request head, or it is closed"
+    )
+    stall_timeout: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds in which a body must bring, or a reader must take, 1 KiB a second, or it is closed",
+    )
     log_level: str = Field("info", description="debug, info, warning or error")
 
     @field_validator("store")

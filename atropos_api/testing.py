@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI
 
 from atropos_api.broker import Broker
 from atropos_api.client import AsyncBrokerClient
 from atropos_api.config import BrokerConfig
 from atropos_api.http.app import create_app
+from atropos_api.http.server import BrokerServer
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.wire.groups import Group
 
@@ -65,7 +65,7 @@ def serve_in_thread(app: FastAPI) -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+        server = BrokerServer(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:

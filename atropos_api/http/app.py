@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from atropos_api.broker import Broker
@@ -13,7 +14,12 @@ from atropos_api.errors import BrokerError
 from atropos_api.http import events, metrics, ops, policy, v0, v1
 from atropos_api.http.delivery import TRANSPORT_KEY, find_transport
 from atropos_api.http.door import Door
-from atropos_api.http.problems import answer_broker_error, answer_http_error, answer_unexpected
+from atropos_api.http.problems import (
+    answer_broker_error,
+    answer_client_gone,
+    answer_http_error,
+    answer_unexpected,
+)
 from atropos_api.http.services import Services
 from atropos_api.http.settling import SyncBeforeAnswer
 
@@ -35,6 +41,7 @@ def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
     # Added last, so it is the outermost.
     app.add_middleware(Door, config=config)
     app.add_exception_handler(BrokerError, answer_broker_error)
+    app.add_exception_handler(ClientDisconnect, answer_client_gone)
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_exception_handler(Exception, answer_unexpected)
     # Routes are tried in order, so those called most come first.

@@ -1,7 +1,7 @@
 """Gunzip of request bodies in bounded memory: a small body that claims to be a huge one is refused without becoming it.
 
-Up to `AT_ONCE_BYTES` come out in one pass. Whatever is larger is first only counted, piece by piece and beside the event
-loop, and inflated for real once it is known to be within the limit.
+Up to `AT_ONCE_BYTES` come out in one pass. Whatever is larger is first only counted, piece by piece and beside the
+event loop, and inflated for real once it is known to be within the limit.
 """
 
 from __future__ import annotations

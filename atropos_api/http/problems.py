@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 from fastapi import Request, Response
+from starlette.exceptions import HTTPException
 
 from atropos_api.errors import BrokerError, StoreUnavailable
 from atropos_api.http.services import Services, services_of
@@ -47,8 +48,12 @@ def problem_response(status: int, kind: str, detail: str, **members: Any) -> Res
         headers["Retry-After"] = RETRY_AFTER_SECONDS
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    body = {"type": TYPE_PREFIX + kind, "title": _title(status), "status": status, "detail": detail, **members}
+    body = problem_body(status, kind, detail) | members
     return Response(msgspec.json.encode(body), status_code=status, media_type=PROBLEM_TYPE, headers=headers)
+
+
+def problem_body(status: int, kind: str, detail: str) -> dict[str, Any]:
+    return {"type": TYPE_PREFIX + kind, "title": _title(status), "status": status, "detail": detail}
 
 
 def answer_broker_error(request: Request, error: Exception) -> Response:
@@ -98,9 +103,16 @@ def answer_unexpected(_: Request, error: Exception) -> Response:
 
 def answer_http_error(_: Request, error: Exception) -> Response:
     """What the framework refuses by itself: unknown paths and methods."""
-    status = getattr(error, "status_code", 500)
-    detail = str(getattr(error, "detail", error))
-    return problem_response(status, detail.lower().replace(" ", "-"), detail)
+    assert isinstance(error, HTTPException)
+    response = problem_response(error.status_code, _title(error.status_code).lower().replace(" ", "-"), error.detail)
+    # Such as Allow, which goes with a 405.
+    response.headers.update(error.headers or {})
+    return response
+
+
+def answer_client_gone(_: Request, __: Exception) -> Response:
+    """The caller left before its body was whole: nobody reads this, and nothing is wrong here."""
+    return Response(status_code=400)
 
 
 def _note_store_failure(services: Services, error: StoreUnavailable) -> None:

@@ -23,13 +23,14 @@ class Bell:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def wait(self, timeout_seconds: float) -> bool:
-        """Return at the next ring (True), or after the timeout."""
+    async def wait(self, timeout_seconds: float, *, gone: asyncio.Future[None] | None = None) -> bool:
+        """Return at the next ring (True), or after the timeout, or once `gone` is done."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
+        ends = (waiter,) if gone is None else (waiter, gone)
         try:
-            done, _ = await asyncio.wait((waiter,), timeout=timeout_seconds)
-            return bool(done)
+            done, _ = await asyncio.wait(ends, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+            return waiter in done
         finally:
             self._waiters.discard(waiter)
             waiter.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 from typing import Any, Final
@@ -17,6 +16,7 @@ from atropos_api.http.delivery import TrackedResponse
 from atropos_api.http.parameters import parse_int
 from atropos_api.http.problems import describe_invalid
 from atropos_api.http.services import Services, services_of
+from atropos_api.http.waiting import Wait
 from atropos_api.wire.payload import Fields, decode_fields, decode_list
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ async def status_env(request: Request) -> Response:
         environment_id = parse_int(asked, "env_id")
     else:
         raise InvalidRequest("env_id: it is required, as a JSON body or in the query", field="env_id")
-    return json_response(services_of(request).legacy.status_env(environment_id))
+    return json_response(services_of(request).legacy.status.status_env(environment_id))
 
 
 @router.post("/scored_data", summary="Submit one group")
@@ -154,7 +154,7 @@ async def info(request: Request) -> Response:
     services = services_of(request)
     run = services.broker.state.runs.open
     return json_response(
-        {"batch_size": services.legacy.batch_sequences(run) if run else -1, "max_token_len": run.max_token_length if run else -1}
+        {"batch_size": services.legacy.status.batch_sequences(run) if run else -1, "max_token_len": run.max_token_length if run else -1}
     )
 
 
@@ -181,15 +181,13 @@ async def reset_data(request: Request) -> Response:
 async def _take(request: Request, services: Services, items: list[Fields], *, where: str) -> Taken:
     """Take groups; under pressure hold the answer back before refusing, for a refusal costs the data."""
     key = request.headers.get("idempotency-key")
-    deadline = asyncio.get_running_loop().time() + PRESSURE_WAIT_SECONDS
+    wait = Wait(request, PRESSURE_WAIT_SECONDS)
     while True:
         try:
             return services.legacy.take(items, key=key, where=where)
         except QueueFull:
-            remaining = deadline - asyncio.get_running_loop().time()
-            if remaining <= 0 or services.stopping:
+            if not await wait.on(services.pacing_bell):
                 raise
-            await services.pacing_bell.wait(remaining)
 
 
 def _answer(services: Services, taken: Taken, answer: dict[str, Any], status_code: int) -> Response:

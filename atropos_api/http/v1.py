@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 from fastapi import APIRouter, Request, Response
 
 from atropos_api.errors import InvalidRequest
 from atropos_api.http.bodies import GZIP_HEADERS, JSON, compress, decode_body, json_response, read_body, wants_gzip
 from atropos_api.http.parameters import parse_int, read_int, read_wait
 from atropos_api.http.services import Services, services_of
+from atropos_api.http.waiting import Wait
 from atropos_api.store.base import GroupRow
 from atropos_api.wire.messages import CommitRequest, EnvironmentRequest, RunRequest
 from atropos_api.wire.payload import check_group, decode_submission
@@ -38,13 +37,11 @@ async def heartbeat(request: Request, environment_id: str) -> Response:
     services = services_of(request)
     wanted = parse_int(environment_id, "environment_id")
     revision = read_int(request, "revision")
-    deadline = time.monotonic() + read_wait(request)
+    wait = Wait(request, read_wait(request))
     while True:
         pacing = services.broker.heartbeat(wanted)
-        remaining = deadline - time.monotonic()
-        if pacing.revision != revision or remaining <= 0 or services.stopping:
+        if pacing.revision != revision or not await wait.on(services.pacing_bell):
             return json_response(pacing)
-        await services.pacing_bell.wait(remaining)
 
 
 @router.get("/batches/{number}", summary="Batch by number; the same bytes until it is committed")
@@ -55,15 +52,13 @@ async def get_batch(request: Request, number: str) -> Response:
     world_size = read_int(request, "world_size", 1, least=1) or 1
     rank = read_int(request, "rank", 0, least=0) or 0
     wanted = parse_int(number, "number", least=1)
-    deadline = time.monotonic() + read_wait(request)
+    wait = Wait(request, read_wait(request))
     while True:
         groups = services.broker.get_batch(wanted, run_id=run_id, epoch=epoch, rank=rank, world_size=world_size)
         if groups is not None:
             return _batch_response(request, services, wanted, groups)
-        remaining = deadline - time.monotonic()
-        if remaining <= 0 or services.stopping:
+        if not await wait.on(services.groups_bell, at_most=_until_retry(services)):
             return Response(status_code=204, headers={"Retry-After": "0"})
-        await services.groups_bell.wait(min(remaining, _until_retry(services)))
 
 
 @router.post("/runs", summary="Begin or resume a run")
