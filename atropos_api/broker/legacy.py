@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
 
-from atropos_api.broker.batches import max_staleness_of
 from atropos_api.broker.broker import Broker
+from atropos_api.broker.legacy_status import LegacyStatus
 from atropos_api.broker.state import State
-from atropos_api.broker.units import batch_in_sequences, queued_by_environment
 from atropos_api.errors import BrokerError, InvalidGroup
 from atropos_api.store.base import EnvironmentRow, GroupRow, RunRow
 from atropos_api.wire.messages import EnvironmentRequest, NotNegative, Positive
 from atropos_api.wire.payload import CheckedGroup, Fields, check_group
 
 logger = logging.getLogger(__name__)
-
-ASSUMED_MAX_BATCHES_OFFPOLICY = 3
-"""Legacy environments do not say theirs; this is their default."""
-
-LEAST_WEIGHT = 0.01
 
 
 class LegacyRegistration(msgspec.Struct, kw_only=True):
@@ -53,17 +47,6 @@ class LegacyEnvironment(msgspec.Struct, kw_only=True):
     min_batch_allocation: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
 
 
-class StatusEnv(msgspec.Struct, kw_only=True):
-    """Answer of `GET /status-env`; sizes are in groups of the environment that asks."""
-
-    current_step: int
-    queue_size: int
-    unallocated_fraction: float
-    self_queue_size: int
-    max_group_size: int
-    env_weight: float
-
-
 class Taken(msgspec.Struct, kw_only=True):
     """What became of a legacy submission. `refused` pairs places in the list with their errors."""
 
@@ -80,6 +63,7 @@ class LegacyContract:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
+        self.status = LegacyStatus(broker)
 
     @property
     def _state(self) -> State:
@@ -127,9 +111,15 @@ class LegacyContract:
                 groups.append(group)
             except InvalidGroup as error:
                 refused.append((index, error))
+        fresh, repeated = self._sort_out_repeats(groups, key)
+        duplicates = len(repeated)
+        try:
+            rows = self._store(fresh, key)
+        except BrokerError:
+            # Nothing of the list was taken: it will come again, and what is a repeat now is one then.
+            self._expect([] if key else [(group.env_id, group.text) for group in repeated])
+            raise
         self._state.counters.groups_refused_total += len(refused)
-        fresh, duplicates = self._sort_out_repeats(groups, key)
-        rows = self._store(fresh, key)
         if duplicates:
             self._state.counters.groups_duplicate_total += duplicates
             logger.info("%d groups are repeats of what was taken before; not taken again", duplicates)
@@ -145,8 +135,11 @@ class LegacyContract:
 
     def expect_repeat(self, taken: Taken) -> None:
         """The answer did not get through: the same bytes again are a repeat."""
+        self._expect(taken.repeatable)
+
+    def _expect(self, repeatable: Iterable[tuple[int | None, bytes]]) -> None:
         now = self._state.clock()
-        for env_id, text in taken.repeatable:
+        for env_id, text in repeatable:
             self._broker.intake.repeats.expect(env_id, text, now)
 
     def next_batch(self) -> tuple[RunRow, list[GroupRow]] | None:
@@ -172,33 +165,6 @@ class LegacyContract:
         run = self._state.runs.open
         if run is not None and run.run_id == run_id and run.handed_batch == number:
             self._state.runs.change(run, delivered=True)
-
-    def status_env(self, environment_id: int) -> StatusEnv:
-        row = self._state.environments.get(environment_id)
-        self._broker.touch(row)
-        run = self._state.runs.open
-        alive = self._state.alive_environments()
-        queued = self._queued_by_environment(run)
-        largest = max(self._state.queue.groups_by_size, default=1)
-        group_size = max(row.group_size, self._state.queue.largest_size_of(environment_id))
-        own = queued.get(environment_id, 0)
-        others = sum(
-            self._share_of_other(other, sequences, largest, run)
-            for other, sequences in queued.items()
-            if other != environment_id
-        )
-        return StatusEnv(
-            current_step=self._current_step(row, run),
-            queue_size=self._with_pressure((own + others) // group_size, group_size, run),
-            unallocated_fraction=1.0 - min(1.0, sum(other.min_batch_allocation or 0.0 for other in alive)),
-            self_queue_size=own // group_size,
-            max_group_size=largest,
-            env_weight=_weight_of(row, alive),
-        )
-
-    def batch_sequences(self, run: RunRow) -> int:
-        """The batch size in sequences, all that callers of this contract know."""
-        return batch_in_sequences(run, self._usual_size())
 
     def reset(self) -> None:
         """End the open run and forget the environments. The run's groups stay on disk as left over."""
@@ -234,14 +200,20 @@ class LegacyContract:
             delivered=False,
         )
 
-    def _sort_out_repeats(self, groups: Sequence[CheckedGroup], key: str | None) -> tuple[list[CheckedGroup], int]:
+    def _sort_out_repeats(
+        self, groups: Sequence[CheckedGroup], key: str | None
+    ) -> tuple[list[CheckedGroup], list[CheckedGroup]]:
+        """The groups that are new, and those taken before."""
         if key is not None:
             used = bool(groups) and self._broker.keys.find(self._owner(groups[0]), key) is not None
-            return ([], len(groups)) if used else (list(groups), 0)
+            return ([], list(groups)) if used else (list(groups), [])
         now = self._state.clock()
-        recognise = self._broker.intake.repeats.recognise
-        fresh = [group for group in groups if not recognise(group.env_id, group.text, now)]
-        return fresh, len(groups) - len(fresh)
+        fresh: list[CheckedGroup] = []
+        repeated: list[CheckedGroup] = []
+        for group in groups:
+            is_repeat = self._broker.intake.repeats.recognise(group.env_id, group.text, now)
+            (repeated if is_repeat else fresh).append(group)
+        return fresh, repeated
 
     def _store(self, groups: Sequence[CheckedGroup], key: str | None) -> list[GroupRow]:
         if not groups:
@@ -275,61 +247,6 @@ class LegacyContract:
         sizes = [lane.size * len(lane) for lane in lanes if not self._broker.can_be_used(lane.size, registered)]
         return len(waiting), sum(sizes)
 
-    def _queued_by_environment(self, run: RunRow | None) -> dict[int | None, int]:
-        """Sequences by environment; under a v1 run formed batches count too, or prefetching would look like hunger."""
-        if run is None:
-            return dict(self._state.queue.sequences_by_env)
-        one = batch_in_sequences(run, self._usual_size()) // run.batch_size
-        queued = {owner: one * count for owner, count in queued_by_environment(run, self._state.queue.lanes).items()}
-        for size in self._broker.batches.unpackable_sizes(run):
-            for lane in self._state.queue.lanes_of_size(size):
-                queued[lane.env_id] -= size * len(lane)
-        if not run.legacy:
-            trained = self._broker.trained_steps(run)
-            for number, groups in self._state.batches.items():
-                for group in groups if number > trained else ():
-                    counted = group.size if run.unit == "sequences" else one
-                    queued[group.env_id] = queued.get(group.env_id, 0) + counted
-        return queued
-
-    def _usual_size(self) -> int:
-        """The group size by which a run that counts groups is told to environments that count sequences."""
-        return max(self._state.registered_sizes(), default=1)
-
-    def _share_of_other(self, env_id: int | None, sequences: int, largest: int, run: RunRow | None) -> int:
-        """Another environment's queue, in whole packs, less what its own minimum will take."""
-        packed = -(-sequences // largest) * largest
-        row = self._state.environments.find(env_id)
-        if row is None or run is None or not row.min_batch_allocation:
-            return packed
-        return max(0, packed - int(self.batch_sequences(run) * row.min_batch_allocation))
-
-    def _with_pressure(self, queue_size: int, group_size: int, run: RunRow | None) -> int:
-        """Legacy environments heed nothing but this number: it grows before the queue is full or the groups too old.
-
-        It stays below what would make them believe that the run is over.
-        """
-        if run is None:
-            return queue_size
-        reported = queue_size
-        batch_sequences = self.batch_sequences(run)
-        budget = max_staleness_of(self._state, run)
-        if budget is not None and budget + 1 < ASSUMED_MAX_BATCHES_OFFPOLICY:
-            reported = -(-queue_size * ASSUMED_MAX_BATCHES_OFFPOLICY // (budget + 1))
-        if self._broker.under_pressure():
-            reported = max(reported, ASSUMED_MAX_BATCHES_OFFPOLICY * 10 * batch_sequences // group_size)
-        steps_left = run.num_steps - self._broker.trained_steps(run)
-        believable = max(queue_size, ((steps_left + 1) * batch_sequences - 1) // group_size)
-        return min(reported, believable) if run.num_steps > 0 else reported
-
-    def _current_step(self, row: EnvironmentRow, run: RunRow | None) -> int:
-        if run is not None:
-            return self._broker.trained_steps(run)
-        if row.run_id is None or not self._state.runs.has_finished(row.run_id):
-            return 0
-        # Above the total, which is what makes a legacy environment stop.
-        return self._state.runs.find(row.run_id).num_steps + 1
-
 
 def _same_trainer(run: RunRow, wanted: LegacyRegistration) -> bool:
     names = (wanted.wandb_project, wanted.wandb_group, wanted.checkpoint_dir)
@@ -355,12 +272,3 @@ def _make_run(wanted: LegacyRegistration, now: float) -> RunRow:
         began_at=now,
         started=False,
     )
-
-
-def _weight_of(row: EnvironmentRow, alive: Sequence[EnvironmentRow]) -> float:
-    """Share of tokens by weight; alone, or when nobody has a weight, an equal share."""
-    shares = {other.environment_id: other.max_token_length * max(0.0, other.weight) for other in alive}
-    total = sum(shares.values())
-    if total <= 0:
-        return 1.0 / max(1, len(alive))
-    return max(LEAST_WEIGHT, shares.get(row.environment_id, 0.0) / total)

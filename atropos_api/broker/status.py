@@ -23,7 +23,7 @@ def describe_status(broker: Broker) -> dict[str, Any]:
             "sequences": state.queue.sequences,
             "bytes": state.queue.body_bytes,
             "oldest_age_seconds": state.clock() - oldest.arrived_at if oldest is not None else None,
-            "unpackable_sizes": broker.batches.unpackable_sizes(run) if state.runs.open and run else [],
+            **_describe_unpackable(broker),
         },
         "batches": {
             "uncommitted": {str(n): sum(group.size for group in groups) for n, groups in state.batches.items()},
@@ -39,9 +39,21 @@ def describe_status(broker: Broker) -> dict[str, Any]:
 def _describe_run(broker: Broker, run: RunRow) -> dict[str, Any]:
     return {
         **msgspec.structs.asdict(run),
+        # Without the ids, which are all it takes to end a hold.
+        "holds": [
+            {"seconds": row.until - broker.state.clock(), "version": row.version, "reason": row.reason}
+            for row in broker.holds.alive(run)
+        ],
         "current_step": broker.trained_steps(run),
         "next_batch": run.formed_batch + 1,
     }
+
+
+def _describe_unpackable(broker: Broker) -> dict[str, Any]:
+    """What is queued and fits into no batch of the open run."""
+    run, counts = broker.state.runs.open, broker.state.queue.groups_by_size
+    sizes = broker.batches.unpackable_sizes(run) if run is not None else []
+    return {"unpackable_sizes": sizes, "unpackable_groups": sum(counts[size] for size in sizes)}
 
 
 def _describe_environment(broker: Broker, row: EnvironmentRow) -> dict[str, Any]:

@@ -16,7 +16,10 @@ from atropos_api.wire.groups import Batch, Group
 from atropos_api.wire.messages import (
     EnvironmentInfo,
     EnvironmentRequest,
+    Hold,
+    HoldRequest,
     Pacing,
+    PolicyState,
     PolicyUpdate,
     RunInfo,
     RunRequest,
@@ -101,8 +104,29 @@ class AsyncBrokerClient:
         """Everything up to `number` is covered by a checkpoint; the broker may forget it."""
         await self._send(calls.commit(number, run_id=run_id, epoch=epoch))
 
-    async def update_policy(self, update: PolicyUpdate) -> None:
-        await self._send(calls.update_policy(update))
+    async def update_policy(self, update: PolicyUpdate) -> PolicyState:
+        """Announce a publish that succeeded. `held_seconds` in the answer: for how long to publish no other.
+
+        A version announced while an evaluation holds the policy is taken all the same, for servers have it already;
+        the evaluation is told that its version was not kept. To respect holds, ask `get_policy` before publishing.
+        """
+        return calls.read_policy(await self._send(calls.update_policy(update)))
+
+    async def get_policy(
+        self, *, run_id: str | None = None, epoch: int | None = None, wait_seconds: float = 0.0
+    ) -> PolicyState:
+        """What is published; with `wait_seconds` as soon as nobody holds it, at latest after that time."""
+        call = calls.get_policy(run_id=run_id, epoch=epoch, wait_seconds=wait_seconds)
+        return calls.read_policy(await self._send(call))
+
+    async def hold_policy(self, seconds: float, *, hold_id: str | None = None, reason: str = "") -> Hold:
+        """Ask the trainer to publish no other version for so long (600 s at most); with `hold_id`, renew that lease."""
+        request = HoldRequest(seconds=seconds, hold_id=hold_id, reason=reason)
+        return calls.read_hold(await self._send(calls.hold_policy(request)))
+
+    async def release_policy(self, hold_id: str) -> Hold:
+        """Give a lease back; `kept` says whether the version stayed the published one until now."""
+        return calls.read_hold(await self._send(calls.release_policy(hold_id)))
 
     async def register_environment(self, request: EnvironmentRequest) -> EnvironmentInfo:
         return calls.read_environment(await self._send(calls.register_environment(request)))

@@ -22,7 +22,10 @@ from atropos_api.wire.messages import (
     CommitRequest,
     EnvironmentInfo,
     EnvironmentRequest,
+    Hold,
+    HoldRequest,
     Pacing,
+    PolicyState,
     PolicyUpdate,
     RunInfo,
     RunRequest,
@@ -87,6 +90,25 @@ def update_policy(update: PolicyUpdate) -> Call:
     return Call(method="PUT", path="/v1/policy", content=_encoder.encode(update))
 
 
+def get_policy(*, run_id: str | None, epoch: int | None, wait_seconds: float) -> Call:
+    params = {"wait": str(wait_seconds)}
+    if run_id is not None:
+        params["run_id"] = run_id
+    if epoch is not None:
+        params["epoch"] = str(epoch)
+    return Call(method="GET", path="/v1/policy", params=params, extra_seconds=wait_seconds)
+
+
+def hold_policy(request: HoldRequest) -> Call:
+    # A lost answer leaves a lease of which nobody knows the id, so only a renewal may be repeated.
+    repeatable = request.hold_id is not None
+    return Call(method="POST", path="/v1/policy/hold", content=_encoder.encode(request), repeatable=repeatable)
+
+
+def release_policy(hold_id: str) -> Call:
+    return Call(method="DELETE", path=f"/v1/policy/hold/{hold_id}", repeatable=False)
+
+
 def register_environment(request: EnvironmentRequest) -> Call:
     return Call(method="POST", path="/v1/environments", content=_encoder.encode(request))
 
@@ -118,6 +140,14 @@ def read_batch(response: httpx.Response) -> Batch | None:
 
 def read_run(response: httpx.Response) -> RunInfo:
     return msgspec.json.decode(response.content, type=RunInfo)
+
+
+def read_policy(response: httpx.Response) -> PolicyState:
+    return msgspec.json.decode(response.content, type=PolicyState)
+
+
+def read_hold(response: httpx.Response) -> Hold:
+    return msgspec.json.decode(response.content, type=Hold)
 
 
 def read_environment(response: httpx.Response) -> EnvironmentInfo:

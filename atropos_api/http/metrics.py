@@ -52,6 +52,9 @@ def _gauges(broker: Broker) -> dict[str, float]:
     run = state.runs.open
     if run is not None:
         gauges["outstanding_sequences"] = broker.outstanding_sequences(run)
+        unpackable = broker.batches.unpackable_sizes(run)
+        gauges["unpackable_groups"] = sum(state.queue.groups_by_size[size] for size in unpackable)
+        gauges["policy_held_seconds"] = broker.holds.seconds(run)
         gauges[_spell(metric_names.STEP)] = broker.trained_steps(run)
         if run.policy_version is not None:
             gauges[_spell(metric_names.POLICY_VERSION)] = run.policy_version
