@@ -6,13 +6,12 @@ request a step, and the answer to `PUT /v1/policy` says the same afterwards.
 
 from __future__ import annotations
 
-import time
-
 from fastapi import APIRouter, Request, Response
 
 from atropos_api.http.bodies import decode_body, json_response, read_body
 from atropos_api.http.parameters import read_int, read_wait
 from atropos_api.http.services import services_of
+from atropos_api.http.waiting import Wait
 from atropos_api.wire.messages import HoldRequest, PolicyUpdate
 
 router = APIRouter(prefix="/v1/policy", tags=["v1"])
@@ -28,13 +27,11 @@ async def update_policy(request: Request) -> Response:
 async def policy(request: Request) -> Response:
     services = services_of(request)
     run_id, epoch = request.query_params.get("run_id"), read_int(request, "epoch")
-    deadline = time.monotonic() + read_wait(request)
+    wait = Wait(request, read_wait(request))
     while True:
         state = services.broker.policy_state(run_id, epoch)
-        remaining = deadline - time.monotonic()
-        if not state.held_seconds or remaining <= 0 or services.stopping:
+        if not state.held_seconds or not await wait.on(services.pacing_bell, at_most=state.held_seconds):
             return json_response(state)
-        await services.pacing_bell.wait(min(remaining, state.held_seconds))
 
 
 @router.post("/hold", summary="Ask the trainer to publish no other policy for a while, or a while longer")
