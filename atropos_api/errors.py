@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from atropos_api.common.errors import AtroposError
@@ -11,6 +12,7 @@ __all__ = [
     "BatchOutOfOrder",
     "BrokerError",
     "CommittedBatch",
+    "DamagedBatch",
     "DataDirectoryInUse",
     "Forbidden",
     "InvalidEncoding",
@@ -128,6 +130,12 @@ class StoreUnavailable(BrokerError):
     kind = "store-unavailable"
 
 
+class DamagedBatch(BrokerError):
+    """Groups of the batch were damaged on the disk and dropped; asked for again, it is answered without them."""
+
+    kind = "batch-damaged"
+
+
 class Unauthorized(BrokerError):
     kind = "token-required"
 
@@ -141,7 +149,11 @@ class TooLarge(BrokerError):
 
 
 class StoreDamaged(AtroposError):
-    """A record on disk does not match its checksum."""
+    """A record on disk is gone or does not match its checksum; `refs` are the bodies that this costs."""
+
+    def __init__(self, message: str, *, refs: Sequence[tuple[int, int, int]] = ()) -> None:
+        super().__init__(message)
+        self.refs = refs
 
 
 class DataDirectoryInUse(AtroposError):

@@ -9,7 +9,8 @@ from atropos_api.broker.queue import version_of
 from atropos_api.broker.state import State
 from atropos_api.broker.units import in_unit, lanes_in_unit, queued_by_environment
 from atropos_api.errors import BatchOutOfOrder, CommittedBatch
-from atropos_api.store.base import GroupRow, RunRow
+from atropos_api.store.base import LOST, GroupRow, RunRow
+from atropos_api.store.steps import Step
 
 
 class Batches:
@@ -62,10 +63,14 @@ class Batches:
             state.runs.change(run, committed_batch=number, handed_batch=max(run.handed_batch, number))
             state.ledger.drop_groups([group.seq for group in dropped])
             self._finish_keys(group for groups in covered.values() for group in groups)
+            state.reach(Step.COMMIT_STAGED)
+        state.reach(Step.COMMIT_KEPT)
         state.kept = kept
         for n in covered:
             del state.batches[n]
+        state.shown.difference_update(covered)
         state.discard(group.body for group in dropped)
+        state.reach(Step.BODIES_DISCARDED)
         state.counters.batches_committed_total += len(covered)
         state.events.add("batch-committed", run_id=run.run_id, number=number)
         state.pacing_changed()
@@ -74,9 +79,11 @@ class Batches:
         """Put the groups of formed batches back into the queue, at their old places."""
         state = self._state
         for number in list(numbers):
-            groups = state.batches[number]
+            groups = [group for group in state.batches[number] if group.body != LOST]
+            state.ledger.drop_groups([group.seq for group in state.batches[number] if group.body == LOST])
             state.ledger.assign_batch([group.seq for group in groups], 0)
             del state.batches[number]
+            state.shown.discard(number)
             for group in groups:
                 group.batch = 0
             state.queue.put_back(groups)
@@ -171,9 +178,13 @@ class Batches:
         groups = self._choose(run)
         if groups is None:
             return None
+        state.reach(Step.BATCH_CHOSEN)
         with state.change():
             state.ledger.assign_batch([group.seq for group in groups], number)
-            changed = state.runs.change(run, formed_batch=number)
+            # One that was lost and is formed anew is not the last.
+            changed = state.runs.change(run, formed_batch=max(number, run.formed_batch))
+            state.reach(Step.BATCH_STAGED)
+        state.reach(Step.BATCH_KEPT)
         for group in groups:
             state.queue.remove(group)
             group.batch = number

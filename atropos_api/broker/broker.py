@@ -7,7 +7,7 @@ method promises is in the store when it returns.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from atropos_api.broker.batches import Batches, slice_for_rank
@@ -19,13 +19,15 @@ from atropos_api.broker.pacing import Pacer
 from atropos_api.broker.packing import can_fill
 from atropos_api.broker.queue import GroupQueue
 from atropos_api.broker.recovery import recover
+from atropos_api.broker.repair import Repair
 from atropos_api.broker.runs import Runs, make_run
 from atropos_api.broker.settings import BrokerSettings
 from atropos_api.broker.state import Clock, State
 from atropos_api.broker.succession import Succession
 from atropos_api.broker.units import batch_in_sequences
-from atropos_api.errors import InvalidRequest, UnusableGroupSize
-from atropos_api.store.base import NO_RUN, BodyLog, EnvironmentRow, GroupRow, Ledger, RunRow, Snapshot
+from atropos_api.errors import DamagedBatch, InvalidRequest, StoreDamaged, UnusableGroupSize
+from atropos_api.store.base import LOST, NO_RUN, BodyLog, EnvironmentRow, GroupRow, Ledger, RunRow, Snapshot
+from atropos_api.store.steps import Reach, Step, pass_by
 from atropos_api.wire.messages import (
     EnvironmentInfo,
     EnvironmentRequest,
@@ -49,6 +51,7 @@ class Broker:
         *,
         settings: BrokerSettings | None = None,
         clock: Clock = time.time,
+        reach: Reach = pass_by,
     ) -> None:
         self.settings = settings or BrokerSettings()
         snapshot = ledger.load()
@@ -63,6 +66,7 @@ class Broker:
                 events=EventLog(clock),
                 revision=int(clock() * 1000),
                 next_seq=snapshot.next_seq,
+                reach=reach,
             ),
             snapshot,
         )
@@ -79,6 +83,7 @@ class Broker:
             batches={},
             kept={},
             left_over={},
+            shown=set(),
             next_seq=snapshot.next_seq,
             torn=False,
         )
@@ -90,10 +95,11 @@ class Broker:
         self.keys = Keys(state, snapshot.keys)
         self.intake = Intake(state, self.keys)
         self.batches = Batches(state, self.keys.finish)
+        self.repair = Repair(state, self.batches)
         self.succession = Succession(state, self.batches)
         self.holds = Holds(state)
         self.pacer = Pacer(state, self.batches, self.holds)
-        recover(state, self.keys, self.intake, snapshot)
+        recover(state, self.keys, self.intake, self.batches, snapshot)
 
     # Runs
 
@@ -107,6 +113,8 @@ class Broker:
                 )
             else:
                 run = self.succession.resume(known, request)
+            self.state.reach(Step.RUN_STAGED)
+        self.state.reach(Step.RUN_KEPT)
         self.state.events.add("run-began", run_id=run.run_id, name=run.name, epoch=run.epoch)
         self.state.pacing_changed()
         self.state.groups_changed()
@@ -184,31 +192,24 @@ class Broker:
         if number > run.handed_batch:
             self.state.runs.change(self.state.runs.require_open(), handed_batch=number)
             self.state.counters.batches_handed_total += 1
-        return groups if world_size == 1 else slice_for_rank(groups, rank, world_size)
+        mine = groups if world_size == 1 else slice_for_rank(groups, rank, world_size)
+        return [group for group in mine if group.body != LOST]
 
     def commit(self, number: int, *, run_id: str | None = None, epoch: int | None = None) -> None:
         run = self.state.runs.require_open(run_id, epoch)
         self.batches.commit(run, number)
-        self.compact()
+        self.repair.compact()
 
     def read_bodies(self, groups: Sequence[GroupRow]) -> list[bytes]:
-        return self.state.bodies.read([group.body for group in groups])
-
-    def compact(self) -> None:
-        """Rewrite the few live bodies of mostly dead segments, so that the disk they hold comes back."""
-        sparse = set(self.state.bodies.sparse_segments())
-        if not sparse:
-            return
-        state = self.state
-        lists: list[Iterable[GroupRow]] = [*state.queue.lanes]
-        lists += [*state.batches.values(), *state.kept.values(), *state.left_over.values()]
-        rows = [row for rows in lists for row in rows if row.body.segment in sparse]
-        old = [row.body for row in rows]
-        new = state.bodies.append(state.bodies.read(old))
-        state.ledger.move_groups((row.seq, ref) for row, ref in zip(rows, new, strict=True))
-        for row, ref in zip(rows, new, strict=True):
-            row.body = ref
-        state.bodies.discard(old)
+        """The bodies of a batch's groups. Damaged ones are dropped, and the caller is told to ask again."""
+        try:
+            bodies = self.state.bodies.read([group.body for group in groups])
+        except StoreDamaged as error:
+            self.repair.lose(error)
+            raise DamagedBatch(f"{error}; what it held is dropped, ask again for the rest") from error
+        self.state.shown.update(group.batch for group in groups)
+        self.state.reach(Step.BATCH_READ)
+        return bodies
 
     def probe_store(self) -> None:
         """Write something that changes nothing; raises if the store takes no writes."""

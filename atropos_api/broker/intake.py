@@ -9,6 +9,7 @@ from blake3 import blake3
 from atropos_api.broker.state import State
 from atropos_api.errors import InvalidGroup, QueueFull
 from atropos_api.store.base import NO_RUN, GroupRow, KeyRow
+from atropos_api.store.steps import Step
 from atropos_api.wire.payload import CheckedGroup, seal
 
 
@@ -22,10 +23,21 @@ class Keys:
         self._open_groups: dict[int, int] = {}
 
     def adopt(self, groups: Iterable[GroupRow]) -> None:
-        """Count the groups found at start towards their keys."""
+        """Count the groups found at start towards their keys; a key whose groups were all lost begins to age."""
         for group in groups:
             if group.key_id in self._by_id:
                 self._open_groups[group.key_id] = self._open_groups.get(group.key_id, 0) + 1
+        for row in self._by_id.values():
+            if row.done_at is None and row.key_id not in self._open_groups:
+                row.done_at = self._state.clock()
+                self._state.ledger.put_key(row)
+
+    def withdraw(self, key_ids: Iterable[int]) -> None:
+        """Forget the keys of submissions that did not survive: their repetition is news."""
+        for key_id in key_ids:
+            row = self._by_id.pop(key_id)
+            del self._by_key[row.owner, row.key]
+        self._state.ledger.forget_keys(list(key_ids))
 
     def find(self, owner: str, key: str) -> KeyRow | None:
         return self._by_key.get((owner, key))
@@ -114,6 +126,7 @@ class Intake:
         version = state.runs.open.policy_version if state.runs.open is not None else None
         sealed = [seal(group, version) for group in groups]
         now = state.clock()
+        state.reach(Step.SUBMISSION_CHECKED)
         refs = state.bodies.append(sealed)
         rows = [
             GroupRow(
@@ -135,9 +148,11 @@ class Intake:
                 state.ledger.add_groups(rows, answered_seq=self.answered_seq)
                 if key is not None:
                     state.ledger.put_key(key)
+                state.reach(Step.GROUPS_STAGED)
         except BaseException:
             state.bodies.discard(refs)
             raise
+        state.reach(Step.GROUPS_KEPT)
         self._enqueue(rows, run_id, key)
         state.latest_body = sealed[-1]
         self._count(groups)

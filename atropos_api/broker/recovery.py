@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
+from atropos_api.broker.batches import Batches
 from atropos_api.broker.intake import Intake, Keys
+from atropos_api.broker.repair import give_up
 from atropos_api.broker.state import State
-from atropos_api.store.base import NO_RUN, GroupRow, Snapshot
+from atropos_api.errors import StoreDamaged
+from atropos_api.store.base import LOST, NO_RUN, BodyRef, GroupRow, Snapshot
+from atropos_api.store.steps import Step
 from atropos_api.wire.payload import unseal
 
 logger = logging.getLogger(__name__)
 
 
-def recover(state: State, keys: Keys, intake: Intake, snapshot: Snapshot) -> None:
+def recover(state: State, keys: Keys, intake: Intake, batches: Batches, snapshot: Snapshot) -> None:
     """Give each stored group its place: queue, formed batch, kept for replay, or left over from another run."""
-    groups = _without_lost(state, sorted(snapshot.groups, key=lambda group: group.seq))
+    groups = sorted(snapshot.groups, key=lambda group: group.seq)
+    missing = set(state.bodies.adopt([group.body for group in groups if group.body != LOST]))
+    _place(state, groups)
+    intake.answered_seq = snapshot.answered_seq
+    if missing:
+        cut_short = _cut_short(groups, missing)
+        lost = [group for group in groups if group.body in missing or group.key_id in cut_short]
+        logger.warning("%d groups are dropped: bodies are not in the log, the power went before an fsync", len(lost))
+        with state.change():
+            keys.withdraw(cut_short)
+            give_up(state, batches, lost)
+        gone = {group.seq for group in lost}
+        groups = [group for group in groups if group.seq not in gone]
     keys.adopt(groups)
+    _expect_repeats(state, intake, [group for group in groups if group.seq > snapshot.answered_seq])
+    state.reach(Step.RECOVERED)
+
+
+def _place(state: State, groups: list[GroupRow]) -> None:
     run = state.runs.open
     own = {NO_RUN, run.run_id if run is not None else NO_RUN}
     for group in groups:
@@ -27,25 +49,29 @@ def recover(state: State, keys: Keys, intake: Intake, snapshot: Snapshot) -> Non
             state.kept.setdefault(group.batch, []).append(group)
         else:
             state.queue.add(group)
-    intake.answered_seq = snapshot.answered_seq
-    _expect_repeats(state, intake, [group for group in groups if group.seq > snapshot.answered_seq])
+    if run is not None:
+        state.shown.update(number for number in state.batches if number <= run.handed_batch)
 
 
-def _without_lost(state: State, groups: list[GroupRow]) -> list[GroupRow]:
-    """Rows whose body did not survive (the power went before an fsync) are dropped, and said so."""
-    lost = set(state.bodies.adopt([group.body for group in groups]))
-    if not lost:
-        return groups
-    gone = [group for group in groups if group.body in lost]
-    state.ledger.drop_groups([group.seq for group in gone])
-    state.counters.groups_lost_total += len(gone)
-    logger.warning("%d groups have no body in the log and are lost: the power went before an fsync", len(gone))
-    return [group for group in groups if group.body not in lost]
+def _cut_short(groups: list[GroupRow], missing: set[BodyRef]) -> set[int]:
+    """Keys of submissions that lack a body and that no batch has any of.
+
+    They may never have been answered. Dropped whole, with its key, each is taken again when its sender repeats it.
+    """
+    broken = {group.key_id for group in groups if group.body in missing}
+    members: dict[int, list[GroupRow]] = {}
+    for group in groups:
+        if group.key_id in broken:
+            members.setdefault(group.key_id, []).append(group)
+    return {key_id for key_id, rows in members.items() if key_id and not any(row.batch for row in rows)}
 
 
 def _expect_repeats(state: State, intake: Intake, groups: list[GroupRow]) -> None:
     """The last submissions before a crash may be repeated by clients that saw no answer."""
     now = state.clock()
-    unkeyed = [group for group in groups if not group.key_id]
-    for group, body in zip(unkeyed, state.bodies.read([group.body for group in unkeyed]), strict=True):
-        intake.repeats.expect(group.env_id, unseal(body), now)
+    for group in groups:
+        if group.key_id or group.form != "json" or group.body == LOST:
+            continue
+        with suppress(StoreDamaged):
+            (body,) = state.bodies.read([group.body])
+            intake.repeats.expect(group.env_id, unseal(body), now)

@@ -14,6 +14,7 @@ from atropos_api.broker.runs import Runs
 from atropos_api.broker.settings import BrokerSettings
 from atropos_api.errors import StoreUnavailable
 from atropos_api.store.base import BodyLog, BodyRef, EnvironmentRow, GroupRow, Ledger
+from atropos_api.store.steps import Reach, pass_by
 
 Clock = Callable[[], float]
 Listener = Callable[[], None]
@@ -36,6 +37,9 @@ class State:
     batches: dict[int, list[GroupRow]] = field(default_factory=dict)
     kept: dict[int, list[GroupRow]] = field(default_factory=dict)
     left_over: dict[str, list[GroupRow]] = field(default_factory=dict)
+    shown: set[int] = field(default_factory=set)
+    """Uncommitted batches of which somebody may have seen bytes."""
+    reach: Reach = pass_by
     counters: Counters = field(default_factory=Counters)
     latest_body: bytes | None = None
     on_groups: list[Listener] = field(default_factory=list)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from atropos_api.errors import StoreUnavailable
 from atropos_api.http.door import changes_something
+from atropos_api.http.problems import answer_broker_error
 
 
 class GroupCommit:
@@ -43,9 +46,22 @@ class SyncBeforeAnswer:
             await self._app(scope, receive, send)
             return
 
+        failure: StoreUnavailable | None = None
+
         async def send_when_safe(message: Message) -> None:
+            nonlocal failure
             if message["type"] == "http.response.start":
-                await self._commit.wait()
+                try:
+                    await self._commit.wait()
+                except StoreUnavailable as error:
+                    failure = error
+                    raise
             await send(message)
 
-        await self._app(scope, receive, send_when_safe)
+        try:
+            await self._app(scope, receive, send_when_safe)
+        except Exception:
+            if failure is None:
+                raise
+            # What sent the answer has seen it fail; the caller is told to repeat the call.
+            await answer_broker_error(Request(scope), failure)(scope, receive, send)

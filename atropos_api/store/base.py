@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -25,6 +25,10 @@ class BodyRef(NamedTuple):
     segment: int
     offset: int
     length: int
+
+
+LOST: Final = BodyRef(-1, 0, 0)
+"""Place of a body that was damaged after its batch had been shown: the row keeps its place there, and no bytes."""
 
 
 class HoldRow(msgspec.Struct, kw_only=True, frozen=True):

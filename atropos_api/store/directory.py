@@ -10,9 +10,10 @@ import threading
 from pathlib import Path
 from typing import Literal
 
-from atropos_api.errors import DataDirectoryInUse
+from atropos_api.errors import DataDirectoryInUse, StoreUnavailable
 from atropos_api.store.ledger_sqlite import SqliteLedger
 from atropos_api.store.segments import SegmentLog
+from atropos_api.store.steps import Reach, Step, pass_by
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class PeriodicSync:
             try:
                 self._bodies.sync()
                 self._ledger.sync()
-            except OSError:
+            except StoreUnavailable:
                 logger.exception("the store could not be forced to the disk; a loss of power now would cost groups")
             if closing:
                 return
@@ -79,12 +80,25 @@ class PeriodicSync:
 class DurableLedger(SqliteLedger):
     """The ledger of a directory; closing it gives the directory back."""
 
-    def __init__(self, directory: Path, bodies: SegmentLog, *, fsync: Fsync, lock: DirectoryLock) -> None:
+    def __init__(
+        self, directory: Path, bodies: SegmentLog, *, fsync: Fsync, lock: DirectoryLock, reach: Reach = pass_by
+    ) -> None:
         self._periodic: PeriodicSync | None = None
         super().__init__(directory / "ledger.sqlite", synchronous="OFF" if fsync == "never" else "NORMAL")
+        self._bodies = bodies
         self._lock = lock
+        self._reach = reach
         if fsync == "interval":
             self._periodic = PeriodicSync(self, bodies)
+
+    def sync(self) -> None:
+        """Force the rows to the disk, after the bodies they point at; what they no longer point at may then go."""
+        try:
+            super().sync()
+        except OSError as error:
+            raise self._bodies.note_failed_sync(error) from error
+        self._reach(Step.LEDGER_SYNCED)
+        self._bodies.sweep()
 
     def _mark_dirty(self) -> None:
         if self._periodic is not None:
@@ -97,15 +111,17 @@ class DurableLedger(SqliteLedger):
         self._lock.release()
 
 
-def open_directory(directory: Path, *, fsync: Fsync, fresh: bool) -> tuple[DurableLedger, SegmentLog]:
+def open_directory(
+    directory: Path, *, fsync: Fsync, fresh: bool, reach: Reach = pass_by
+) -> tuple[DurableLedger, SegmentLog]:
     """Take the directory (made if need be) and open what it holds; `fresh` deletes that first."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = DirectoryLock(directory)
     try:
         if fresh:
             _delete_contents(directory)
-        bodies = SegmentLog(directory / "segments")
-        return DurableLedger(directory, bodies, fsync=fsync, lock=lock), bodies
+        bodies = SegmentLog(directory / "segments", syncs=fsync != "never", reach=reach)
+        return DurableLedger(directory, bodies, fsync=fsync, lock=lock, reach=reach), bodies
     except BaseException:
         lock.release()
         raise

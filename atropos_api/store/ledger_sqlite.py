@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,6 +52,8 @@ class SqliteLedger:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute(f"PRAGMA synchronous={synchronous}")
             self._prepare_schema()
+        except sqlite3.OperationalError as error:
+            raise StoreUnavailable(f"{path} cannot be opened ({error}); look at its disk and its owner") from error
         except sqlite3.DatabaseError as error:
             raise StoreDamaged(f"{path} cannot be used as the broker's ledger: {error}; --fresh begins anew") from error
 
@@ -83,7 +85,8 @@ class SqliteLedger:
             self._execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+                with suppress(sqlite3.DatabaseError):
+                    self._db.execute("ROLLBACK")
             raise
         finally:
             self._depth -= 1
@@ -169,14 +172,14 @@ class SqliteLedger:
         self._mark_dirty()
         try:
             self._db.execute(statement, values)
-        except sqlite3.OperationalError as error:
+        except sqlite3.DatabaseError as error:
             raise _unavailable(error) from error
 
     def _execute_many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
         self._mark_dirty()
         try:
             self._db.executemany(statement, rows)
-        except sqlite3.OperationalError as error:
+        except sqlite3.DatabaseError as error:
             raise _unavailable(error) from error
 
 
@@ -226,5 +229,5 @@ def _policy_of(row: tuple[Any, ...]) -> PolicyRow:
     return PolicyRow(run_id=run_id, version=version, step=step, published_at=published_at, orphaned=bool(orphaned))
 
 
-def _unavailable(error: sqlite3.OperationalError) -> StoreUnavailable:
+def _unavailable(error: sqlite3.DatabaseError) -> StoreUnavailable:
     return StoreUnavailable(f"the store's ledger cannot be written ({error}); nothing was kept")

@@ -1,12 +1,16 @@
 """The log of bodies: append-only files of records, each with its length and checksum.
 
 A record is a magic word, the body's length, its CRC-32, and the body. Each process writes segments of its own and never
-touches the tail of an older one, so a tail torn by a crash is simply never read: no row points into it. A segment goes
-when nothing in it is alive.
+touches the tail of an older one, so a tail torn by a crash is simply never read: no row points into it.
+
+A segment goes when nothing in it is alive. Where data is forced to the disk at all, its file stays until the ledger
+that no longer points into it is safe there (`sweep`): power that fails in between must find the rows' old places or
+their new ones.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import struct
@@ -21,6 +25,7 @@ from isal import isal_zlib
 
 from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.base import BodyRef
+from atropos_api.store.steps import Reach, Step, pass_by
 
 logger = logging.getLogger(__name__)
 
@@ -41,22 +46,44 @@ class _Segment:
 
 
 class SegmentLog:
-    """Bodies in files of `segment_bytes` under one directory."""
+    """Bodies in files of `segment_bytes` under one directory. `syncs`: somebody calls `sync` and then `sweep`."""
 
-    def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        syncs: bool = False,
+        reach: Reach = pass_by,
+    ) -> None:
         self._directory = directory
         self._segment_bytes = segment_bytes
+        self._syncs = syncs
+        self._reach = reach
         directory.mkdir(parents=True, exist_ok=True)
-        self._segments = {int(path.stem): _Segment(path, path.stat().st_size) for path in directory.glob("*.log")}
+        paths = [path for path in directory.glob("*.log") if path.stem.isdigit()]
+        self._segments = {int(path.stem): _Segment(path, path.stat().st_size) for path in paths}
+        self._last_number = max(self._segments, default=0)
         self._readers: OrderedDict[int, int] = OrderedDict()
         self._active = 0
         self._active_fd = -1
-        # A sync in another thread must not see its descriptor closed.
-        self._sync_lock = threading.Lock()
-        self._new_file = False
+        # What the thread that syncs shares with the one that writes, and the turn of those who sync.
+        self._lock = threading.Lock()
+        self._sync_turn = threading.Lock()
+        self._sealed: list[int] = []
+        self._directory_changed = syncs
+        self._doomed: list[Path] = []
+        self._removable: list[Path] = []
+        self._sync_failure: str | None = None
+        if syncs:
+            # What an earlier process wrote and did not live to force to the disk.
+            for path in paths:
+                _sync_path(path)
 
     def append(self, bodies: Sequence[bytes]) -> list[BodyRef]:
         """Write bodies with one system call where possible; all of them are in the kernel's hands on return."""
+        if self._sync_failure is not None:
+            raise StoreUnavailable(self._sync_failure)
         segment = self._writable()
         offset = segment.size_bytes
         pieces: list[bytes] = []
@@ -72,7 +99,11 @@ class SegmentLog:
         return refs
 
     def read(self, refs: Sequence[BodyRef]) -> list[bytes]:
-        return [self._read_one(ref) for ref in refs]
+        try:
+            return [self._read_one(ref) for ref in refs]
+        except StoreDamaged as error:
+            damaged = [ref for ref in refs if not self._is_there(ref, whole=True)]
+            raise StoreDamaged(str(error), refs=damaged) from error
 
     def discard(self, refs: Iterable[BodyRef]) -> None:
         for ref in refs:
@@ -90,8 +121,8 @@ class SegmentLog:
             segment.live_count = segment.live_bytes = 0
         lost = []
         for ref in refs:
-            # Only the newest segment can have been cut short by a loss of power; older ones are checked when read.
-            if not self._is_there(ref, whole=ref.segment == newest):
+            # Only the last segments can have been cut short by a loss of power; older ones are checked when read.
+            if not self._is_there(ref, whole=ref.segment >= newest - 1):
                 lost.append(ref)
                 continue
             segment = self._segments[ref.segment]
@@ -111,9 +142,23 @@ class SegmentLog:
 
     def sync(self) -> None:
         """Force what was appended to the disk; may be called from another thread."""
-        with self._sync_lock:
-            if self._active_fd >= 0:
-                self._sync_active()
+        with self._sync_turn:
+            with self._lock:
+                sealed, self._sealed = self._sealed, []
+                # The writer may close its own descriptor meanwhile.
+                active = [os.dup(self._active_fd)] if self._active_fd >= 0 else []
+                directory_changed, self._directory_changed = self._directory_changed, False
+                self._removable, self._doomed = self._removable + self._doomed, []
+            self._force(sealed, active, directory_changed=directory_changed)
+        self._reach(Step.BODIES_SYNCED)
+
+    def sweep(self) -> None:
+        """Delete the files that were dead when the last sync began; the ledger was forced to the disk since."""
+        with self._lock:
+            removable, self._removable = self._removable, []
+        for path in removable:
+            path.unlink(missing_ok=True)
+            self._reach(Step.SEGMENT_REMOVED)
 
     def size_bytes(self) -> int:
         return sum(segment.size_bytes for segment in self._segments.values())
@@ -122,16 +167,17 @@ class SegmentLog:
         for descriptor in self._readers.values():
             os.close(descriptor)
         self._readers.clear()
-        with self._sync_lock:
-            if self._active_fd >= 0:
-                os.close(self._active_fd)
-                self._active_fd = -1
+        with self._sync_turn, self._lock:
+            for descriptor in (*self._sealed, self._active_fd):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            self._sealed, self._active_fd = [], -1
 
     def _writable(self) -> _Segment:
         segment = self._segments.get(self._active)
-        if segment is not None and segment.size_bytes < self._segment_bytes:
+        if segment is not None and self._active_fd >= 0 and segment.size_bytes < self._segment_bytes:
             return segment
-        number = max(self._segments, default=0) + 1
+        number = self._last_number + 1
         path = self._directory / f"{number:010d}.log"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         try:
@@ -139,28 +185,58 @@ class SegmentLog:
         except OSError as error:
             raise _unavailable(error) from error
         self._seal_active()
-        self._active, self._active_fd, self._new_file = number, descriptor, True
+        with self._lock:
+            self._active, self._active_fd, self._directory_changed = number, descriptor, True
+        self._last_number = number
         self._segments[number] = _Segment(path, 0)
+        self._reach(Step.SEGMENT_BEGUN)
         return self._segments[number]
 
-    def _sync_active(self) -> None:
-        os.fdatasync(self._active_fd)
-        if self._new_file:
-            self._new_file = False
-            directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            os.fsync(directory)
-            os.close(directory)
-
     def _seal_active(self) -> None:
-        """Later syncs reach only the active segment, so this one is made safe before it is left."""
+        """Leave the active segment; its descriptor stays open until the next sync has covered it."""
         if self._active_fd < 0:
             return
-        with self._sync_lock:
-            self._sync_active()
-            os.close(self._active_fd)
+        with self._lock:
+            if self._syncs:
+                self._sealed.append(self._active_fd)
+            else:
+                os.close(self._active_fd)
             self._active_fd = -1
         if self._segments[self._active].live_count == 0:
             self._remove(self._active)
+
+    def _force(self, sealed: list[int], active: list[int], *, directory_changed: bool) -> None:
+        try:
+            for descriptor in (*sealed, *active):
+                os.fdatasync(descriptor)
+            if directory_changed:
+                _sync_path(self._directory)
+        except OSError as error:
+            with self._lock:
+                self._sealed += sealed
+                self._directory_changed |= directory_changed
+            raise self.note_failed_sync(error) from error
+        else:
+            for descriptor in sealed:
+                os.close(descriptor)
+        finally:
+            for descriptor in active:
+                os.close(descriptor)
+
+    def note_failed_sync(self, error: OSError) -> StoreUnavailable:
+        """A full disk may have room again; after any other failure the kernel may have dropped what it could not write.
+
+        Asking it once more would then succeed without the data, so nothing is taken until a new process has read what
+        is really there.
+        """
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            return _unavailable(error)
+        self._sync_failure = (
+            f"the disk failed to keep what it had taken ({error.strerror}); mend it and restart the broker, "
+            "which then drops what was lost and takes it again from those who repeat it"
+        )
+        logger.error("%s", self._sync_failure)
+        return StoreUnavailable(self._sync_failure)
 
     def _write(self, segment: _Segment, pieces: Sequence[bytes], size: int) -> None:
         try:
@@ -168,18 +244,32 @@ class SegmentLog:
             for start in range(0, len(pieces), VECTOR_LIMIT):
                 written += os.writev(self._active_fd, pieces[start : start + VECTOR_LIMIT])
         except OSError as error:
-            os.ftruncate(self._active_fd, segment.size_bytes)
+            self._cut_back(segment)
             raise _unavailable(error) from error
         if written != size:
-            os.ftruncate(self._active_fd, segment.size_bytes)
+            self._cut_back(segment)
             raise StoreUnavailable(f"the disk took {written} of {size} bytes; free space on it, nothing was kept")
+        self._reach(Step.BODIES_WRITTEN)
+
+    def _cut_back(self, segment: _Segment) -> None:
+        """Take a torn record off the end of the active segment, or leave the segment where even that fails."""
+        try:
+            os.ftruncate(self._active_fd, segment.size_bytes)
+        except OSError as error:
+            logger.warning("%s: a torn record stays at its end (%s)", segment.path, error.strerror)
+            self._seal_active()
 
     def _read_one(self, ref: BodyRef) -> bytes:
-        data = os.pread(self._reader(ref.segment), HEADER.size + ref.length, ref.offset - HEADER.size)
+        segment = self._segments.get(ref.segment)
+        if segment is None:
+            raise StoreDamaged(f"{self._directory}: segment {ref.segment} is gone")
+        try:
+            data = os.pread(self._reader(ref.segment), HEADER.size + ref.length, ref.offset - HEADER.size)
+        except OSError as error:
+            raise StoreDamaged(f"{segment.path}: byte {ref.offset} cannot be read ({error.strerror})") from error
         body = data[HEADER.size :]
         if data[: HEADER.size] != HEADER.pack(MAGIC, ref.length, isal_zlib.crc32(body)):
-            path = self._segments[ref.segment].path
-            raise StoreDamaged(f"{path}: the record at byte {ref.offset} does not match its checksum")
+            raise StoreDamaged(f"{segment.path}: the record at byte {ref.offset} does not match its checksum")
         return body
 
     def _is_there(self, ref: BodyRef, *, whole: bool) -> bool:
@@ -195,7 +285,7 @@ class SegmentLog:
         return True
 
     def _reader(self, number: int) -> int:
-        if number == self._active:
+        if number == self._active and self._active_fd >= 0:
             return self._active_fd
         descriptor = self._readers.get(number)
         if descriptor is None:
@@ -210,7 +300,21 @@ class SegmentLog:
         descriptor = self._readers.pop(number, None)
         if descriptor is not None:
             os.close(descriptor)
-        self._segments.pop(number).path.unlink(missing_ok=True)
+        path = self._segments.pop(number).path
+        if self._syncs:
+            with self._lock:
+                self._doomed.append(path)
+        else:
+            path.unlink(missing_ok=True)
+            self._reach(Step.SEGMENT_REMOVED)
+
+
+def _sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _unavailable(error: OSError) -> StoreUnavailable:

@@ -1,0 +1,76 @@
+"""The steps between a write and its answer, by name, so that a test can end the process at each of them.
+
+Stores, broker and HTTP say `reach(Step.X)` as they go. Nothing listens, unless the process was started with
+`ATROPOS_CRASH_AT=<step>` (or `<step>:<n>` for the n-th time it comes there), which ends it as `kill -9` does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Final
+
+CRASH_VARIABLE: Final = "ATROPOS_CRASH_AT"
+
+
+class Step(StrEnum):
+    """`staged`: told to the ledger inside its transaction; `kept`: the transaction is over."""
+
+    STORE_OPENED = "store-opened"
+    RECOVERED = "recovered"
+    RUN_STAGED = "run-staged"
+    RUN_KEPT = "run-kept"
+    SUBMISSION_CHECKED = "submission-checked"
+    SEGMENT_BEGUN = "segment-begun"
+    BODIES_WRITTEN = "bodies-written"
+    GROUPS_STAGED = "groups-staged"
+    GROUPS_KEPT = "groups-kept"
+    BODIES_SYNCED = "bodies-synced"
+    LEDGER_SYNCED = "ledger-synced"
+    ANSWER_BEGUN = "answer-begun"
+    ANSWER_TORN = "answer-torn"
+    ANSWER_ENDED = "answer-ended"
+    BATCH_CHOSEN = "batch-chosen"
+    BATCH_STAGED = "batch-staged"
+    BATCH_KEPT = "batch-kept"
+    BATCH_READ = "batch-read"
+    DELIVERY_BEGUN = "delivery-begun"
+    DELIVERY_TORN = "delivery-torn"
+    DELIVERY_ENDED = "delivery-ended"
+    COMMIT_STAGED = "commit-staged"
+    COMMIT_KEPT = "commit-kept"
+    BODIES_DISCARDED = "bodies-discarded"
+    SEGMENT_REMOVED = "segment-removed"
+    COMPACTION_COPIED = "compaction-copied"
+    COMPACTION_KEPT = "compaction-kept"
+    COMPACTION_ENDED = "compaction-ended"
+
+
+Reach = Callable[[Step], None]
+
+
+def pass_by(_: Step) -> None:
+    """What `reach` is outside tests."""
+
+
+class KillAt:
+    """Ends the process the n-th time it reaches a step."""
+
+    def __init__(self, step: Step, nth: int = 1) -> None:
+        self._step = step
+        self._left = nth
+
+    def __call__(self, step: Step) -> None:
+        if step is not self._step:
+            return
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_crash_step(environment: Mapping[str, str]) -> Reach:
+    """What the environment asks for; `pass_by` if nothing."""
+    name, _, nth = environment.get(CRASH_VARIABLE, "").partition(":")
+    return KillAt(Step(name), int(nth or 1)) if name else pass_by
