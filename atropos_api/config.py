@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -27,6 +28,10 @@ class BrokerConfig(BaseModel):
     token: str | None = Field(None, description="Bearer token that callers must show; made up if the host needs one")
     allowed_hosts: list[str] = Field(
         default_factory=list, description="Host names beside loopback and IP addresses by which callers may address us"
+    )
+    allowed_origins: list[str] = Field(
+        default_factory=list,
+        description="Origins of web pages that may call this broker from a browser, such as https://page.example",
     )
     max_staleness: int | None = Field(
         None, ge=0, description="Expire groups whose policy is more than this many trainer steps old"
@@ -66,6 +71,14 @@ class BrokerConfig(BaseModel):
             raise ValueError("Redis is not supported yet; name a directory or say memory")
         if not value:
             raise ValueError("name a directory or say memory")
+        return value
+
+    @field_validator("token")
+    @classmethod
+    def _check_token(cls, value: str | None) -> str | None:
+        # It has to fit in a header and between two slashes of a path.
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9._~+=-]{8,}", value):
+            raise ValueError("a token has 8 characters or more, of letters, digits and . _ ~ + = -")
         return value
 
     def settings(self) -> BrokerSettings:

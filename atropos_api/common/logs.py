@@ -6,6 +6,17 @@ import json
 import logging
 import sys
 import time
+from typing import Final
+
+CONTROL_CHARACTERS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+
+
+class _TextFormatter(logging.Formatter):
+    """One line a record: what came from outside can neither begin a line of its own nor colour the terminal."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        record.message = record.message.translate(CONTROL_CHARACTERS)
+        return super().formatMessage(record)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -27,7 +38,7 @@ def setup_logging(name: str, *, level: str = "INFO", json_lines: bool = False) -
     """Send this process's log records to stderr, each marked with the process's `name`."""
     handler = logging.StreamHandler(sys.stderr)
     text = f"%(asctime)s {name} %(levelname).1s %(message)s"
-    handler.setFormatter(_JsonFormatter() if json_lines else logging.Formatter(text, datefmt="%H:%M:%S"))
+    handler.setFormatter(_JsonFormatter() if json_lines else _TextFormatter(text, datefmt="%H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for chatty in ("httpx", "httpcore"):
         # One line a request would bury everything else: the environments poll many times a second.

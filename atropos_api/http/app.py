@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -34,12 +35,16 @@ class BrokerApp(FastAPI):
 
 def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
     """The broker's HTTP side; `app.state.services` holds what its handlers share."""
-    app = BrokerApp(title="Atropos broker", version="1", redoc_url=None)
+    app = BrokerApp(title="Atropos broker", version="1", redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.services = make_services(config, broker)
     if config.fsync == "always" and config.store != "memory":
         app.add_middleware(SyncBeforeAnswer, sync=broker.sync)
-    # Added last, so it is the outermost.
+    # Later ones lie further out: only the answers to a browser's own questions before a request pass the door.
     app.add_middleware(Door, config=config)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
     app.add_exception_handler(BrokerError, answer_broker_error)
     app.add_exception_handler(ClientDisconnect, answer_client_gone)
     app.add_exception_handler(HTTPException, answer_http_error)

@@ -1,4 +1,8 @@
-"""Who comes in: the token, by header or by path prefix, and nobody on behalf of a foreign web page."""
+"""Who comes in: the token, by header or by path prefix, and nobody on behalf of a foreign web page.
+
+A page that somebody visits on the broker's machine is a loopback peer like any other; what gives it away are the
+headers that browsers add and that it cannot change: the host it asked for, its origin, how the request came about.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,10 @@ import hmac
 import ipaddress
 import re
 import socket
+from collections.abc import Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -18,8 +22,19 @@ from atropos_api.http.problems import problem_response
 
 OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/health"})
 CHANGING_GETS: Final = re.compile(r"/(reset_data|batch|v1/batches/.*)/?")
+TOUCHING_GETS: Final = frozenset({"/status-env"})
+"""They record no more than that an environment is alive, but that is not for strangers to say either."""
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 PREFIX: Final = "/t/"
+BEARER: Final = b"bearer "
+OWN_SITES: Final = frozenset({b"same-origin", b"none"})
+WANTED_HEADERS: Final = frozenset(
+    {b"authorization", b"host", b"origin", b"referer", b"sec-fetch-site", b"sec-purpose", b"purpose"}
+)
+MOST_HOSTS: Final = 64
+
+Shown = Mapping[bytes, bytes]
+"""What a request shows of the headers that matter here."""
 
 
 def changes_something(scope: Scope) -> bool:
@@ -33,49 +48,65 @@ class Door:
     def __init__(self, app: ASGIApp, config: BrokerConfig) -> None:
         self._app = app
         self._token = config.token.encode() if config.token else None
+        self._allowed_origins = frozenset(origin.lower() for origin in config.allowed_origins)
         names = {"localhost", config.host.lower(), socket.gethostname().lower(), *map(str.lower, config.allowed_hosts)}
         self._host_names = names
+        self._own_hosts: set[bytes] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        scope, refusal = self._check_token(scope, headers)
-        refusal = refusal or self._check_site(scope, headers)
-        await (refusal or self._app)(scope, receive, send)
+        elif scope["type"] == "http":
+            shown = {name: value for name, value in scope["headers"] if name in WANTED_HEADERS}
+            scope, token = _take_prefix(scope)
+            refusal = self._check_token(scope, shown, token) or self._check_site(scope, shown)
+            await (refusal or self._app)(scope, receive, send)
 
-    def _check_token(self, scope: Scope, headers: Headers) -> tuple[Scope, Response | None]:
-        path: str = scope["path"]
-        shown = headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if path.startswith(PREFIX):
-            shown, _, rest = path.removeprefix(PREFIX).partition("/")
-            path = f"/{rest}"
-            scope = {**scope, "path": path, "raw_path": path.encode()}
-        if self._token is None or path in OPEN_PATHS:
-            return scope, None
-        if hmac.compare_digest(shown.encode(), self._token):
-            return scope, None
-        detail = "this broker asks for a token: send Authorization: Bearer <token>, or use /t/<token>/ before the path"
-        return scope, problem_response(401, "token-required", detail)
-
-    def _check_site(self, scope: Scope, headers: Headers) -> Response | None:
-        """A page that the user visits is a loopback peer too; its requests show their origin, or a foreign name."""
-        host = headers.get("host", "")
-        # Whoever knows the token is no stray page; without one, only a name of ours proves that DNS was not rebound.
-        if self._token is None and not self._is_own_name(host):
-            detail = f"the host name {host!r} is not one of this broker's; allow it with --allowed-hosts"
-            return problem_response(403, "cross-site-request", detail, field="Host", value=host)
-        if not changes_something(scope):
+    def _check_token(self, scope: Scope, shown: Shown, token: bytes | None) -> Response | None:
+        if self._token is None or scope["path"] in OPEN_PATHS:
             return None
-        origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-            detail = f"requests of pages from {origin!r} may change nothing here"
-            return problem_response(403, "cross-site-request", detail, field="Origin", value=origin)
-        if headers.get("sec-fetch-site") == "cross-site":
-            detail = "requests of pages from other sites may change nothing here"
-            return problem_response(403, "cross-site-request", detail, field="Sec-Fetch-Site", value="cross-site")
+        if token is None:
+            credentials = shown.get(b"authorization", b"")
+            token = credentials[len(BEARER) :].strip() if credentials[: len(BEARER)].lower() == BEARER else b""
+        if hmac.compare_digest(token, self._token):
+            return None
+        detail = "this broker asks for a token: send Authorization: Bearer <token>, or use /t/<token>/ before the path"
+        return problem_response(401, "token-required", detail)
+
+    def _check_site(self, scope: Scope, shown: Shown) -> Response | None:
+        host = shown.get(b"host", b"")
+        # Whoever knows the token is no stray page; without one, only a name of ours proves that DNS was not rebound.
+        if self._token is None and not self._is_own_host(host):
+            name = host.decode("latin-1")[:80]
+            detail = f"the host name {name!r} is not one of this broker's; allow it with --allowed-hosts"
+            return problem_response(403, "cross-site-request", detail, field="Host", value=name)
+        if not changes_something(scope) and scope["path"] not in TOUCHING_GETS:
+            return None
+        return self._check_page(shown, host)
+
+    def _check_page(self, shown: Shown, host: bytes) -> Response | None:
+        """Refuse what a page of another origin caused, or a browser that only fetches ahead."""
+        origin = shown.get(b"origin")
+        if origin is not None and origin.decode("latin-1").lower() in self._allowed_origins:
+            return None
+        for name, value in ((b"origin", origin), (b"referer", shown.get(b"referer"))):
+            if value is not None and _netloc(value) != host.lower():
+                return _refuse_page(name, value, "requests of other sites' pages may change nothing here")
+        site = shown.get(b"sec-fetch-site")
+        if site is not None and site not in OWN_SITES:
+            return _refuse_page(b"sec-fetch-site", site, "requests of other sites' pages may change nothing here")
+        for name in (b"sec-purpose", b"purpose"):
+            if b"prefetch" in shown.get(name, b""):
+                return _refuse_page(name, shown[name], "what a browser fetches ahead may change nothing here")
         return None
+
+    def _is_own_host(self, host: bytes) -> bool:
+        if host in self._own_hosts:
+            return True
+        own = self._is_own_name(host.decode("latin-1"))
+        if own and len(self._own_hosts) < MOST_HOSTS:
+            self._own_hosts.add(host)
+        return own
 
     def _is_own_name(self, host: str) -> bool:
         try:
@@ -89,3 +120,28 @@ class Door:
         except ValueError:
             return False
         return True
+
+
+def _take_prefix(scope: Scope) -> tuple[Scope, bytes | None]:
+    """The scope without `/t/<token>` and without a slash at its end, so that nothing behind the door sees a token."""
+    path: str = scope["path"]
+    token = None
+    if path.startswith(PREFIX):
+        shown, _, rest = path.removeprefix(PREFIX).partition("/")
+        token, path = shown.encode(), f"/{rest}"
+    if len(path) > 1 and path.endswith("/"):
+        path = path[:-1]
+    return (scope, None) if path is scope["path"] else ({**scope, "path": path, "raw_path": path.encode()}, token)
+
+
+def _netloc(url: bytes) -> bytes:
+    """Host and port of an address; nothing that equals a host for one that is malformed, or for `null`."""
+    try:
+        return urlsplit(url.decode("latin-1")).netloc.lower().encode("latin-1") or b"null"
+    except ValueError:
+        return b"null"
+
+
+def _refuse_page(header: bytes, value: bytes, detail: str) -> Response:
+    name, text = header.decode().title(), value.decode("latin-1")[:80]
+    return problem_response(403, "cross-site-request", f"{detail} ({name}: {text})", field=name, value=text)
