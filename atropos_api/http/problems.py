@@ -37,6 +37,7 @@ STATUS_BY_KIND: Final = {
     "cross-site-request": 403,
     "queue-full": 503,
     "store-unavailable": 503,
+    "batch-damaged": 503,
 }
 
 RETRY_AFTER_SECONDS: Final = "1"

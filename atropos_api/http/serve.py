@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import socket
 
@@ -11,9 +12,11 @@ from fastapi import FastAPI
 from atropos_api.broker import Broker
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import PortInUse
+from atropos_api.http.answer_steps import AnswerSteps
 from atropos_api.http.app import create_app
 from atropos_api.http.server import BrokerServer, notice_vanished_peers
 from atropos_api.store.opening import open_store
+from atropos_api.store.steps import Step, pass_by, read_crash_step
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +48,14 @@ def serve_on(config: BrokerConfig, listener: socket.socket) -> int:
 
 
 def make_app(config: BrokerConfig) -> tuple[FastAPI, Broker]:
-    ledger, bodies = open_store(config.store, fsync=config.fsync, fresh=config.fresh)
-    broker = Broker(ledger, bodies, settings=config.settings())
-    return create_app(config, broker), broker
+    reach = read_crash_step(os.environ)
+    ledger, bodies = open_store(config.store, fsync=config.fsync, fresh=config.fresh, reach=reach)
+    reach(Step.STORE_OPENED)
+    broker = Broker(ledger, bodies, settings=config.settings(), reach=reach)
+    app = create_app(config, broker)
+    if reach is not pass_by:
+        app.add_middleware(AnswerSteps, reach=reach)
+    return app, broker
 
 
 def with_token(config: BrokerConfig) -> BrokerConfig:

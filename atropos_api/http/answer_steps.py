@@ -1,0 +1,39 @@
+"""The steps of an answer, for processes that a test ends at one of them; others do not have this middleware."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from atropos_api.http.door import changes_something
+from atropos_api.store.steps import Reach, Step
+
+DELIVERY = (Step.DELIVERY_BEGUN, Step.DELIVERY_TORN, Step.DELIVERY_ENDED)
+ANSWER = (Step.ANSWER_BEGUN, Step.ANSWER_TORN, Step.ANSWER_ENDED)
+
+
+class AnswerSteps:
+    """Reaches a step before the first byte, in the middle, and after the last byte of what changed something."""
+
+    def __init__(self, app: ASGIApp, reach: Reach) -> None:
+        self._app = app
+        self._reach = reach
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not changes_something(scope):
+            await self._app(scope, receive, send)
+            return
+        begun, torn, ended = DELIVERY if scope["method"] == "GET" else ANSWER
+
+        async def send_in_steps(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._reach(begun)
+            body = message.get("body", b"")
+            if body:
+                half = len(body) // 2
+                await send({**message, "body": body[:half], "more_body": True})
+                self._reach(torn)
+                message = {**message, "body": body[half:]}
+            await send(message)
+
+        await self._app(scope, receive, send_in_steps)
+        self._reach(ended)
