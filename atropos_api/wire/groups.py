@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
 Span = tuple[int, int, int | None]
 """Token positions [start, end) in the full sequence and the policy version they were sampled under (None: unknown)."""
+
+Form = Literal["json", "columns"]
+"""How a group is written: JSON text, or the binary columns of `wire.columns`."""
 
 WIRE_KEYS: Final = (
     "tokens",

@@ -1,4 +1,4 @@
-"""A submitted group: checked once, kept as the JSON text it will be delivered as.
+"""A group submitted as JSON: checked once, kept as the text it will be delivered as.
 
 The text is a JSON object in the order of the contract, all fourteen keys present, still open at its end, so that the
 broker can stamp `received_version` on it (`seal`) without touching the rest. No payload becomes Python objects.
@@ -14,7 +14,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from atropos_api.errors import InvalidGroup, InvalidRequest
-from atropos_api.wire.groups import WIRE_KEYS, Span
+from atropos_api.wire.columns import pack_record
+from atropos_api.wire.groups import WIRE_KEYS, Form, Span
 from atropos_api.wire.rows import check_floats, check_ids, check_nested, check_numbers
 
 DecodedT = TypeVar("DecodedT")
@@ -40,10 +41,20 @@ class CheckedGroup(msgspec.Struct, kw_only=True, gc=False):
     """A group that may be queued. `oldest_version` is that of its oldest token; None if any is unknown."""
 
     text: bytes
+    """All of it, or the head where its arrays are in `columns`; open at the end, for `seal`."""
     size: int
     token_count: int
     env_id: int | None
     oldest_version: int | None
+    columns: memoryview | None = None
+
+    @property
+    def form(self) -> Form:
+        return "json" if self.columns is None else "columns"
+
+    @property
+    def byte_count(self) -> int:
+        return len(self.text) + (len(self.columns) if self.columns is not None else 0)
 
 
 _submission_decoder = msgspec.json.Decoder(SubmissionText)
@@ -70,28 +81,47 @@ def check_group(fields: Fields, *, where: str = "", env_id: int | None = None) -
         if required not in texts:
             raise InvalidGroup(where + required, None, "the field is required")
     lengths = _check_tokens(texts, where)
+    found_env_id, oldest_version = check_fields(texts, lengths, where=where, env_id=env_id)
+    return CheckedGroup(
+        text=_join(texts),
+        size=len(lengths),
+        token_count=sum(lengths),
+        env_id=found_env_id,
+        oldest_version=oldest_version,
+    )
+
+
+def check_fields(
+    texts: dict[str, bytes], lengths: list[int], *, where: str, env_id: int | None
+) -> tuple[int | None, int | None]:
+    """Check what a group of these row lengths holds as text, bar its tokens; coerced values replace their texts.
+
+    Answers the group's environment and the version of its oldest token.
+    """
+    if "masks" in texts:
+        masks, texts["masks"] = check_ids(texts["masks"], f"{where}masks", signed=True)
+        _compare(masks, lengths, f"{where}masks")
+    scores, texts["scores"] = check_numbers(texts["scores"], f"{where}scores")
+    if scores != len(lengths):
+        raise InvalidGroup(f"{where}scores", scores, f"one score for each of {len(lengths)} sequences is needed")
     _check_arrays(texts, lengths, where)
     _check_free_fields(texts, len(lengths), where)
     oldest_version = _check_spans(texts.get("policy_versions", _NULL), lengths, f"{where}policy_versions")
     if env_id is not None:
         texts["env_id"] = b"%d" % env_id
-    return CheckedGroup(
-        text=_join(texts),
-        size=len(lengths),
-        token_count=sum(lengths),
-        env_id=_read_env_id(texts.get("env_id", _NULL), where),
-        oldest_version=oldest_version,
-    )
+    return _read_env_id(texts.get("env_id", _NULL), where), oldest_version
 
 
 def seal(group: CheckedGroup, received_version: int | None) -> bytes:
-    """The stored body: the text with the newest policy at arrival, closed."""
+    """The stored body, with the newest policy at arrival."""
     version = _NULL if received_version is None else b"%d" % received_version
+    if group.columns is not None:
+        return b"".join(pack_record(b"".join((group.text, _STAMP, version, b"}}")), group.columns))
     return b"".join((group.text, _STAMP, version, b"}"))
 
 
 def unseal(body: bytes) -> bytes:
-    """The text that `seal` closed: what two submissions of the same group have in common."""
+    """The text that `seal` closed: what two JSON submissions of the same group have in common."""
     return body[: body.rindex(_STAMP)]
 
 
@@ -101,11 +131,6 @@ def _check_tokens(texts: dict[str, bytes], where: str) -> list[int]:
         raise InvalidGroup(f"{where}tokens", "[]", "a group holds at least one sequence")
     if 0 in lengths:
         raise InvalidGroup(f"{where}tokens[{lengths.index(0)}]", "[]", "a sequence holds at least one token")
-    masks, texts["masks"] = check_ids(texts["masks"], f"{where}masks", signed=True)
-    _compare(masks, lengths, f"{where}masks")
-    scores, texts["scores"] = check_numbers(texts["scores"], f"{where}scores")
-    if scores != len(lengths):
-        raise InvalidGroup(f"{where}scores", scores, f"one score for each of {len(lengths)} sequences is needed")
     return lengths
 
 
