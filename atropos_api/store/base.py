@@ -12,8 +12,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
-Form = Literal["json", "columns"]
-"""How a body is written: JSON text, or the binary columns of `wire.columns`."""
+from atropos_api.wire.groups import Form
 
 NO_RUN = ""
 """Run of groups that came while no run was open; the next run takes them over."""
