@@ -1,0 +1,48 @@
+"""The process killed at every named step between a write and its answer: nothing lost, nothing twice, nothing stuck.
+
+Each step is met once in the default suite, in one of the stores and modes; `ATROPOS_KILLS=all` meets each in all.
+"""
+
+import os
+import random
+
+import pytest
+
+from atropos_api.store.steps import Step
+
+EVERY = os.environ.get("ATROPOS_KILLS", "") == "all"
+MODES = ["always", "interval", "never"]
+SYNCED = {Step.BODIES_SYNCED, Step.LEDGER_SYNCED}
+
+
+def steps_for(mode):
+    """In turn one of the modes for each step, or all; `never` has no syncs."""
+    for place, step in enumerate(Step):
+        mine = [mode for mode in MODES if mode != "never" or step not in SYNCED]
+        if mode in mine and (EVERY or mine[place % len(mine)] == mode):
+            yield step
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_killed_at_each_step_a_directory_loses_and_duplicates_nothing(tmp_path, killed_broker, load, mode):
+    broker = killed_broker("--store", str(tmp_path / "store"), "--fsync", mode)
+    kill_at_steps(broker, load, list(steps_for(mode)))
+
+
+def kill_at_steps(broker, load, steps):
+    broker.start()
+    assert broker.wait_until(200)
+    work = load(broker)
+    # A run begins only once, so its steps come first.
+    for step in sorted(steps, key=lambda step: not step.startswith("run-")):
+        broker.kill()
+        begins = step.startswith(("run-", "store-", "recovered"))
+        broker.start(crash_at=f"{step}:{1 if begins else random.randint(1, 3)}")
+        if step.startswith("run-"):
+            work.restart_trainer()
+        assert broker.wait_for_death(20), f"{step} was not reached"
+        work.check()
+        broker.start()
+        if broker.wait_until(200):
+            work.wait_for_batches(1)
+    work.finish()
