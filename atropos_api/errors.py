@@ -75,10 +75,14 @@ class UnusableGroupSize(BrokerError):
 
 
 class UnknownEnvironment(BrokerError):
+    """No environment has that id; it has to register first."""
+
     kind = "unknown-environment"
 
 
 class UnknownRun(BrokerError):
+    """No run has that id."""
+
     kind = "unknown-run"
 
 
@@ -137,14 +141,20 @@ class DamagedBatch(BrokerError):
 
 
 class Unauthorized(BrokerError):
+    """The request shows no token, or a wrong one."""
+
     kind = "token-required"
 
 
 class Forbidden(BrokerError):
+    """The request was caused by a page of another site, or names a host that is not this broker."""
+
     kind = "cross-site-request"
 
 
 class TooLarge(BrokerError):
+    """The body, as sent or decompressed, is larger than this broker takes."""
+
     kind = "body-too-large"
 
 

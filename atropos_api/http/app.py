@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -12,9 +15,10 @@ from atropos_api.broker import Broker
 from atropos_api.broker.legacy import LegacyContract
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import BrokerError
-from atropos_api.http import events, metrics, ops, policy, v0, v1
+from atropos_api.http import describing, events, metrics, ops, policy, v0, v1
 from atropos_api.http.delivery import TRANSPORT_KEY, find_transport
 from atropos_api.http.door import Door
+from atropos_api.http.openapi import make_document
 from atropos_api.http.problems import (
     answer_broker_error,
     answer_client_gone,
@@ -32,10 +36,18 @@ class BrokerApp(FastAPI):
         scope[TRANSPORT_KEY] = find_transport(send)
         await super().__call__(scope, receive, send)
 
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            routes = (route for route in self.routes if isinstance(route, APIRoute))
+            self.openapi_schema = make_document(
+                {(method, route.path): route.summary or "" for route in routes for method in route.methods}
+            )
+        return self.openapi_schema
+
 
 def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
     """The broker's HTTP side; `app.state.services` holds what its handlers share."""
-    app = BrokerApp(title="Atropos broker", version="1", redirect_slashes=False, docs_url=None, redoc_url=None)
+    app = BrokerApp(title="Atropos broker", version="1", redirect_slashes=False, openapi_url=None)
     app.state.services = make_services(config, broker)
     if config.fsync == "always" and config.store != "memory":
         app.add_middleware(SyncBeforeAnswer, sync=broker.sync)
@@ -50,7 +62,7 @@ def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_exception_handler(Exception, answer_unexpected)
     # Routes are tried in order, so those called most come first.
-    for part in (v1, v0, policy, ops, events, metrics):
+    for part in (v1, v0, policy, ops, events, metrics, describing):
         app.include_router(part.router)
     return app
 

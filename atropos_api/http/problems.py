@@ -40,6 +40,18 @@ STATUS_BY_KIND: Final = {
     "batch-damaged": 503,
 }
 
+STATUS_OF_TRANSPORT: Final = {
+    "malformed-request": (400, "The bytes are no HTTP request"),
+    "not-found": (404, "No route has that path"),
+    "method-not-allowed": (405, "The route has other methods; `Allow` names them"),
+    "request-timeout": (408, "The request did not come whole in time, and the connection is closed"),
+    "headers-too-large": (431, "The headers are longer than any client's, and the connection is closed"),
+    "internal-error": (500, "A fault of the broker; its log says why"),
+    "too-many-connections": (503, "The broker has all the connections it takes"),
+    "stopping": (503, "The broker is being stopped; nothing of the request was kept"),
+}
+"""Problems that no rule raises, but the door, the connection or the framework."""
+
 RETRY_AFTER_SECONDS: Final = "1"
 
 
