@@ -104,6 +104,12 @@ def decode_head(record: Record, where: str = "") -> RecordHead:
         raise InvalidRequest(f"{where}head: {error}", field=f"{where}head") from None
 
 
+def encode_head(lengths: Sequence[int], names: Sequence[str], fields: bytes) -> bytes:
+    """Head of a group, from the text of its fields."""
+    frame = msgspec.json.encode({"lengths": lengths, "columns": names})
+    return b'%b,"fields":%b}' % (frame[:-1], fields)
+
+
 def split_columns(lengths: Sequence[int], names: Sequence[str], data: memoryview, where: str = "") -> dict[str, Column]:
     """The columns by name, as views of `data`; each is as long as the row lengths say."""
     _check_names(names, where)
@@ -134,6 +140,13 @@ def split_nested(columns: dict[str, Column], name: str, lengths: Sequence[int]) 
     counts: list[int] = columns["distill_lengths"].tolist()
     rows = iter(split_rows(columns[name], counts))
     return ([next(rows) for _ in range(length)] for length in lengths)
+
+
+def narrow(values: NDArray[np.float64]) -> NDArray[np.float32] | None:
+    """The same numbers as float32, or None where that would change one."""
+    with np.errstate(over="ignore"):
+        narrowed = values.astype(np.float32)
+    return narrowed if np.array_equal(narrowed, values) else None
 
 
 def _check_names(names: Sequence[str], where: str) -> None:
