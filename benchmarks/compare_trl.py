@@ -18,12 +18,22 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[1]
 PEER_PACKAGES = ["trl==1.16.0", "transformers==5.19.0", "datasets==5.2.0", "peft==0.21.2"]
 TORCH = "torch==2.13.0"
 REWARD = 0.9
 WINDOW_STEPS = 3
 SEQUENCES_PER_STEP = 128
+DEMO = ROOT / "configs" / "demo.yaml"
+OPTIMIZER_FLAGS = {
+    "--learning-rate": "lr",
+    "--lr-schedule": "lr_schedule",
+    "--adam-beta2": "adam_beta2",
+    "--adam-epsilon": "adam_eps",
+}
+"""TRL takes the demo's own optimizer settings."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +60,11 @@ class Side:
         return float("inf") if reached is None else reached - since
 
 
-def base_model(task: str, cache: Path) -> Path:
-    out = cache / f"bench-{task}"
-    if not (out / "model.safetensors").exists():
-        command = [sys.executable, "-m", "example_trainer.tiny", "--task", task, "--seed", "0", "--out", str(out)]
-        subprocess.run(command, check=True, cwd=ROOT)
-    return out
+def base_model(task: str) -> Path:
+    """The demo's base, made now if this machine has not made it yet."""
+    command = [sys.executable, "-m", "example_trainer.tiny", "--task", task]
+    printed = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+    return Path(next(line.removeprefix("path ") for line in printed.splitlines() if line.startswith("path ")))
 
 
 def peer_python(cache: Path) -> Path:
@@ -71,6 +80,7 @@ def peer_python(cache: Path) -> Path:
 
 
 def run_peer(python: Path, model: Path, seed: int, steps: int) -> Side:
+    demo = yaml.safe_load(DEMO.read_text())
     started_at = time.time()
     environ = os.environ | {
         "PEER_STARTED_AT": str(started_at),
@@ -78,16 +88,10 @@ def run_peer(python: Path, model: Path, seed: int, steps: int) -> Side:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "2",
     }
-    command = [
-        python,
-        ROOT / "benchmarks" / "trl_peer.py",
-        "--model",
-        model,
-        "--seed",
-        str(seed),
-        "--steps",
-        str(steps),
-    ]
+    command = [python, str(ROOT / "benchmarks" / "trl_peer.py"), "--model", str(model)]
+    command += ["--seed", str(seed), "--steps", str(steps)]
+    for flag, key in OPTIMIZER_FLAGS.items():
+        command += [flag, str(demo["trainer"][key])]
     output = subprocess.run(command, check=True, env=environ, stdout=subprocess.PIPE, text=True).stdout
     result = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT "))[len("RESULT ") :])
     rows = [(s["at"], s["reward"], s["mean_length"] * result["sequences_per_step"]) for s in result["steps"]]
@@ -99,7 +103,7 @@ def run_ours(model: Path, seed: int, steps: int) -> Side:
         started_at = time.time()
         flags = f"--model-name {model} --seed {seed} --training-steps {steps} --run-dir {run_dir}".split()
         no_evaluation = ["--env.eval_at_start", "false", "--env.eval_at_end", "false"]  # TRL makes none either
-        demo = ["-m", "example_trainer.run", "--config", str(ROOT / "configs" / "demo.yaml")]
+        demo = ["-m", "example_trainer.run", "--config", str(DEMO)]
         command = [sys.executable, *demo, *flags, *no_evaluation]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
@@ -130,7 +134,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "atropos")
     arguments = parser.parse_args()
-    model, python = base_model("chain", arguments.cache), peer_python(arguments.cache)
+    model, python = base_model("chain"), peer_python(arguments.cache)
     ours, peers = [], []
     for seed in arguments.seeds:
         # In turn, so that a machine whose speed drifts does not favour one side.

@@ -39,7 +39,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--task", default="chain")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--learning-rate", type=float, required=True)
+    parser.add_argument("--lr-schedule", required=True)
+    parser.add_argument("--adam-beta2", type=float, required=True)
+    parser.add_argument("--adam-epsilon", type=float, required=True)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-completion-length", type=int, default=34)
     return parser.parse_args()
@@ -67,8 +70,9 @@ def train(arguments: argparse.Namespace, output_dir: str) -> dict[str, object]:
         gradient_accumulation_steps=1,
         max_steps=arguments.steps,
         learning_rate=arguments.learning_rate,
-        lr_scheduler_type="constant",
-        adam_beta2=0.95,
+        lr_scheduler_type=arguments.lr_schedule,
+        adam_beta2=arguments.adam_beta2,
+        adam_epsilon=arguments.adam_epsilon,
         beta=0.0,
         epsilon=0.2,
         loss_type="dapo",

@@ -26,7 +26,7 @@ from example_trainer.objective.logprobs import head_of, token_logprobs
 from example_trainer.objective.losses import LossSettings, token_losses, token_weights
 from example_trainer.objective.metrics import alignment_metrics, logprob_warnings, policy_metrics
 from example_trainer.objective.packing import LayoutKind, PackedMicroBatch, Row, forward_hidden, pack_rows
-from example_trainer.running.optimizers import set_lr, warmed_up_lr
+from example_trainer.running.optimizers import LearningRate, learning_rate, set_lr
 
 if TYPE_CHECKING:
     from example_trainer.model import Policy
@@ -52,8 +52,7 @@ class LearnerSettings:
     chunk_tokens: int
     epochs: int
     mini_batches: int
-    lr: float
-    warmup_steps: int
+    learning_rate: LearningRate
     max_grad_norm: float
     max_nonfinite_steps: int
 
@@ -75,8 +74,7 @@ def learner_settings(config: TrainingConfig) -> LearnerSettings:
         chunk_tokens=config.logprob_chunk_tokens,
         epochs=config.epochs_per_batch,
         mini_batches=config.mini_batches,
-        lr=config.lr,
-        warmup_steps=config.warmup_steps,
+        learning_rate=learning_rate(config),
         max_grad_norm=config.max_grad_norm,
         max_nonfinite_steps=config.max_nonfinite_steps,
     )
@@ -173,7 +171,7 @@ class Learner:
         self._nonfinite_in_a_row = 0
         before_update()
         self.updates += 1
-        set_lr(self.optimizer, warmed_up_lr(self.settings.lr, self.updates, self.settings.warmup_steps))
+        set_lr(self.optimizer, self.settings.learning_rate.at(self.updates))
         self.optimizer.step()
         return passed, norm, True
 

@@ -6,6 +6,7 @@ another run than the one asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -52,9 +53,39 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], settings: Optimizer
     )
 
 
-def warmed_up_lr(lr: float, update: int, warmup_steps: int) -> float:
-    """The rate of optimizer step `update` (the first is 1): linear from 0 over `warmup_steps`, then constant."""
-    return lr * min(1.0, update / warmup_steps) if warmup_steps else lr
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearningRate:
+    """The rate of each optimizer step: linear from 0 over the warmup, then as the schedule says.
+
+    `linear` and `cosine` would reach 0 one step after the last of `total_steps`, so every step moves the weights.
+    """
+
+    peak: float
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    total_steps: int = 0
+
+    def at(self, update: int) -> float:
+        """The rate of optimizer step `update`; the first is 1."""
+        if update < self.warmup_steps:
+            return self.peak * update / self.warmup_steps
+        return self.peak * self._remaining(update)
+
+    def _remaining(self, update: int) -> float:
+        first = max(1, self.warmup_steps)
+        progress = min(1.0, (update - first) / max(1, self.total_steps + 1 - first))
+        if self.schedule == "linear":
+            return 1.0 - progress
+        return 0.5 * (1.0 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1.0
+
+
+def learning_rate(config: TrainingConfig) -> LearningRate:
+    return LearningRate(
+        peak=config.lr,
+        warmup_steps=config.warmup_steps,
+        schedule=config.lr_schedule,
+        total_steps=config.training_steps * config.epochs_per_batch * config.mini_batches,
+    )
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -22,7 +22,9 @@ from example_trainer.tiny.tokenizer import ASSISTANT, END, render_prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-SKILL_STEPS, HABIT_STEPS, SEQUENCES_PER_STEP = 360, 60, 64
+SEQUENCES_PER_STEP = 64
+SKILL_STEPS = 300
+HABIT_STEPS = 150  # after 60, updates without a signal wore the habit off within 40 steps: the control run "learnt"
 MATRIX_RATE, OTHER_RATE = 1e-2, 6e-3
 WARMUP_STEPS, FINAL_RATE_FRACTION = 20, 0.05
 IGNORED = -100

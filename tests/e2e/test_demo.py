@@ -100,21 +100,14 @@ def test_the_demo_learns(demo, traces) -> None:
 def test_with_advantages_shuffled_nothing_is_learnt(demo, tmp_path: Path) -> None:
     """The control: the same run, its rewards dealt out at random inside each batch.
 
-    Random updates wander, and about one run in five wanders upwards, since they also wear off the base's habit of
-    guessing. So a control run that ends high is tried again under another seed, twice at most; learning ends high
-    every time.
+    It differs from the run above in this one flag, its seed included.
     """
-    tails = []
-    for seed in ("0", "1", "2"):
-        run_dir = tmp_path / f"control-{seed}"
-        flags = ("--training-steps", "40", "--seed", seed, "--shuffle-advantages", "--env.eval_at_end", "false")
-        launched = demo(*flags, run_dir=run_dir)
-        code, _, error = launched.end(300)
-        assert code == 0, error + launched.logs()
-        tails.append(means([row["reward/mean"] for row in rows_of(run_dir)])[-1])
-        if tails[-1] < 0.5:
-            return
-    raise AssertionError(f"the control run learnt: {tails}")
+    run_dir = tmp_path / "control"
+    flags = ("--training-steps", "40", "--seed", "1", "--shuffle-advantages", "--env.eval_at_end", "false")
+    launched = demo(*flags, run_dir=run_dir)
+    code, _, error = launched.end(300)
+    assert code == 0, error + launched.logs()
+    assert means([row["reward/mean"] for row in rows_of(run_dir)])[-1] < 0.5
 
 
 @pytest.mark.parametrize("victim", ["engine core", "vllm"])

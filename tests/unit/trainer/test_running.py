@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from example_trainer.config import TrainingConfig
 from example_trainer.errors import OptimizerUnavailable, TrainerError
-from example_trainer.running.optimizers import OptimizerSettings, make_optimizer, set_lr, warmed_up_lr
+from example_trainer.running.optimizers import LearningRate, OptimizerSettings, learning_rate, make_optimizer, set_lr
 from example_trainer.running.trackers import JsonlTracker, SummaryTracker, TrackerSet, WandbTracker, read_metrics
 
 
@@ -51,8 +52,22 @@ def test_a_missing_bitsandbytes_is_an_error_with_the_line_that_installs_it(monke
 
 
 def test_warmup_is_linear_from_zero_and_then_constant() -> None:
-    assert [warmed_up_lr(1.0, update, 4) for update in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
-    assert warmed_up_lr(1.0, 1, 0) == 1.0
+    assert [LearningRate(peak=1.0, warmup_steps=4).at(update) for update in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert LearningRate(peak=1.0).at(1) == 1.0
+
+
+def test_linear_and_cosine_fall_from_the_peak_to_one_step_before_zero() -> None:
+    linear = LearningRate(peak=1.0, schedule="linear", total_steps=4)
+    assert [linear.at(update) for update in (1, 2, 3, 4, 5, 9)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    after_warmup = LearningRate(peak=2.0, warmup_steps=2, schedule="linear", total_steps=5)
+    assert [after_warmup.at(update) for update in (1, 2, 3, 4, 5)] == [1.0, 2.0, 1.5, 1.0, 0.5]
+    cosine = LearningRate(peak=1.0, schedule="cosine", total_steps=4)
+    assert [cosine.at(update) for update in (1, 3, 4)] == pytest.approx([1.0, 0.5, 0.5 - 0.5**1.5])
+
+
+def test_a_run_s_schedule_counts_every_optimizer_step() -> None:
+    rate = learning_rate(TrainingConfig(model_name="m", training_steps=5, mini_batches=2, lr_schedule="linear", lr=1.0))
+    assert rate.at(10) == pytest.approx(0.1)
 
 
 def test_the_rate_reaches_every_parameter_group() -> None:
