@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import Field
 
-from atropos_api.common.cliconfig import load_config, run_cli
+from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
 from atropos_api.common.logs import setup_logging
 from example_trainer.config import TrainingConfig
+from example_trainer.course_options import find_environment_option
 from example_trainer.errors import ModelNotFound
+from example_trainer.process_environment import settings_from
 
 if TYPE_CHECKING:
     from example_trainer.api import BrokerSession
@@ -88,7 +90,15 @@ def main() -> NoReturn:
 
 def run(argv: list[str]) -> int:
     """Train as `argv` says; the exit code is 0 when the last step was reached, 128 + signal after a clean stop."""
-    command = load_config(TrainerCommand, argv, prog=PROG, description=DESCRIPTION, section="trainer")
+    refuse_environment_options(argv)
+    command = load_config(
+        TrainerCommand,
+        argv,
+        prog=PROG,
+        description=DESCRIPTION,
+        section="trainer",
+        defaults=settings_from(os.environ),
+    )
     config = settle_run_dir(TrainingConfig(**command.model_dump(exclude={"dry_run"}, exclude_unset=True)))
     if command.dry_run:
         sys.stdout.write(json.dumps(public_settings(config), indent=2) + "\n")
@@ -98,6 +108,15 @@ def run(argv: list[str]) -> int:
     for warning in config.warnings():
         logger.warning("%s", warning)
     return _train(config)
+
+
+def refuse_environment_options(argv: Sequence[str]) -> None:
+    """An option of the environment has no effect here; say where it belongs."""
+    found = find_environment_option(argv)
+    if found is not None:
+        raise ConfigError(
+            f"{found[0]} is the environment's: give its server {found[1]}, or start all at once with atropos-grpo-run"
+        )
 
 
 def settle_run_dir(config: TrainingConfig) -> TrainingConfig:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from example_trainer.course_options import CourseOptions
 
 BridgeMode = Literal["none", "shared_vllm", "lora_only", "lora_restart"]
 LossType = Literal["grpo", "gspo", "reinforce_with_baseline", "no_baseline"]
@@ -169,6 +171,9 @@ class OptimizerOptions(BaseModel):
     adam_beta2: float = Field(0.999, ge=0.0, lt=1.0, description="Second-moment decay.")
     adam_eps: float = Field(1e-8, gt=0.0, description="Added to the root of the second moment.")
     weight_decay: float = Field(0.01, ge=0.0, description="Decoupled weight decay.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="How the rate falls to 0 after the warmup, over the run's optimizer steps."
+    )
     warmup_steps: int = Field(0, ge=0, description="Linear warmup of the rate; 0 turns it off.")
     max_grad_norm: float = Field(1.0, ge=0.0, description="Clip the global gradient norm; 0 only measures it.")
     max_nonfinite_steps: int = Field(
@@ -269,15 +274,11 @@ class TrainingConfig(
     BatchOptions,
     LoraOptions,
     ModelOptions,
+    CourseOptions,
 ):
     """All settings of one trainer process, flat, validated together."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    @field_validator("loss_type", mode="before")
-    @classmethod
-    def _accept_course_spelling(cls, value: object) -> object:
-        return "grpo" if value == "grpo_clip" else value
 
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self) -> TrainingConfig:

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from atropos_api.common.cliconfig import ConfigError, load_config, nearest, read_config_file
 from example_trainer.config import BridgeMode, TrainingConfig
+from example_trainer.course_options import hand_on_environment_options
 
 PREFIXED_SECTIONS = ("api", "vllm", "env", "openai")
 SECTIONS = ("trainer", *PREFIXED_SECTIONS, "environments")
@@ -94,7 +95,7 @@ class RunSettings:
 
 def read_settings(argv: Sequence[str]) -> RunSettings:
     """Sort `argv` and the files it names; raises `ConfigError` with one line for anything that cannot be used."""
-    own, flags = split_section_flags(argv)
+    own, flags = split_section_flags(hand_on_environment_options(argv))
     paths, own = _split_config_paths(own)
     trainer: dict[str, Any] = {}
     sections: dict[str, Any] = {}
@@ -193,7 +194,7 @@ def _split_config_paths(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _environments(sections: Mapping[str, Any], flags: Mapping[str, SectionFlags]) -> tuple[EnvironmentSettings, ...]:
     listed = sections.get("environments")
     if listed is None:
-        wanted = sections.get("env") or "server" in flags["env"].values
+        wanted = sections.get("env") or flags["env"].values
         listed = [{"env": sections.get("env") or {}, "openai": sections.get("openai") or {}}] if wanted else []
     numbered = len(listed) > 1
     return tuple(
