@@ -24,6 +24,7 @@ __all__ = [
     "QueueFull",
     "StoreDamaged",
     "StoreUnavailable",
+    "StoreUnsafe",
     "SupersededRun",
     "TooLarge",
     "Unauthorized",
@@ -164,6 +165,10 @@ class StoreDamaged(AtroposError):
     def __init__(self, message: str, *, refs: Sequence[tuple[int, int, int]] = ()) -> None:
         super().__init__(message)
         self.refs = refs
+
+
+class StoreUnsafe(AtroposError):
+    """A store that would forget what it acknowledged, as it is set up."""
 
 
 class DataDirectoryInUse(AtroposError):

@@ -3,17 +3,55 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
+from atropos_api.errors import DataDirectoryInUse
+from atropos_api.store import redis_bodies, redis_ledger
 from atropos_api.store.base import BodyLog, Ledger
 from atropos_api.store.directory import Fsync, open_directory
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
+from atropos_api.store.redis_bodies import RedisBodyLog
+from atropos_api.store.redis_ledger import RedisLedger
+from atropos_api.store.redis_session import RedisSession, is_redis
 from atropos_api.store.steps import Reach, pass_by
+
+LEASE_SECONDS: Final = 10.0
 
 
 def open_store(
-    place: str, *, fsync: Fsync = "interval", fresh: bool = False, reach: Reach = pass_by
+    place: str,
+    *,
+    fsync: Fsync = "interval",
+    fresh: bool = False,
+    reach: Reach = pass_by,
+    lease_seconds: float = LEASE_SECONDS,
 ) -> tuple[Ledger, BodyLog]:
-    """The store at `place`: a directory, or `memory`. `fresh` deletes what it holds first."""
+    """The store at `place`: a directory, `memory`, or a Redis. `fresh` deletes what it holds first."""
     if place == "memory":
         return MemoryLedger(), MemoryBodyLog()
+    if is_redis(place):
+        session = open_session(place, lease_seconds=lease_seconds)
+        if not session.acquire():
+            raise DataDirectoryInUse(f"{session.place} is in use by another broker ({session.holder()}); stop it first")
+        return open_held(session, fresh=fresh)
     return open_directory(Path(place).expanduser(), fsync=fsync, fresh=fresh, reach=reach)
+
+
+def open_session(place: str, *, lease_seconds: float) -> RedisSession:
+    """A session with a Redis that keeps its promises; not yet the active broker."""
+    session = RedisSession(place, lease_seconds=lease_seconds)
+    session.check_promises()
+    return session
+
+
+def open_held(session: RedisSession, *, fresh: bool) -> tuple[RedisLedger, RedisBodyLog]:
+    """The store behind a session that holds the lease."""
+    if fresh:
+        session.stage("DEL", *redis_ledger.HASHES, redis_bodies.BODIES)
+        session.apply()
+    return RedisLedger(session), RedisBodyLog(session)
+
+
+def needs_sync(place: str, fsync: Fsync) -> bool:
+    """Whether an answer has to wait until its data was forced to the disk by this process."""
+    return fsync == "always" and place != "memory" and not is_redis(place)

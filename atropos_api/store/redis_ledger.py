@@ -1,0 +1,138 @@
+"""The ledger in Redis: a hash for each kind of row, every transaction one script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final, TypeVar
+
+import msgspec
+
+from atropos_api.errors import StoreUnavailable
+from atropos_api.store.base import (
+    NO_RUN,
+    BodyRef,
+    EnvironmentRow,
+    GroupRow,
+    KeyRow,
+    PolicyRow,
+    RunRow,
+    Snapshot,
+)
+from atropos_api.store.redis_session import RedisSession
+
+RUNS: Final = "atropos:runs"
+ENVIRONMENTS: Final = "atropos:environments"
+POLICIES: Final = "atropos:policies"
+KEYS: Final = "atropos:keys"
+GROUPS: Final = "atropos:groups"
+PLACES: Final = "atropos:places"
+HASHES: Final = (RUNS, ENVIRONMENTS, POLICIES, KEYS, GROUPS, PLACES)
+
+RowT = TypeVar("RowT")
+
+_encoder = msgspec.json.Encoder()
+
+
+class RedisLedger:
+    """Rows as JSON. Groups are also kept here, for a change of one is written as the whole row."""
+
+    def __init__(self, session: RedisSession) -> None:
+        self._session = session
+        self._groups: dict[int, GroupRow] = {}
+        self._depth = 0
+
+    def load(self) -> Snapshot:
+        places = {name.decode(): int(value) for name, value in self._session.ask("HGETALL", PLACES).items()}
+        groups = sorted(self._read(GROUPS, GroupRow), key=lambda row: row.seq)
+        self._groups = {row.seq: row for row in groups}
+        return Snapshot(
+            runs=self._read(RUNS, RunRow),
+            environments=sorted(self._read(ENVIRONMENTS, EnvironmentRow), key=lambda row: row.environment_id),
+            groups=groups,
+            keys=sorted(self._read(KEYS, KeyRow), key=lambda row: row.key_id),
+            policies=sorted(self._read(POLICIES, PolicyRow), key=lambda row: row.version),
+            next_seq=places.get("next_seq", 1),
+            answered_seq=places.get("answered_seq", 0),
+        )
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All or nothing; a transaction inside another is a part of it."""
+        before = self._session.staged_count
+        self._depth += 1
+        try:
+            yield
+        except BaseException:
+            self._session.unstage(before)
+            raise
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            self._session.apply()
+
+    def put_run(self, row: RunRow) -> None:
+        self._put(RUNS, row.run_id, row)
+
+    def put_environment(self, row: EnvironmentRow) -> None:
+        self._put(ENVIRONMENTS, row.environment_id, row)
+
+    def put_policy(self, row: PolicyRow) -> None:
+        self._put(POLICIES, f"{row.run_id}:{row.version}", row)
+
+    def put_key(self, row: KeyRow) -> None:
+        self._put(KEYS, row.key_id, row)
+
+    def forget_keys(self, key_ids: Sequence[int]) -> None:
+        with self.transaction():
+            self._session.stage_many("HDEL", KEYS, key_ids)
+
+    def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
+        with self.transaction():
+            self._keep(rows)
+            if rows:
+                self._session.stage("HSET", PLACES, "next_seq", rows[-1].seq + 1)
+            self._session.stage("HSET", PLACES, "answered_seq", answered_seq)
+
+    def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
+        self._change({seq: {"batch": batch} for seq in seqs})
+
+    def adopt_groups(self, run_id: str) -> None:
+        self._change({seq: {"run_id": run_id} for seq, row in self._groups.items() if row.run_id == NO_RUN})
+
+    def move_groups(self, places: Iterable[tuple[int, BodyRef]]) -> None:
+        self._change({seq: {"body": body} for seq, body in places})
+
+    def drop_groups(self, seqs: Sequence[int]) -> None:
+        with self.transaction():
+            self._session.stage_many("HDEL", GROUPS, seqs)
+            for seq in seqs:
+                self._groups.pop(seq, None)
+
+    def sync(self) -> None:
+        """Redis forces each write to its disk before it answers."""
+
+    def close(self) -> None:
+        """Hand over what is staged, and the lease with it."""
+        with suppress(StoreUnavailable):
+            self._session.apply()
+            self._session.release()
+        self._session.close()
+
+    def _put(self, name: str, field: str | int, row: msgspec.Struct) -> None:
+        with self.transaction():
+            self._session.stage("HSET", name, field, _encoder.encode(row))
+
+    def _change(self, changes: dict[int, dict[str, object]]) -> None:
+        with self.transaction():
+            self._keep([msgspec.structs.replace(self._groups[seq], **values) for seq, values in changes.items()])
+
+    def _keep(self, rows: Sequence[GroupRow]) -> None:
+        members: list[int | bytes] = []
+        for row in rows:
+            self._groups[row.seq] = row
+            members += (row.seq, _encoder.encode(row))
+        self._session.stage_many("HSET", GROUPS, members)
+
+    def _read(self, name: str, kind: type[RowT]) -> list[RowT]:
+        return [msgspec.json.decode(row, type=kind) for row in self._session.ask("HGETALL", name).values()]
