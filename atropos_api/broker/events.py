@@ -33,9 +33,16 @@ class EventLog:
 
     def after(self, event_id: int) -> list[Event]:
         """Events later than `event_id`, oldest first."""
+        if event_id > self.last_id:
+            return list(self._events)
         missed = []
         for event in reversed(self._events):
             if event.id <= event_id:
                 break
             missed.append(event)
         return missed[::-1]
+
+    def has_forgotten(self, event_id: int) -> bool:
+        """Whether events after `event_id` are no longer here, or it is none of this log's."""
+        first = self._events[0].id if self._events else self.last_id + 1
+        return not first - 1 <= event_id <= self.last_id

@@ -1,4 +1,8 @@
-"""`/v1/events`: what happens, as server-sent events; a watcher that reconnects with `Last-Event-ID` misses nothing."""
+"""`/v1/events`: what happens, as server-sent events; a watcher that reconnects with `Last-Event-ID` misses nothing.
+
+Nothing is kept for a watcher: each reads the broker's ring of late events at its own pace. One that reads too slowly is
+closed like every connection that stands still, and one that comes back too late is told so by an event `missed`.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +29,26 @@ GATHER_SECONDS: Final = 0.5
 async def events(request: Request) -> Response:
     services = services_of(request)
     last = request.headers.get("last-event-id") or request.query_params.get("after")
-    after = parse_int(last, "Last-Event-ID") if last else services.broker.state.events.last_id
+    after = parse_int(last, "Last-Event-ID", least=0) if last else services.broker.state.events.last_id
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(_stream(services, after), media_type="text/event-stream", headers=headers)
 
 
 async def _stream(services: Services, after: int) -> AsyncIterator[bytes]:
+    yield b"retry: 1000\n\n"
     log = services.broker.state.events
-    yield b"retry: 1000\n" + b"".join(map(_encode, log.after(after))) + _encode_status(services, log.last_id)
-    after = log.last_id
-    while not services.stopping:
+    while True:
+        # 0 asks for all that is known, of whatever there was.
+        lot = _encode_missed(after) if after and log.has_forgotten(after) else b""
+        lot += b"".join(map(_encode, log.after(after)))
+        after = log.last_id
+        yield lot + _encode_status(services, after)
         rung = await services.events_bell.wait(KEEP_ALIVE_SECONDS)
         await services.stop_bell.wait(GATHER_SECONDS if rung else 0.0)
-        missed = log.after(after)
-        after = log.last_id
-        yield b"".join(map(_encode, missed)) + _encode_status(services, after)
+        if services.stopping:
+            return
+        if not rung:
+            yield b": keep-alive\n\n"
 
 
 def _encode(event: Event) -> bytes:
@@ -47,7 +56,14 @@ def _encode(event: Event) -> bytes:
     return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.id, event.type.encode(), data)
 
 
+def _encode_missed(after: int) -> bytes:
+    return b'event: missed\ndata: {"after":%d}\n\n' % after
+
+
 def _encode_status(services: Services, event_id: int) -> bytes:
     """The whole status after each lot, so that a watcher needs no second source."""
-    data = msgspec.json.encode(describe_status(services.broker))
-    return b"id: %d\nevent: status\ndata: %s\n\n" % (event_id, data)
+    return b"id: %d\nevent: status\ndata: %s\n\n" % (event_id, services.status_text(_describe))
+
+
+def _describe(services: Services) -> bytes:
+    return msgspec.json.encode(describe_status(services.broker))

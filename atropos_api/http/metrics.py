@@ -9,13 +9,52 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 
 from atropos_api.broker import Broker
+from atropos_api.broker.queue import version_of
 from atropos_api.common import metric_names
 from atropos_api.http.services import services_of
+from atropos_api.store.base import RunRow
 
 router = APIRouter(tags=["operations"])
 
 PREFIX: Final = "atropos_"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+COUNTER_HELP: Final = {
+    "groups_received_total": "Groups that were taken",
+    "sequences_received_total": "Sequences that were taken",
+    "tokens_received_total": "Tokens that were taken",
+    "groups_duplicate_total": "Groups that had been taken before and were recognised",
+    "groups_refused_total": "Groups that no trainer could use",
+    "groups_expired_total": "Groups dropped because they would have been too old when trained",
+    "groups_orphaned_total": "Groups of policies that a resumed run gave up",
+    "groups_without_version_total": "Groups that do not say under which policy they were sampled",
+    "groups_unregistered_total": "Groups of environments that are not registered",
+    "groups_unpackable_total": "Groups of a size that no batch of the run can hold",
+    "groups_left_over_total": "Groups that a run which ended did not train",
+    "groups_lost_total": "Groups that were damaged on the disk",
+    "batches_formed_total": "Batches that were formed",
+    "batches_handed_total": "Batches that were handed out, each counted once",
+    "batches_committed_total": "Batches that a checkpoint covers",
+    "minima_waived_total": "Batches formed without some environment's minimum",
+    "publishes_while_held_total": "Policies published although an evaluation held the one before",
+    "pressure_total": "Submissions answered 503 because the queue was full",
+    "store_failures_total": "Writes that the store refused",
+}
+GAUGE_HELP: Final = {
+    "queued_groups": "Groups that wait for a batch",
+    "queued_sequences": "Sequences that wait for a batch",
+    "queued_bytes": "Bytes of the groups that wait for a batch",
+    "queue_oldest_age_seconds": "Age of the group that has waited longest",
+    "store_bytes": "Bytes that the store holds",
+    "uncommitted_batches": "Batches formed and not covered by a checkpoint",
+    "environments_alive": "Environments heard of lately",
+    "outstanding_sequences": "Sequences queued, or in batches not trained yet",
+    "step": "Trainer steps of the open run",
+    "policy_version": "The policy now published",
+    "staleness_mean": "Trainer steps between policy and training, over the groups of the newest batch",
+    "staleness_max": "The same, of its oldest group",
+    "environment_queued_sequences": "Sequences of one environment that wait for a batch",
+}
 
 
 @router.get("/metrics", summary="Counters and gauges for Prometheus")
@@ -26,9 +65,9 @@ async def metrics(request: Request) -> Response:
 
 def _render(broker: Broker) -> Iterator[str]:
     for name, value in asdict(broker.state.counters).items():
-        yield from _series(name, "counter", [("", value)])
+        yield from _series(name, COUNTER_HELP[name], "counter", [("", value)])
     for name, value in _gauges(broker).items():
-        yield from _series(name, "gauge", [("", value)])
+        yield from _series(name, GAUGE_HELP[name], "gauge", [("", value)])
     queued = [
         (
             f'{{environment="{_escape(row.display_name)}"}}',
@@ -36,15 +75,18 @@ def _render(broker: Broker) -> Iterator[str]:
         )
         for row in broker.state.environments
     ]
-    yield from _series("environment_queued_sequences", "gauge", queued)
+    name = "environment_queued_sequences"
+    yield from _series(name, GAUGE_HELP[name], "gauge", queued)
 
 
 def _gauges(broker: Broker) -> dict[str, float]:
     state = broker.state
+    oldest = state.queue.oldest()
     gauges: dict[str, float] = {
         "queued_groups": state.queue.groups,
         "queued_sequences": state.queue.sequences,
         "queued_bytes": state.queue.body_bytes,
+        "queue_oldest_age_seconds": state.clock() - oldest.arrived_at if oldest is not None else 0.0,
         "store_bytes": state.bodies.size_bytes(),
         "uncommitted_batches": len(state.batches),
         "environments_alive": len(state.alive_environments()),
@@ -52,17 +94,30 @@ def _gauges(broker: Broker) -> dict[str, float]:
     run = state.runs.open
     if run is not None:
         gauges["outstanding_sequences"] = broker.outstanding_sequences(run)
-        unpackable = broker.batches.unpackable_sizes(run)
-        gauges["unpackable_groups"] = sum(state.queue.groups_by_size[size] for size in unpackable)
-        gauges["policy_held_seconds"] = broker.holds.seconds(run)
         gauges[_spell(metric_names.STEP)] = broker.trained_steps(run)
         if run.policy_version is not None:
             gauges[_spell(metric_names.POLICY_VERSION)] = run.policy_version
+        gauges |= _staleness(broker, run)
     return gauges
 
 
-def _series(name: str, kind: str, samples: Sequence[tuple[str, float]]) -> Iterator[str]:
-    yield f"# TYPE {PREFIX}{name} {kind}\n"
+def _staleness(broker: Broker, run: RunRow) -> dict[str, float]:
+    """Ages in steps of the newest batch's groups, for as long as it is uncommitted and their versions are known."""
+    if not broker.state.batches:
+        return {}
+    number = max(broker.state.batches)
+    steps = [broker.state.runs.step_of(run, version_of(row)) for row in broker.state.batches[number]]
+    ages = [max(0, number - 1 - step) for step in steps if step is not None]
+    if not ages:
+        return {}
+    return {
+        _spell(metric_names.STALENESS_MEAN): sum(ages) / len(ages),
+        _spell(metric_names.STALENESS_MAX): max(ages),
+    }
+
+
+def _series(name: str, meaning: str, kind: str, samples: Sequence[tuple[str, float]]) -> Iterator[str]:
+    yield f"# HELP {PREFIX}{name} {meaning}\n# TYPE {PREFIX}{name} {kind}\n"
     for labels, value in samples:
         yield f"{PREFIX}{name}{labels} {value}\n"
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from fastapi import Request
 
@@ -11,14 +14,18 @@ from atropos_api.broker import Broker
 from atropos_api.broker.legacy import LegacyContract
 from atropos_api.config import BrokerConfig
 
+SHARED_STATUS_SECONDS: Final = 1.0
+
 
 class Bell:
     """Wakes everyone who waits, and costs nothing while nobody does."""
 
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
+        self.rings = 0
 
     def ring(self) -> None:
+        self.rings += 1
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -51,6 +58,17 @@ class Services:
     stopping: bool = False
     store_failure: str | None = None
     """Why the store refused the last write; None once it took another."""
+
+    _status: tuple[int, float, bytes] = (-1, 0.0, b"")
+
+    def status_text(self, describe: Callable[[Services], bytes]) -> bytes:
+        """The status, described once for all who watch while nothing happens."""
+        rings, described_at, text = self._status
+        now = time.monotonic()
+        if rings != self.events_bell.rings or now - described_at > SHARED_STATUS_SECONDS:
+            text = describe(self)
+            self._status = (self.events_bell.rings, now, text)
+        return text
 
     def stop(self) -> None:
         self.stopping = True
