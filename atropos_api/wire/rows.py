@@ -1,8 +1,8 @@
 """Checks of number arrays in their JSON text, so that a token never becomes a Python object on its way through.
 
-msgspec has checked the syntax; what is left is decided on the characters of each row: integers only, no sign, no
-number too long to fit. Whatever looks unusual is decoded and judged value by value, and what Atropos' own broker
-would have read as a number (`"1.5"`, `true`, `3.0` for an id) is rewritten as that number.
+msgspec has checked the syntax; what is left is decided on the characters, a whole array at a time: integers only, no
+sign, no number too long to fit. Whatever looks unusual is decoded and judged value by value, and what Atropos' own
+broker would have read as a number (`"1.5"`, `true`, `3.0` for an id) is rewritten as that number.
 """
 
 from __future__ import annotations
@@ -13,37 +13,41 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from atropos_api.errors import InvalidGroup
 
 ID_LIMIT: Final = 2**31
 """Token ids travel as int32 to every trainer."""
 
-_DIGITS: Final = b"0123456789"
 _SPACE: Final = b" \t\r\n"
-_ZEROES: Final = bytes.maketrans(b"123456789", b"000000000")
-_LONG_ID: Final = b"0" * 10
-_LONGEST_NUMBER: Final = 300
-"""Characters; a number this short is finite unless it has an exponent."""
+_COMMA: Final = ord(",")
+_MINUS: Final = ord("-")
+_CLOSING: Final = ord("]")
+_EXPONENT: Final = ord("e")
+_ALL_TRUE: Final = np.uint64(0x0101010101010101)
+"""Eight booleans at once."""
 
 _rows_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _floats_decoder = msgspec.json.Decoder(list[float])
 
+Characters = NDArray[np.uint8]
 Judge = Callable[[Any, str], int | float]
 
 
 def check_ids(raw: bytes, field: str, *, signed: bool = False) -> tuple[list[int], bytes]:
     """Lengths of the rows of an array of integer rows, and its text (rewritten where a value had to be coerced)."""
-    lengths = _plain_lengths(raw, _DIGITS + _SPACE + (b"-" if signed else b""))
-    if lengths is None or _LONG_ID in raw.translate(_ZEROES):
+    lengths = _row_lengths(raw) if _holds_ids(raw, signed=signed) else None
+    if lengths is None:
         return _judge_rows(raw, field, _signed_id if signed else _unsigned_id)
     return lengths, raw
 
 
 def check_floats(raw: bytes, field: str) -> tuple[list[int], bytes]:
     """As `check_ids`, for rows of finite numbers."""
-    lengths = _plain_lengths(raw, _DIGITS + _SPACE + b"+-.eE")
-    if lengths is None or _has_long_number(raw) or not _exponents_fit(raw):
+    lengths = _row_lengths(raw) if _holds_finite(raw) else None
+    if lengths is None:
         return _judge_rows(raw, field, _finite)
     return lengths, raw
 
@@ -66,35 +70,72 @@ def check_nested(raw: bytes, field: str, *, ids: bool) -> list[list[int]]:
     return [check(row, f"{field}[{index}]")[0] for index, row in enumerate(_split_rows(raw, field))]
 
 
-def _plain_lengths(raw: bytes, allowed: bytes) -> list[int] | None:
-    """Row lengths if the text is `[[...],[...]]` of characters in `allowed` and commas; else None.
+def _holds_ids(raw: bytes, *, signed: bool) -> bool:
+    """Whether the numbers of a valid JSON text are integers of at most nine digits, and nothing else is in it."""
+    if b'"' in raw or b"." in raw or b"E" in raw or (not signed and b"-" in raw):
+        return False
+    characters = np.frombuffer(raw, np.uint8)
+    # Words, objects and the other exponent are made of characters above these.
+    return bool(characters.max() <= _CLOSING) and not _has_ten_digits(characters)
 
-    What is left of a row without its numbers is its brackets and commas; msgspec has seen that between two commas
-    there is one number.
-    """
-    *rows, end, rest = raw.split(b"]") if raw.count(b"]") >= 2 else (b"", b"", b"x")
-    if rest.strip(_SPACE) or end.strip(_SPACE):
+
+def _holds_finite(raw: bytes) -> bool:
+    """Whether the numbers of a valid JSON text are finite, and nothing else is in it."""
+    if b'"' in raw:
+        return False
+    characters = np.frombuffer(raw, np.uint8)
+    if characters.max() > _EXPONENT or _has_long_number(characters):
+        return False
+    exponents = np.flatnonzero(characters == _EXPONENT)
+    if b"E" in raw or not (characters[exponents + 1] == _MINUS).all():
+        return _exponents_fit(raw)
+    return True
+
+
+def _row_lengths(raw: bytes) -> list[int] | None:
+    """Row lengths of a valid JSON text of numbers if it is an array of arrays, and no deeper; else None."""
+    opening = raw.find(b"[", 1)
+    if opening < 0 or raw[:opening].strip(_SPACE) != b"[":
         return None
+    commas = np.frombuffer(raw, np.uint8) == _COMMA
     lengths = []
-    opening = b"[["
-    for row in rows:
-        frame = row.translate(None, allowed)
-        commas = len(frame) - 2
-        if commas < 0 or frame != opening + b"," * commas:
+    while True:
+        end = raw.find(b"]", opening)
+        if raw.find(b"[", opening + 1, end) >= 0:
             return None
-        opening = b",["
-        lengths.append(commas + 1 if commas or _has_number(row) else 0)
-    return lengths
+        count = int(np.count_nonzero(commas[opening:end]))
+        lengths.append(count + 1 if count or raw[opening + 1 : end].strip(_SPACE) else 0)
+        opening = raw.find(b"[", end)
+        if opening < 0:
+            return lengths if raw[end + 1 :].strip(_SPACE) == b"]" else None
+        if raw[end + 1 : opening].strip(_SPACE) != b",":
+            return None
 
 
-def _has_number(row: bytes) -> bool:
-    return any(digit in row for digit in _DIGITS)
+def _has_ten_digits(characters: Characters) -> bool:
+    """Whether ten digits follow one another: an id of fewer fits in 32 bits."""
+    digits = _digits(characters)
+    two = digits[:-1] & digits[1:]
+    four = two[:-2] & two[2:]
+    eight = four[:-4] & four[4:]
+    return bool((eight[:-2] & two[8:]).any())
+
+
+def _has_long_number(characters: Characters) -> bool:
+    """Whether so many digits follow one another that the number may be too large; shorter ones are finite."""
+    digits = _digits(characters)
+    whole = len(digits) - len(digits) % 64
+    eights = digits[:whole].view(np.uint64) == _ALL_TRUE
+    return bool((eights.view(np.uint64) == _ALL_TRUE).any())
+
+
+def _digits(characters: Characters) -> NDArray[np.bool_]:
+    # Unsigned, so smaller characters wrap around.
+    return (characters - np.uint8(ord("0"))) < 10
 
 
 def _exponents_fit(raw: bytes) -> bool:
-    """Whether rows with exponents hold finite values: -1.2e-05 is common, 1e999 is valid JSON."""
-    if b"e" not in raw and b"E" not in raw:
-        return True
+    """Whether rows with exponents hold finite values: 1e5 is rare, 1e999 is valid JSON."""
     rows = [row for row in raw.split(b"]") if b"e" in row or b"E" in row]
     try:
         for row in rows:
@@ -102,17 +143,6 @@ def _exponents_fit(raw: bytes) -> bool:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return False
     return True
-
-
-def _has_long_number(raw: bytes) -> bool:
-    """Whether any value is longer than numbers are: jumps from comma to comma as far apart as one may be."""
-    position, last = 0, len(raw) - _LONGEST_NUMBER
-    while position < last:
-        comma = raw.rfind(b",", position, position + _LONGEST_NUMBER)
-        if comma < 0:
-            return True
-        position = comma + 1
-    return False
 
 
 def _split_rows(raw: bytes, field: str) -> list[bytes]:
