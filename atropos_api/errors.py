@@ -19,6 +19,7 @@ __all__ = [
     "InvalidGroup",
     "InvalidRequest",
     "NoOpenRun",
+    "NotAcceptable",
     "PolicyNotNewer",
     "PortInUse",
     "QueueFull",
@@ -31,6 +32,7 @@ __all__ = [
     "UnknownEnvironment",
     "UnknownHold",
     "UnknownRun",
+    "UnsupportedMediaType",
     "UnusableGroupSize",
 ]
 
@@ -67,6 +69,18 @@ class InvalidEncoding(BrokerError):
     """A compressed body that cannot be decompressed."""
 
     kind = "invalid-gzip"
+
+
+class UnsupportedMediaType(BrokerError):
+    """A body in a form that this broker does not read; as JSON it would."""
+
+    kind = "unsupported-media-type"
+
+
+class NotAcceptable(BrokerError):
+    """None of the forms that the caller accepts is one that this broker answers in."""
+
+    kind = "not-acceptable"
 
 
 class UnusableGroupSize(BrokerError):

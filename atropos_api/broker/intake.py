@@ -140,6 +140,7 @@ class Intake:
                 oldest_version=group.oldest_version,
                 arrived_at=now,
                 key_id=key.key_id if key is not None else 0,
+                form=group.form,
             )
             for index, (group, env_id, ref) in enumerate(zip(groups, env_ids, refs, strict=True))
         ]
@@ -154,7 +155,7 @@ class Intake:
             raise
         state.reach(Step.GROUPS_KEPT)
         self._enqueue(rows, run_id, key)
-        state.latest_body = sealed[-1]
+        state.latest_body, state.latest_form = sealed[-1], groups[-1].form
         self._count(groups)
         return rows
 
@@ -185,7 +186,7 @@ class Intake:
     def _check_pressure(self, groups: Sequence[CheckedGroup]) -> None:
         state = self._state
         sequences = state.queue.sequences + sum(group.size for group in groups)
-        body_bytes = state.queue.body_bytes + sum(len(group.text) for group in groups)
+        body_bytes = state.queue.body_bytes + sum(group.byte_count for group in groups)
         if sequences > state.settings.max_queued_sequences or body_bytes > state.settings.max_queued_bytes:
             state.counters.pressure_total += 1
             raise QueueFull(

@@ -15,6 +15,7 @@ from atropos_api.broker.settings import BrokerSettings
 from atropos_api.errors import StoreUnavailable
 from atropos_api.store.base import BodyLog, BodyRef, EnvironmentRow, GroupRow, Ledger
 from atropos_api.store.steps import Reach, pass_by
+from atropos_api.wire.groups import Form
 
 Clock = Callable[[], float]
 Listener = Callable[[], None]
@@ -42,6 +43,7 @@ class State:
     reach: Reach = pass_by
     counters: Counters = field(default_factory=Counters)
     latest_body: bytes | None = None
+    latest_form: Form = "json"
     on_groups: list[Listener] = field(default_factory=list)
     on_pacing: list[Listener] = field(default_factory=list)
     torn: bool = False

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from atropos_api.broker.status import describe_status
 from atropos_api.errors import StoreUnavailable
 from atropos_api.http.bodies import JSON, json_response
+from atropos_api.http.forms import latest_as_json
 from atropos_api.http.services import services_of
 
 router = APIRouter(tags=["operations"])
@@ -39,5 +40,7 @@ async def status(request: Request) -> Response:
 
 @router.get("/v1/groups/latest", summary="The group that came last")
 async def latest_group(request: Request) -> Response:
-    body = services_of(request).broker.state.latest_body
-    return Response(status_code=204) if body is None else Response(body, media_type=JSON)
+    state = services_of(request).broker.state
+    if state.latest_body is None:
+        return Response(status_code=204)
+    return Response(await latest_as_json(state.latest_body, state.latest_form), media_type=JSON)

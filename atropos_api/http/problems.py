@@ -31,6 +31,8 @@ STATUS_BY_KIND: Final = {
     "batch-out-of-order": 409,
     "policy-not-newer": 409,
     "batch-committed": 410,
+    "not-acceptable": 406,
+    "unsupported-media-type": 415,
     "invalid-gzip": 400,
     "body-too-large": 413,
     "token-required": 401,

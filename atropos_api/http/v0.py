@@ -13,7 +13,8 @@ from atropos_api.broker.legacy import LegacyEnvironment, LegacyRegistration, Tak
 from atropos_api.errors import InvalidRequest, QueueFull, UnknownEnvironment
 from atropos_api.http.bodies import GZIP_HEADERS, JSON, compress, decode_body, json_response, read_body, wants_gzip
 from atropos_api.http.delivery import TrackedResponse
-from atropos_api.http.parameters import parse_int
+from atropos_api.http.forms import in_form, latest_as_json
+from atropos_api.http.parameters import parse_int, read_key
 from atropos_api.http.problems import describe_invalid
 from atropos_api.http.services import Services, services_of
 from atropos_api.http.waiting import Wait
@@ -94,7 +95,7 @@ async def batch(request: Request) -> Response:
     # Two trainers that poll at once get a batch each, one after the other.
     await services.legacy_turn.acquire()
     try:
-        return _next_batch(request, services)
+        return await _next_batch(request, services)
     except BaseException:
         services.legacy_turn.release()
         raise
@@ -168,8 +169,10 @@ async def status(request: Request) -> Response:
 
 @router.get("/latest_example", summary="The group that came last")
 async def latest_example(request: Request) -> Response:
-    body = services_of(request).broker.state.latest_body
-    return _json_text(request, body) if body is not None else json_response(EMPTY_EXAMPLE)
+    state = services_of(request).broker.state
+    if state.latest_body is None:
+        return json_response(EMPTY_EXAMPLE)
+    return _json_text(request, await latest_as_json(state.latest_body, state.latest_form))
 
 
 @router.get("/reset_data", summary="End the run and forget queue and environments")
@@ -180,7 +183,7 @@ async def reset_data(request: Request) -> Response:
 
 async def _take(request: Request, services: Services, items: list[Fields], *, where: str) -> Taken:
     """Take groups; under pressure hold the answer back before refusing, for a refusal costs the data."""
-    key = request.headers.get("idempotency-key")
+    key = read_key(request)
     wait = Wait(request, PRESSURE_WAIT_SECONDS)
     while True:
         try:
@@ -200,7 +203,7 @@ def _answer(services: Services, taken: Taken, answer: dict[str, Any], status_cod
     return TrackedResponse(body, on_result=note, status_code=status_code, media_type=JSON)
 
 
-def _next_batch(request: Request, services: Services) -> Response:
+async def _next_batch(request: Request, services: Services) -> Response:
     run = services.broker.state.runs.open
     if run is None or not run.legacy:
         services.legacy_turn.release()
@@ -210,7 +213,8 @@ def _next_batch(request: Request, services: Services) -> Response:
         services.legacy_turn.release()
         return json_response({"batch": None})
     run, groups = handed
-    body = b"".join((b'{"batch":[', b",".join(services.broker.read_bodies(groups)), b"]}"))
+    bodies = await in_form(services.broker.read_bodies(groups), groups, "json")
+    body = b"".join((b'{"batch":[', b",".join(bodies), b"]}"))
     headers = {}
     if wants_gzip(request, len(body)):
         body, headers = compress(body), GZIP_HEADERS

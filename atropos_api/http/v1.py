@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from atropos_api.errors import InvalidRequest
-from atropos_api.http.bodies import GZIP_HEADERS, JSON, compress, decode_body, json_response, read_body, wants_gzip
-from atropos_api.http.parameters import parse_int, read_int, read_wait
+from atropos_api.http.bodies import decode_body, json_response, read_body
+from atropos_api.http.forms import (
+    MEDIA_TYPES,
+    encode_content,
+    form_of_body,
+    in_form,
+    join_batch,
+    read_submission,
+    wanted_form,
+)
+from atropos_api.http.parameters import parse_int, read_int, read_key, read_wait
 from atropos_api.http.services import Services, services_of
 from atropos_api.http.waiting import Wait
 from atropos_api.store.base import GroupRow
+from atropos_api.wire.groups import Form
 from atropos_api.wire.messages import CommitRequest, EnvironmentRequest, RunRequest
-from atropos_api.wire.payload import check_group, decode_submission
-
-LONGEST_KEY = 200
 
 router = APIRouter(prefix="/v1", tags=["v1"])
 
 
 @router.post("/groups", summary="Submit scored groups", status_code=202)
 async def submit(request: Request) -> Response:
-    key = request.headers.get("idempotency-key")
-    if key is not None and not 0 < len(key) <= LONGEST_KEY:
-        raise InvalidRequest(f"Idempotency-Key: 1 to {LONGEST_KEY} characters are needed", field="Idempotency-Key")
-    submission = decode_submission(await read_body(request))
-    env_id = submission.environment_id
-    groups = [
-        check_group(fields, where=f"groups[{index}].", env_id=env_id) for index, fields in enumerate(submission.groups)
-    ]
+    key = read_key(request)
+    form = form_of_body(request)
+    env_id, groups = read_submission(await read_body(request), form)
     answer = services_of(request).broker.submit(env_id, groups, key=key)
     return json_response(answer, status_code=202)
 
@@ -52,11 +53,12 @@ async def get_batch(request: Request, number: str) -> Response:
     world_size = read_int(request, "world_size", 1, least=1) or 1
     rank = read_int(request, "rank", 0, least=0) or 0
     wanted = parse_int(number, "number", least=1)
+    form = wanted_form(request)
     wait = Wait(request, read_wait(request))
     while True:
         groups = services.broker.get_batch(wanted, run_id=run_id, epoch=epoch, rank=rank, world_size=world_size)
         if groups is not None:
-            return _batch_response(request, services, wanted, groups)
+            return await _batch_response(request, services, wanted, groups, form)
         if not await wait.on(services.groups_bell, at_most=_until_retry(services)):
             return Response(status_code=204, headers={"Retry-After": "0"})
 
@@ -93,10 +95,10 @@ def _until_retry(services: Services) -> float:
     return float("inf") if retry_at is None else max(0.01, retry_at - services.broker.state.clock())
 
 
-def _batch_response(request: Request, services: Services, number: int, groups: list[GroupRow]) -> Response:
-    run = services.broker.state.runs.require_open()
-    head = f'{{"number":{number},"run_id":"{run.run_id}","groups":['.encode()
-    body = b"".join((head, b",".join(services.broker.read_bodies(groups)), b"]}"))
-    if wants_gzip(request, len(body)):
-        return Response(compress(body), media_type=JSON, headers=GZIP_HEADERS)
-    return Response(body, media_type=JSON)
+async def _batch_response(
+    request: Request, services: Services, number: int, groups: list[GroupRow], form: Form
+) -> Response:
+    run_id = services.broker.state.runs.require_open().run_id
+    bodies = await in_form(services.broker.read_bodies(groups), groups, form)
+    body, headers = await encode_content(request, join_batch(number, run_id, bodies, form))
+    return Response(body, media_type=MEDIA_TYPES[form], headers=headers)

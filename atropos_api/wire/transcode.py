@@ -8,6 +8,7 @@ becomes a column; any other (doubles that no float32 holds, `1` for `1.0`) stays
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -36,7 +37,9 @@ _SPACE: Final = b" \t\r\n"
 _FRAME: Final = _SPACE + b"[]"
 _NO_ARRAY: Final = frozenset({b"null", b"[]"})
 _PER_TOKEN_FLOATS: Final = ("inference_logprobs", "advantages", "ref_logprobs")
-_TEN_THOUSANDTHS: Final = re.compile(rb"0\.0000[1-9]\d*")
+# Both begin with what they look for, which makes them several times faster than a look behind would be.
+_SHORT_EXPONENT: Final = re.compile(rb"e-(?=[6-9][,\]])")
+_HUNDRED_THOUSANDTHS: Final = re.compile(rb"0\.0000[1-9]\d*")
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -94,7 +97,8 @@ def _parse_floats(name: str, text: bytes, lengths: Sequence[int]) -> NDArray[np.
     """The column of an array of float rows, if its text can be had back from it."""
     if text in _NO_ARRAY:
         return None
-    column = narrow(np.array(orjson.loads(b"[%b]" % text.translate(None, _FRAME)), dtype=np.float64))
+    values = orjson.loads(b"[%b]" % text.translate(None, _FRAME))
+    column = narrow(np.frombuffer(struct.pack(f"{len(values)}d", *values), dtype=np.float64))
     if column is None or render_rows(name, split_rows(column, lengths)) != text.translate(None, _SPACE):
         return None
     return column
@@ -102,9 +106,7 @@ def _parse_floats(name: str, text: bytes, lengths: Sequence[int]) -> NDArray[np.
 
 def _as_python_writes(text: bytes) -> bytes:
     """Python's `repr` goes over to exponents below 1e-4 and gives them two digits; orjson below 1e-5, and one."""
-    for digit in b"6789":
-        text = text.replace(b"e-%c" % digit, b"e-0%c" % digit)
-    return _TEN_THOUSANDTHS.sub(_with_exponent, text)
+    return _HUNDRED_THOUSANDTHS.sub(_with_exponent, _SHORT_EXPONENT.sub(b"e-0", text))
 
 
 def _with_exponent(match: re.Match[bytes]) -> bytes:

@@ -11,6 +11,7 @@ from atropos_api.http.contract.pieces import (
     FROM_ONE,
     GROUP,
     INTEGER,
+    KEY,
     NOTHING,
     OPEN_RUN,
     RUN_ID,
@@ -19,7 +20,6 @@ from atropos_api.http.contract.pieces import (
     WRITES,
     Answer,
     Operation,
-    Parameter,
     in_path,
     in_query,
     object_of,
@@ -41,23 +41,24 @@ from atropos_api.wire.messages import (
 )
 
 NUMBER: Final = in_path("number", FROM_ONE, "Number of the batch; the first is 1")
-KEY: Final = Parameter(
-    name="Idempotency-Key",
-    place="header",
-    schema={"type": "string", "minLength": 1, "maxLength": 200, "pattern": "^[!-~]+$"},
-    help="Under a key that was used before nothing is taken again, so that a request may be repeated",
-)
 
 V1: Final = (
     Operation(
         method="POST",
         path="/v1/groups",
-        help="All of one environment. The whole request is taken or refused.",
+        help="All of one environment, as JSON or in binary columns. The whole request is taken or refused.",
         parameters=(KEY,),
         body=object_of(environment_id=INTEGER, groups={"type": "array", "items": GROUP}),
         example={"environment_id": 0, "groups": [EXAMPLE_GROUP]},
         answers={202: Answer(help="Kept: nothing of it is lost from here on", content=SubmitAnswer)},
-        errors=("invalid-request", "invalid-group", "unknown-environment", "queue-full", *WRITES),
+        errors=(
+            "invalid-request",
+            "invalid-group",
+            "unsupported-media-type",
+            "unknown-environment",
+            "queue-full",
+            *WRITES,
+        ),
     ),
     Operation(
         method="PUT",
@@ -86,7 +87,15 @@ V1: Final = (
             200: Answer(help="The batch, or this rank's slice of it", content=Batch),
             204: Answer(help="It cannot be formed yet; ask again (Retry-After: 0)"),
         },
-        errors=(*OPEN_RUN, "invalid-request", "batch-out-of-order", "batch-committed", "batch-damaged", *WRITES),
+        errors=(
+            *OPEN_RUN,
+            "invalid-request",
+            "not-acceptable",
+            "batch-out-of-order",
+            "batch-committed",
+            "batch-damaged",
+            *WRITES,
+        ),
     ),
     Operation(
         method="POST",
