@@ -10,6 +10,7 @@ from fastapi import Request
 from atropos_api.errors import InvalidRequest
 
 LONGEST_WAIT_SECONDS: Final = 60.0
+LONGEST_KEY: Final = 200
 
 _INTEGER: Final = re.compile(r"-?[0-9]{1,18}", re.ASCII)
 _DECIMAL: Final = re.compile(r"[0-9]{1,18}(\.[0-9]{0,18})?([eE][+-]?[0-9]{1,2})?", re.ASCII)
@@ -35,3 +36,11 @@ def read_wait(request: Request) -> float:
     if _DECIMAL.fullmatch(text) is None:
         raise InvalidRequest(f"wait: seconds of 0 or more are needed, got {text[:80]!r}", field="wait", value=text[:80])
     return min(float(text), LONGEST_WAIT_SECONDS)
+
+
+def read_key(request: Request) -> str | None:
+    """The idempotency key, where one is given."""
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= LONGEST_KEY:
+        raise InvalidRequest(f"Idempotency-Key: 1 to {LONGEST_KEY} characters are needed", field="Idempotency-Key")
+    return key

@@ -11,6 +11,7 @@ from atropos_api.http.contract.pieces import (
     EXAMPLE_GROUP,
     GROUP,
     INTEGER,
+    KEY,
     OBJECT,
     TEXT,
     TEXT_SCHEMA,
@@ -79,6 +80,7 @@ LEGACY: Final = (
     Operation(
         method="POST",
         path="/scored_data",
+        parameters=(KEY,),
         body=GROUP,
         example=EXAMPLE_GROUP | {"env_id": 0},
         answers=ok(TAKEN, "Kept; buffered if no batch can use it yet", {"status": "received"}),
@@ -88,6 +90,7 @@ LEGACY: Final = (
         method="POST",
         path="/scored_data_list",
         help="Valid groups are taken even where others of the list are refused (422 then names those).",
+        parameters=(KEY,),
         body={"type": "array", "items": GROUP},
         example=[EXAMPLE_GROUP | {"env_id": 0}],
         answers=ok(TAKEN, "Kept", {"status": "received", "groups_processed": 1}),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from atropos_api.http.parameters import LONGEST_WAIT_SECONDS
+from atropos_api.http.parameters import LONGEST_KEY, LONGEST_WAIT_SECONDS
 
 Schema = dict[str, Any]
 
@@ -80,11 +80,18 @@ WRITES: Final = ("store-unavailable",)
 
 WAIT: Final = in_query(
     "wait",
-    {"type": "number", "minimum": 0, "maximum": 1e6, "default": 0},
+    {"type": "number", "minimum": 0, "default": 0},
     f"Seconds to wait for an answer that says more; at most {LONGEST_WAIT_SECONDS:.0f} are granted",
 )
 RUN_ID: Final = in_query("run_id", TEXT_SCHEMA, "The run that is meant; any other open one is refused")
 EPOCH: Final = in_query("epoch", INTEGER, "The epoch that the caller was given; a later trainer's differs")
+KEY: Final = Parameter(
+    name="Idempotency-Key",
+    place="header",
+    schema={"type": "string", "minLength": 1, "maxLength": LONGEST_KEY},
+    help="Under a key that was used before nothing is taken again, so that a request may be repeated",
+)
+
 NUMERIC: Final[Schema] = {
     "anyOf": [{"type": "number"}, {"type": "boolean"}, {"type": "string"}],
     "description": "A finite number; text and booleans that stand for one are taken as it",
