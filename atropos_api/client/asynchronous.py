@@ -11,8 +11,8 @@ import httpx
 
 from atropos_api.client import calls
 from atropos_api.client.calls import Call
-from atropos_api.client.errors import BrokerHostUnknown
-from atropos_api.wire.groups import Batch, Group
+from atropos_api.client.errors import BrokerHostUnknown, BrokerRefused
+from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
     EnvironmentInfo,
     EnvironmentRequest,
@@ -31,7 +31,7 @@ class AsyncBrokerClient:
     """Calls one broker. Close it, or use it as an async context manager.
 
     `timeout_seconds` bounds one attempt, `retry_seconds` all attempts of a call together, so that a broker that
-    is restarted in between is no error.
+    is restarted in between is no error. `form` is that of groups and batches; a broker that does not know it gets JSON.
     """
 
     def __init__(
@@ -41,11 +41,13 @@ class AsyncBrokerClient:
         token: str | None = None,
         timeout_seconds: float = 30.0,
         retry_seconds: float = 60.0,
+        form: Form = "columns",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
+        self._form = form
         self._http = httpx.AsyncClient(
             base_url=self.url, headers=calls.default_headers(token), transport=transport, trust_env=False
         )
@@ -93,12 +95,22 @@ class AsyncBrokerClient:
         wait_seconds: float = 30.0,
         rank: int = 0,
         world_size: int = 1,
+        arrays: bool = False,
     ) -> Batch | None:
-        """Batch `number`, the same each time until it is committed; None if it did not form in time."""
+        """Batch `number`, the same each time until it is committed; None if it did not form in time.
+
+        With `arrays` rows of numbers that came in columns are read-only numpy arrays, and nothing of them was copied.
+        """
         call = calls.get_batch(
-            number, run_id=run_id, epoch=epoch, wait_seconds=wait_seconds, rank=rank, world_size=world_size
+            number,
+            run_id=run_id,
+            epoch=epoch,
+            wait_seconds=wait_seconds,
+            rank=rank,
+            world_size=world_size,
+            form=self._form,
         )
-        return calls.read_batch(await self._send(call))
+        return calls.read_batch(await self._send(call), arrays=arrays)
 
     async def commit(self, number: int, *, run_id: str, epoch: int) -> None:
         """Everything up to `number` is covered by a checkpoint; the broker may forget it."""
@@ -138,9 +150,14 @@ class AsyncBrokerClient:
 
     async def submit(self, environment_id: int, groups: Sequence[Group], *, idempotency_key: str) -> SubmitAnswer:
         """Hand in groups; repeating it with the same key is harmless."""
-        return calls.read_submit_answer(
-            await self._send(calls.submit(environment_id, groups, idempotency_key=idempotency_key))
-        )
+        call = calls.submit(environment_id, groups, idempotency_key=idempotency_key, form=self._form)
+        try:
+            return calls.read_submit_answer(await self._send(call))
+        except BrokerRefused as refused:
+            if not calls.wants_json(refused, self._form):
+                raise
+        self._form = "json"
+        return await self.submit(environment_id, groups, idempotency_key=idempotency_key)
 
     async def status(self) -> dict[str, Any]:
         return calls.read_status(await self._send(calls.status()))

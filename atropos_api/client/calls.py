@@ -17,7 +17,9 @@ from atropos_api.client.errors import (
     BrokerUnreachable,
     RunSuperseded,
 )
-from atropos_api.wire.groups import Batch, Group
+from atropos_api.wire.columns import MEDIA_TYPE, VERSION
+from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_submission
+from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
     CommitRequest,
     EnvironmentInfo,
@@ -42,6 +44,10 @@ LONGEST_DELAY_SECONDS: Final = 2.0
 READY_POLL_SECONDS: Final = 0.25
 WAIT_LINE_SECONDS: Final = 10.0
 
+JSON: Final = "application/json"
+COLUMNS: Final = f"{MEDIA_TYPE}; version={VERSION}"
+ACCEPTED: Final = {"json": JSON, "columns": f"{COLUMNS}, {JSON}; q=0.5"}
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -60,7 +66,7 @@ class Call:
 
 def default_headers(token: str | None) -> dict[str, str]:
     # Compressing for a loopback peer costs more than the bytes it saves.
-    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+    headers = {"Accept-Encoding": "identity", "Content-Type": JSON}
     if token:
         headers["Authorization"] = f"Bearer {token}"
     return headers
@@ -74,11 +80,14 @@ def finish_run(run_id: str) -> Call:
     return Call(method="POST", path=f"/v1/runs/{run_id}/finish")
 
 
-def get_batch(number: int, *, run_id: str, epoch: int, wait_seconds: float, rank: int, world_size: int) -> Call:
+def get_batch(
+    number: int, *, run_id: str, epoch: int, wait_seconds: float, rank: int, world_size: int, form: Form
+) -> Call:
     params = {"run_id": run_id, "epoch": str(epoch), "wait": str(wait_seconds)}
     if world_size != 1:
         params |= {"rank": str(rank), "world_size": str(world_size)}
-    return Call(method="GET", path=f"/v1/batches/{number}", params=params, extra_seconds=wait_seconds)
+    headers = {"Accept": ACCEPTED[form]}
+    return Call(method="GET", path=f"/v1/batches/{number}", params=params, headers=headers, extra_seconds=wait_seconds)
 
 
 def commit(number: int, *, run_id: str, epoch: int) -> Call:
@@ -121,9 +130,10 @@ def heartbeat(environment_id: int, *, revision: int | None, wait_seconds: float)
     return Call(method="PUT", path=path, params=params, extra_seconds=wait_seconds)
 
 
-def submit(environment_id: int, groups: Sequence[Group], *, idempotency_key: str) -> Call:
-    body = _encoder.encode(Submission(environment_id=environment_id, groups=list(groups)))
-    return Call(method="POST", path="/v1/groups", content=body, headers={"Idempotency-Key": idempotency_key})
+def submit(environment_id: int, groups: Sequence[Group], *, idempotency_key: str, form: Form) -> Call:
+    body, media_type = _encode_submission(environment_id, groups, form)
+    headers = {"Idempotency-Key": idempotency_key, "Content-Type": media_type}
+    return Call(method="POST", path="/v1/groups", content=body, headers=headers)
 
 
 def status() -> Call:
@@ -134,8 +144,12 @@ def readiness() -> Call:
     return Call(method="GET", path="/readyz")
 
 
-def read_batch(response: httpx.Response) -> Batch | None:
-    return None if response.status_code == 204 else msgspec.json.decode(response.content, type=Batch)
+def read_batch(response: httpx.Response, *, arrays: bool) -> Batch | None:
+    if response.status_code == 204:
+        return None
+    if response.headers.get("Content-Type", "").startswith(MEDIA_TYPE):
+        return decode_batch(response.content, arrays=arrays)
+    return msgspec.json.decode(response.content, type=Batch)
 
 
 def read_run(response: httpx.Response) -> RunInfo:
@@ -164,6 +178,11 @@ def read_submit_answer(response: httpx.Response) -> SubmitAnswer:
 
 def read_status(response: httpx.Response) -> dict[str, Any]:
     return msgspec.json.decode(response.content, type=dict[str, Any])
+
+
+def wants_json(refused: BrokerRefused, form: Form) -> bool:
+    """Whether the broker refused the form, and not what it said."""
+    return form != "json" and refused.status in {406, 415}
 
 
 def raise_for_problem(response: httpx.Response) -> None:
@@ -215,6 +234,16 @@ def unreachable(url: str, error: Exception | None, *, waited_seconds: float) -> 
     return BrokerUnreachable(
         f"Atropos API not reachable at {url} after {waited_seconds:.0f} s{reason}; is run-api running there?"
     )
+
+
+def _encode_submission(environment_id: int, groups: Sequence[Group], form: Form) -> tuple[bytes, str]:
+    if form == "columns":
+        try:
+            return encode_submission(environment_id, groups), COLUMNS
+        except NotColumnar:
+            # Something no trainer could use, which the broker explains best from JSON.
+            pass
+    return _encoder.encode(Submission(environment_id=environment_id, groups=list(groups))), JSON
 
 
 def _find_host_error(error: BaseException | None) -> socket.gaierror | None:
