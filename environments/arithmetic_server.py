@@ -1,4 +1,4 @@
-"""Arithmetic word problems, made on the spot: the environment of the demo, which needs no data set.
+"""Arithmetic word problems, made on the spot: the environment of the demo, which needs no data set but can read one.
 
     python environments/arithmetic_server.py serve --env.task chain --env.tokenizer_name MODEL_FOLDER
 
@@ -7,8 +7,11 @@ A rollout earns 1 for the right number after `####` and 0 otherwise. Evaluation 
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -16,6 +19,7 @@ from pydantic import Field
 
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, scored_group
 from environments.tasks.arithmetic import Problem, TaskName, extract_answer, grade, held_out_problems, problem_stream
+from environments.tasks.questions import DataUnusable, Question, read_questions
 
 
 class ArithmeticEnvConfig(BaseEnvConfig):
@@ -25,6 +29,16 @@ class ArithmeticEnvConfig(BaseEnvConfig):
     seed: int = Field(0, description="seed of the stream of training problems")
     eval_problems: int = Field(200, ge=1, description="held-out problems in an evaluation")
     max_new_tokens: int = Field(34, ge=1, description="longest answer")
+    data_path: Path | None = Field(None, description="JSON Lines of question and answer to train on, instead of task")
+    val_data_path: Path | None = Field(None, description="JSON Lines of question and answer to evaluate on")
+
+
+@dataclass(frozen=True, slots=True)
+class WordProblem:
+    """A question and its answer, a whole number."""
+
+    question: str
+    answer: int
 
 
 class ArithmeticEnv(BaseEnv):
@@ -51,12 +65,22 @@ class ArithmeticEnv(BaseEnv):
         return config, APIServerConfig(server_type="vllm", num_requests_for_eval=256)
 
     async def setup(self) -> None:
-        self.problems: Iterator[Problem] = problem_stream(self.config.task, seed=self.config.seed)
+        config = self.config
+        self.problems: Iterator[Problem | WordProblem] = (
+            problem_stream(config.task, seed=config.seed)
+            if config.data_path is None
+            else shuffled_for_ever(read_word_problems(config.data_path), random.Random(config.seed))
+        )
+        self.held_out: Sequence[Problem | WordProblem] = (
+            held_out_problems(config.task, config.eval_problems)
+            if config.val_data_path is None
+            else read_word_problems(config.val_data_path)[: config.eval_problems]
+        )
 
-    async def get_next_item(self) -> Problem:
+    async def get_next_item(self) -> Problem | WordProblem:
         return next(self.problems)
 
-    async def collect_trajectories(self, item: Problem) -> tuple[ScoredDataGroup, list[Problem]]:
+    async def collect_trajectories(self, item: Problem | WordProblem) -> tuple[ScoredDataGroup, list[Any]]:
         async with self.server.managed_server() as session:
             completion = await session.chat_completion(
                 messages=[{"role": "user", "content": item.question}],
@@ -69,10 +93,10 @@ class ArithmeticEnv(BaseEnv):
 
     async def evaluate(self, *_: Any, **__: Any) -> None:
         started = time.time()
-        problems = held_out_problems(self.config.task, self.config.eval_problems)
+        problems = self.held_out
         samples: list[dict[str, Any]] = [{} for _ in problems]
 
-        async def answer(index: int, problem: Problem) -> None:
+        async def answer(index: int, problem: Problem | WordProblem) -> None:
             samples[index] = await self._greedy_answer(problem)
 
         async with anyio.create_task_group() as answers:
@@ -92,7 +116,7 @@ class ArithmeticEnv(BaseEnv):
             samples=samples,
         )
 
-    async def _greedy_answer(self, problem: Problem) -> dict[str, Any]:
+    async def _greedy_answer(self, problem: Problem | WordProblem) -> dict[str, Any]:
         async with self.server.managed_server() as session:
             completion = await session.chat_completion(
                 messages=[{"role": "user", "content": problem.question}],
@@ -110,6 +134,26 @@ class ArithmeticEnv(BaseEnv):
                 "finish_reason": completion.choices[0].finish_reason,
                 "tokens": session.nodes[0].sampled_count,
             }
+
+
+def read_word_problems(path: Path) -> list[WordProblem]:
+    """The file's questions; an answer is a whole number, alone or after the last `####`."""
+    return [WordProblem(item.question, _whole_number(item, path)) for item in read_questions(path)]
+
+
+def shuffled_for_ever(problems: Sequence[WordProblem], rng: random.Random) -> Iterator[WordProblem]:
+    while True:
+        yield from rng.sample(problems, len(problems))
+
+
+def _whole_number(item: Question, path: Path) -> int:
+    found = extract_answer(item.answer)
+    if found is None:
+        try:
+            found = int(item.answer)
+        except ValueError:
+            raise DataUnusable(f"{path}: the answer {item.answer[:80]!r} holds no whole number") from None
+    return found
 
 
 if __name__ == "__main__":

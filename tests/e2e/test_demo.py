@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -108,6 +109,36 @@ def test_with_advantages_shuffled_nothing_is_learnt(demo, tmp_path: Path) -> Non
     code, _, error = launched.end(300)
     assert code == 0, error + launched.logs()
     assert means([row["reward/mean"] for row in rows_of(run_dir)])[-1] < 0.5
+
+
+COURSE_TEST_RUN = shlex.split(
+    "--n-grpo-steps 10 --eval-steps 2 --rollout-batch-size 64 --train-batch-size 64 --gradient-accumulation-steps 32 "
+    "--model-path tiny/chain --wandb-project cs336-grpo --wandb-run-name test-run"
+)
+COURSE_FULL_RUN = shlex.split("--model-path tiny/chain --wandb-project cs336-grpo --wandb-run-name grpo-baseline")
+
+
+@pytest.mark.parametrize("example", [COURSE_TEST_RUN, COURSE_FULL_RUN])
+def test_the_course_guide_s_examples_are_understood(example: list[str]) -> None:
+    shown = subprocess.run([*LAUNCHER, *example, "--dry-run"], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert shown.returncode == 0, shown.stderr
+    assert "wandb_project: cs336-grpo" in shown.stdout
+
+
+def test_the_course_guide_s_test_run_trains_the_tiny_model(demo, traces) -> None:
+    """Ten steps of 64 sequences in 32 micro-batches, evaluated every second step."""
+    launched = demo(*COURSE_TEST_RUN, "--env.eval_at_start", "false", "--env.eval_at_end", "false")
+    launched.wait_for_steps(1, 300)
+    tree = launched.tree()
+    code, _, error = launched.end(300)
+    assert (code, error) == (0, ""), launched.logs()
+    rows = rows_of(launched.run_dir)
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    trainer = json.loads((launched.run_dir / "config.json").read_text())["trainer"]
+    assert (trainer["batch_size"], trainer["gradient_accumulation_steps"]) == (2, 32)
+    evaluated = {path.name for path in (launched.run_dir / "evals").glob("step-*")}
+    assert len(evaluated) >= 3
+    assert traces(launched, tree) == []
 
 
 @pytest.mark.parametrize("victim", ["engine core", "vllm"])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,6 +29,44 @@ def test_torch_is_imported_under_the_trainer_alone() -> None:
     for package in ("atropos_api", "environments"):
         for path in (ROOT / package).rglob("*.py"):
             assert "import torch" not in path.read_text(), path
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed here")
+@pytest.mark.parametrize("wanted", [("-r", "requirements/cpu.txt"), ("--editable", ".[example_trainer]")])
+def test_uv_pip_accepts_the_lock_and_the_extras(wanted: tuple[str, str]) -> None:
+    command = ["uv", "pip", "install", "--dry-run", "--no-deps", "--python", sys.executable, *wanted]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_trainer_starts_under_accelerate_launch() -> None:
+    """Its precision and device are the trainer's defaults; fp16 is refused with the reason, as without it."""
+    launch = [Path(sys.executable).parent / "accelerate", "launch", "--cpu", "--num_processes", "1"]
+    trainer = ["-m", "example_trainer.grpo", "--model-name", "m", "--dry-run"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    shown = subprocess.run(
+        [*launch, "--mixed_precision", "bf16", *trainer, "--lr", "2e-5"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=120,
+        env=environment,
+    )
+    assert shown.returncode == 0, shown.stderr
+    settings = json.loads(shown.stdout)
+    assert (settings["dtype"], settings["device"], settings["lr"]) == ("bfloat16", "cpu", 2e-5)
+    refused = subprocess.run(
+        [*launch, "--mixed_precision", "fp16", *trainer],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=120,
+        env=environment,
+    )
+    assert refused.returncode != 0
+    assert "error: --dtype float16 cannot be trained" in refused.stderr
 
 
 def test_the_trainers_requirements_file_installs_this_project_from_its_root() -> None:
