@@ -62,7 +62,7 @@ class BrokerSession:
         return self._info
 
     def get_batch(self, number: int) -> Batch | None:
-        """Batch `number`, or None when it has not filled within one long poll."""
+        """Batch `number`, or None when it has not filled within one long poll; its rows of numbers may be arrays."""
         return self._client.get_batch(
             number,
             run_id=self.info.run_id,
@@ -70,6 +70,7 @@ class BrokerSession:
             wait_seconds=LONG_POLL_SECONDS,
             rank=self._rank,
             world_size=self._world_size,
+            arrays=True,
         )
 
     def announce_policy(self, version: int, step: int) -> None:

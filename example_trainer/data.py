@@ -217,7 +217,7 @@ def _missing(group: Group, index: int, cause: str) -> str:
 
 def _supplied_advantages(group: Group, index: int, targets: IntArray, length: int) -> FloatArray | None:
     """Advantages sent by the environment: one a token, or a single one for the sequence."""
-    if not group.advantages or index >= len(group.advantages) or not group.advantages[index]:
+    if not group.advantages or index >= len(group.advantages) or len(group.advantages[index]) == 0:
         return None
     values = np.asarray(group.advantages[index], dtype=np.float32)
     if len(values) == 1:

@@ -32,7 +32,10 @@ WIRE_KEYS: Final = (
 
 
 class Group(msgspec.Struct, kw_only=True):
-    """Several rollouts of one prompt. Keys that are not listed here survive in the broker's storage."""
+    """Several rollouts of one prompt. Keys that are not listed here survive in the broker's storage.
+
+    Where a client asked for arrays, rows of numbers are numpy arrays instead of lists.
+    """
 
     tokens: list[list[int]]
     """One full sequence (prompt and completion) a rollout."""
