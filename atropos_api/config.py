@@ -18,7 +18,14 @@ class BrokerConfig(BaseModel):
     host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs a token")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
     reload: bool = Field(False, description="Restart when the source changes (for work on the broker itself)")
-    store: str = Field("./atropos-data", description="Directory for groups and runs, or the word memory")
+    store: str = Field(
+        "./atropos-data",
+        description="Directory for groups and runs, the word memory, or redis://host:port/database: there a second "
+        "broker stands by and takes over when the first is gone",
+    )
+    lease: float = Field(
+        10.0, ge=0.5, description="Seconds after which a standby takes over from a broker on Redis that fell silent"
+    )
     fsync: Literal["always", "interval", "never"] = Field(
         "interval",
         description="When to force data to the disk: before each answer; once a second; never. All three lose nothing "
@@ -66,11 +73,9 @@ class BrokerConfig(BaseModel):
 
     @field_validator("store")
     @classmethod
-    def _refuse_redis(cls, value: str) -> str:
-        if value.startswith(("redis://", "rediss://")):
-            raise ValueError("Redis is not supported yet; name a directory or say memory")
+    def _check_store(cls, value: str) -> str:
         if not value:
-            raise ValueError("name a directory or say memory")
+            raise ValueError("name a directory, say memory, or give the URL of a Redis")
         return value
 
     @field_validator("token")

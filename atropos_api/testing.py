@@ -65,7 +65,7 @@ def serve_in_thread(app: FastAPI) -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
-        server = BrokerServer(app)
+        server = BrokerServer(app, app.state.services.config, app.state.services.stop)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:

@@ -27,6 +27,7 @@ from atropos_api.http.problems import (
 )
 from atropos_api.http.services import Services
 from atropos_api.http.settling import SyncBeforeAnswer
+from atropos_api.store.opening import needs_sync
 
 
 class BrokerApp(FastAPI):
@@ -49,7 +50,7 @@ def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
     """The broker's HTTP side; `app.state.services` holds what its handlers share."""
     app = BrokerApp(title="Atropos broker", version="1", redirect_slashes=False, openapi_url=None)
     app.state.services = make_services(config, broker)
-    if config.fsync == "always" and config.store != "memory":
+    if needs_sync(config.store, config.fsync):
         app.add_middleware(SyncBeforeAnswer, sync=broker.sync)
     # Later ones lie further out: only the answers to a browser's own questions before a request pass the door.
     app.add_middleware(Door, config=config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 
 from atropos_api.errors import BrokerError, StoreUnavailable
-from atropos_api.http.services import Services, services_of
+from atropos_api.http.services import Services
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def answer_broker_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, BrokerError):
         raise error
     if isinstance(error, StoreUnavailable):
-        _note_store_failure(services_of(request), error)
+        _note_store_failure(request.app.state.services, error)
     status = STATUS_BY_KIND[error.kind]
     if status == 422:
         logger.warning("refused: %s", error)
@@ -135,7 +136,9 @@ def _note_store_failure(services: Services, error: StoreUnavailable) -> None:
     services.broker.state.counters.store_failures_total += 1
     logger.error("%s", error)
     if services.broker.state.torn:
-        services.broker.rebuild()
+        # Where the store cannot even be read, the next call tries again.
+        with suppress(StoreUnavailable):
+            services.broker.rebuild()
 
 
 def _json(body: dict[str, Any], status: int, headers: dict[str, str]) -> Response:

@@ -15,8 +15,11 @@ from atropos_api.errors import PortInUse
 from atropos_api.http.answer_steps import AnswerSteps
 from atropos_api.http.app import create_app
 from atropos_api.http.server import BrokerServer, notice_vanished_peers
-from atropos_api.store.opening import open_store
-from atropos_api.store.steps import Step, pass_by, read_crash_step
+from atropos_api.http.standby import Standby
+from atropos_api.store.base import BodyLog, Ledger
+from atropos_api.store.opening import open_held, open_session, open_store
+from atropos_api.store.redis_session import RedisSession, is_redis
+from atropos_api.store.steps import Reach, Step, pass_by, read_crash_step
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +40,44 @@ def serve(config: BrokerConfig) -> int:
 
 def serve_on(config: BrokerConfig, listener: socket.socket) -> int:
     """Open the store and serve on a listening socket."""
-    app, broker = make_app(config)
     host, port = listener.getsockname()[:2]
+    if is_redis(config.store):
+        session = open_session(config.store, lease_seconds=config.lease)
+        logger.info("listening on http://%s:%d, store %s", host, port, session.place)
+        return serve_redis(config, session, listener)
+    reach = read_crash_step(os.environ)
+    store = open_store(config.store, fsync=config.fsync, fresh=config.fresh, reach=reach)
+    app, broker = make_app(config, store, reach=reach)
     logger.info("listening on http://%s:%d, store %s; %s", host, port, config.store, describe_contents(broker))
     try:
-        BrokerServer(app).run(sockets=[listener])
+        BrokerServer(app, config, app.state.services.stop).run(sockets=[listener])
     finally:
         broker.close()
     return 0
 
 
-def make_app(config: BrokerConfig) -> tuple[FastAPI, Broker]:
+def serve_redis(config: BrokerConfig, session: RedisSession, listener: socket.socket) -> int:
+    """Serve while this process holds the lease of a Redis, stand by while it does not."""
+    fresh = [config.fresh]
     reach = read_crash_step(os.environ)
-    ledger, bodies = open_store(config.store, fsync=config.fsync, fresh=config.fresh, reach=reach)
+
+    def activate() -> tuple[FastAPI, Broker]:
+        # What this process itself has taken since is not to be deleted.
+        app, broker = make_app(config, open_held(session, fresh=fresh.pop() if fresh else False), reach=reach)
+        logger.info("active on %s; %s", session.place, describe_contents(broker))
+        return app, broker
+
+    standby = Standby(session, activate)
+    standby.start()
+    try:
+        BrokerServer(standby, config, standby.stop).run(sockets=[listener])
+    finally:
+        standby.close()
+    return 0
+
+
+def make_app(config: BrokerConfig, store: tuple[Ledger, BodyLog], *, reach: Reach = pass_by) -> tuple[FastAPI, Broker]:
+    ledger, bodies = store
     reach(Step.STORE_OPENED)
     broker = Broker(ledger, bodies, settings=config.settings(), reach=reach)
     app = create_app(config, broker)

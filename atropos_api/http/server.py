@@ -7,15 +7,15 @@ import logging
 import resource
 import signal
 import socket
+from collections.abc import Callable
 from types import FrameType
 from typing import Final, cast
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from atropos_api.config import BrokerConfig
 from atropos_api.http.connections import GuardedProtocol, Patience, sweep
-from atropos_api.http.services import Services
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ PROBE_AFTER_SECONDS: Final = 30
 class BrokerServer(uvicorn.Server):
     """uvicorn, with every long wait ended as soon as a signal asks the process to stop."""
 
-    def __init__(self, app: FastAPI) -> None:
-        self._services: Services = app.state.services
-        super().__init__(_uvicorn_config(app, self._services.config))
+    def __init__(self, app: ASGIApp, config: BrokerConfig, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        super().__init__(_uvicorn_config(app, config))
 
     async def on_tick(self, counter: int) -> bool:
         if counter % SWEEP_TICKS == 0:
@@ -47,10 +47,10 @@ class BrokerServer(uvicorn.Server):
         # Unlike uvicorn's own, this does not raise the signal again after the shutdown: stopping is no failure.
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
-        self._services.stop()
+        self._stop()
 
 
-def _uvicorn_config(app: FastAPI, config: BrokerConfig) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, config: BrokerConfig) -> uvicorn.Config:
     patience = Patience(
         max_connections=_affordable_connections(config.max_connections),
         header_seconds=config.header_timeout,

@@ -78,4 +78,7 @@ class Services:
 
 def services_of(request: Request) -> Services:
     services: Services = request.app.state.services
+    # Memory that could not be read again when the store failed; that is tried until it can.
+    if services.broker.state.torn:
+        services.broker.rebuild()
     return services

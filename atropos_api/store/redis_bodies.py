@@ -7,7 +7,7 @@ from typing import Final
 
 from atropos_api.errors import StoreDamaged
 from atropos_api.store.base import BodyRef
-from atropos_api.store.redis_session import RedisSession
+from atropos_api.store.redis_session import RedisTerm
 
 BODIES: Final = "atropos:bodies"
 
@@ -15,16 +15,16 @@ BODIES: Final = "atropos:bodies"
 class RedisBodyLog:
     """Bodies by number, which is the offset of a `BodyRef`. What `append` stages is kept with the next transaction."""
 
-    def __init__(self, session: RedisSession) -> None:
-        self._session = session
-        self._known = {int(number) for number in session.ask("HKEYS", BODIES)}
+    def __init__(self, term: RedisTerm) -> None:
+        self._term = term
+        self._known = {int(number) for number in term.ask("HKEYS", BODIES)}
         self._next_number = max(self._known, default=0) + 1
         self._size_bytes = 0
 
     def append(self, bodies: Sequence[bytes]) -> list[BodyRef]:
         refs = []
         for body in bodies:
-            self._session.stage("HSET", BODIES, self._next_number, body)
+            self._term.stage("HSET", BODIES, self._next_number, body)
             refs.append(BodyRef(0, self._next_number, len(body)))
             self._next_number += 1
             self._size_bytes += len(body)
@@ -33,23 +33,23 @@ class RedisBodyLog:
     def read(self, refs: Sequence[BodyRef]) -> list[bytes]:
         if not refs:
             return []
-        bodies = self._session.ask("HMGET", BODIES, *[ref.offset for ref in refs])
+        bodies = self._term.ask("HMGET", BODIES, *[ref.offset for ref in refs])
         missing = [ref for ref, body in zip(refs, bodies, strict=True) if body is None or len(body) != ref.length]
         if missing:
-            raise StoreDamaged(f"{self._session.place}: body {missing[0].offset} is gone", refs=missing)
+            raise StoreDamaged(f"{self._term.place}: body {missing[0].offset} is gone", refs=missing)
         return list(bodies)
 
     def discard(self, refs: Iterable[BodyRef]) -> None:
         """Deleted with the next transaction; should there be none, the next start does it."""
         gone = list(refs)
         self._size_bytes -= sum(ref.length for ref in gone)
-        self._session.stage_many("HDEL", BODIES, [ref.offset for ref in gone])
+        self._term.stage_many("HDEL", BODIES, [ref.offset for ref in gone])
 
     def adopt(self, refs: Iterable[BodyRef]) -> list[BodyRef]:
         alive = list(refs)
         lost = [ref for ref in alive if ref.offset not in self._known]
         orphans = self._known - {ref.offset for ref in alive}
-        self._session.stage_many("HDEL", BODIES, sorted(orphans))
+        self._term.stage_many("HDEL", BODIES, sorted(orphans))
         self._known = set()
         self._size_bytes = sum(ref.length for ref in alive) - sum(ref.length for ref in lost)
         return lost
@@ -64,4 +64,4 @@ class RedisBodyLog:
         return self._size_bytes
 
     def close(self) -> None:
-        """The ledger closes the session that both share."""
+        """The ledger ends the term that both share."""

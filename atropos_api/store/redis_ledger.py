@@ -19,7 +19,7 @@ from atropos_api.store.base import (
     RunRow,
     Snapshot,
 )
-from atropos_api.store.redis_session import RedisSession
+from atropos_api.store.redis_session import RedisTerm
 
 RUNS: Final = "atropos:runs"
 ENVIRONMENTS: Final = "atropos:environments"
@@ -37,13 +37,13 @@ _encoder = msgspec.json.Encoder()
 class RedisLedger:
     """Rows as JSON. Groups are also kept here, for a change of one is written as the whole row."""
 
-    def __init__(self, session: RedisSession) -> None:
-        self._session = session
+    def __init__(self, term: RedisTerm) -> None:
+        self._term = term
         self._groups: dict[int, GroupRow] = {}
         self._depth = 0
 
     def load(self) -> Snapshot:
-        places = {name.decode(): int(value) for name, value in self._session.ask("HGETALL", PLACES).items()}
+        places = {name.decode(): int(value) for name, value in self._term.ask("HGETALL", PLACES).items()}
         groups = sorted(self._read(GROUPS, GroupRow), key=lambda row: row.seq)
         self._groups = {row.seq: row for row in groups}
         return Snapshot(
@@ -59,17 +59,17 @@ class RedisLedger:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing; a transaction inside another is a part of it."""
-        before = self._session.staged_count
+        before = self._term.staged_count
         self._depth += 1
         try:
             yield
         except BaseException:
-            self._session.unstage(before)
+            self._term.unstage(before)
             raise
         finally:
             self._depth -= 1
         if self._depth == 0:
-            self._session.apply()
+            self._term.apply()
 
     def put_run(self, row: RunRow) -> None:
         self._put(RUNS, row.run_id, row)
@@ -85,14 +85,14 @@ class RedisLedger:
 
     def forget_keys(self, key_ids: Sequence[int]) -> None:
         with self.transaction():
-            self._session.stage_many("HDEL", KEYS, key_ids)
+            self._term.stage_many("HDEL", KEYS, key_ids)
 
     def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
         with self.transaction():
             self._keep(rows)
             if rows:
-                self._session.stage("HSET", PLACES, "next_seq", rows[-1].seq + 1)
-            self._session.stage("HSET", PLACES, "answered_seq", answered_seq)
+                self._term.stage("HSET", PLACES, "next_seq", rows[-1].seq + 1)
+            self._term.stage("HSET", PLACES, "answered_seq", answered_seq)
 
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         self._change({seq: {"batch": batch} for seq in seqs})
@@ -105,7 +105,7 @@ class RedisLedger:
 
     def drop_groups(self, seqs: Sequence[int]) -> None:
         with self.transaction():
-            self._session.stage_many("HDEL", GROUPS, seqs)
+            self._term.stage_many("HDEL", GROUPS, seqs)
             for seq in seqs:
                 self._groups.pop(seq, None)
 
@@ -115,13 +115,11 @@ class RedisLedger:
     def close(self) -> None:
         """Hand over what is staged, and the lease with it."""
         with suppress(StoreUnavailable):
-            self._session.apply()
-            self._session.release()
-        self._session.close()
+            self._term.end()
 
     def _put(self, name: str, field: str | int, row: msgspec.Struct) -> None:
         with self.transaction():
-            self._session.stage("HSET", name, field, _encoder.encode(row))
+            self._term.stage("HSET", name, field, _encoder.encode(row))
 
     def _change(self, changes: dict[int, dict[str, object]]) -> None:
         with self.transaction():
@@ -132,7 +130,7 @@ class RedisLedger:
         for row in rows:
             self._groups[row.seq] = row
             members += (row.seq, _encoder.encode(row))
-        self._session.stage_many("HSET", GROUPS, members)
+        self._term.stage_many("HSET", GROUPS, members)
 
     def _read(self, name: str, kind: type[RowT]) -> list[RowT]:
-        return [msgspec.json.decode(row, type=kind) for row in self._session.ask("HGETALL", name).values()]
+        return [msgspec.json.decode(row, type=kind) for row in self._term.ask("HGETALL", name).values()]

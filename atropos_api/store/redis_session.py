@@ -82,18 +82,15 @@ def boot_seconds() -> float:
 
 
 class RedisSession:
-    """One broker's dealings with one Redis: lease, staged writes, reads."""
+    """One process's dealings with one Redis: the connection and the lease. Each time it is acquired begins a term."""
 
     def __init__(self, url: str, *, lease_seconds: float) -> None:
         self.place = without_password(url)
         self.lease_seconds = lease_seconds
         self._client = connect(url, timeout_seconds=max(1.0, lease_seconds / 3))
         self._apply = self._client.register_script(APPLY_SCRIPT)
-        self._value = ""
         self._held_until = 0.0
-        self._staged: list[tuple[Argument, ...]] = []
-
-    # Lease
+        self.term = RedisTerm(self, "")
 
     @property
     def held(self) -> bool:
@@ -104,16 +101,16 @@ class RedisSession:
         """Become the active broker, if there is none (or if it was this one)."""
         value = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "term": uuid.uuid4().hex})
         asked_at = boot_seconds()
-        if not self._run(ACQUIRE_SCRIPT, self._value, value, self._lease_milliseconds()):
+        if not self._run(ACQUIRE_SCRIPT, self.term.value, value, self._lease_milliseconds()):
             return False
-        self._value, self._staged = value, []
+        self.term = RedisTerm(self, value)
         self._held_until = asked_at + self.lease_seconds
         return True
 
     def renew(self) -> bool:
         """Stay the active broker; False if another one is, or nobody."""
         asked_at = boot_seconds()
-        renewed = self.held and bool(self._run(RENEW_SCRIPT, self._value, self._lease_milliseconds()))
+        renewed = self.held and bool(self._run(RENEW_SCRIPT, self.term.value, self._lease_milliseconds()))
         self._held_until = asked_at + self.lease_seconds if renewed else 0.0
         return renewed
 
@@ -124,14 +121,11 @@ class RedisSession:
     def release(self) -> None:
         """Let a standby take over at once."""
         self._held_until = 0.0
-        self._run(RELEASE_SCRIPT, self._value)
+        self._run(RELEASE_SCRIPT, self.term.value)
 
     def holder(self) -> dict[str, Any] | None:
         """Who is active."""
-        try:
-            value = self._client.execute_command("GET", LEASE)
-        except Exception as error:
-            raise self._translate(error) from error
+        value = self.call("GET", LEASE)
         return {name: member for name, member in json.loads(value).items() if name != "term"} if value else None
 
     def check_promises(self) -> None:
@@ -154,59 +148,24 @@ class RedisSession:
                 "tell it with redis-cli CONFIG SET maxmemory-policy noeviction"
             )
 
-    # Data
+    def close(self) -> None:
+        self._client.close()
 
-    @property
-    def staged_count(self) -> int:
-        return len(self._staged)
-
-    def stage(self, *command: Argument) -> None:
-        """Add a write to those that the next `apply` makes together."""
-        self._staged.append(command)
-
-    def unstage(self, count: int) -> None:
-        """Drop what was staged after the first `count`."""
-        del self._staged[count:]
-
-    def stage_many(self, name: str, key: str, members: Sequence[Argument]) -> None:
-        for start in range(0, len(members), CHUNK):
-            self.stage(name, key, *members[start : start + CHUNK])
-
-    def apply(self) -> None:
-        """Make all staged writes, or none of them."""
-        staged, self._staged = self._staged, []
-        arguments: list[Argument] = [self._value]
-        for command in staged:
-            arguments += (len(command), *command)
-        self._check_held()
-        try:
-            applied = self._apply(keys=[LEASE], args=arguments)
-        except Exception as error:
-            raise self._translate(error) from error
-        if not applied:
-            self.step_down()
-            raise StoreUnavailable(f"another broker took over {self.place}; nothing was kept here, ask that one")
-
-    def ask(self, *command: Argument) -> Any:
-        """A read."""
-        self._check_held()
+    def call(self, *command: Argument) -> Any:
         try:
             return self._client.execute_command(*command)
         except Exception as error:
             raise self._translate(error) from error
 
-    def close(self) -> None:
-        self._client.close()
-
-    def _check_held(self) -> None:
-        if not self.held:
-            raise StoreUnavailable(f"this broker is not the active one on {self.place} (any more); ask again")
-
-    def _run(self, script: str, *arguments: Argument) -> Any:
+    def apply(self, arguments: Sequence[Argument]) -> bool:
+        """Run the script that writes; False if the lease has another value by now."""
         try:
-            return self._client.execute_command("EVAL", script, 1, LEASE, *arguments)
+            return bool(self._apply(keys=[LEASE], args=arguments))
         except Exception as error:
             raise self._translate(error) from error
+
+    def _run(self, script: str, *arguments: Argument) -> Any:
+        return self.call("EVAL", script, 1, LEASE, *arguments)
 
     def _setting(self, name: str) -> str | None:
         """A setting of the server; None where it does not tell."""
@@ -232,6 +191,57 @@ class RedisSession:
             self.step_down()
             return StoreUnavailable(f"{self.place} does not answer ({error}); the broker goes on when it is back")
         return StoreUnavailable(f"{self.place} refused a write ({error}); nothing was kept")
+
+
+class RedisTerm:
+    """The time in which one broker is active: staged writes and reads, refused once the term is over."""
+
+    def __init__(self, session: RedisSession, value: str) -> None:
+        self.place = session.place
+        self.value = value
+        self._session = session
+        self._staged: list[tuple[Argument, ...]] = []
+
+    @property
+    def staged_count(self) -> int:
+        return len(self._staged)
+
+    def stage(self, *command: Argument) -> None:
+        """Add a write to those that the next `apply` makes together."""
+        self._staged.append(command)
+
+    def unstage(self, count: int) -> None:
+        """Drop what was staged after the first `count`."""
+        del self._staged[count:]
+
+    def stage_many(self, name: str, key: str, members: Sequence[Argument]) -> None:
+        for start in range(0, len(members), CHUNK):
+            self.stage(name, key, *members[start : start + CHUNK])
+
+    def apply(self) -> None:
+        """Make all staged writes, or none of them."""
+        staged, self._staged = self._staged, []
+        arguments: list[Argument] = [self.value]
+        for command in staged:
+            arguments += (len(command), *command)
+        self._check_held()
+        if not self._session.apply(arguments):
+            self._session.step_down()
+            raise StoreUnavailable(f"another broker took over {self.place}; nothing was kept here, ask that one")
+
+    def ask(self, *command: Argument) -> Any:
+        """A read."""
+        self._check_held()
+        return self._session.call(*command)
+
+    def end(self) -> None:
+        """Make what is staged, and give the lease back."""
+        self.apply()
+        self._session.release()
+
+    def _check_held(self) -> None:
+        if self._session.term is not self or not self._session.held:
+            raise StoreUnavailable(f"this broker is not the active one on {self.place} (any more); ask again")
 
 
 def _text(value: str | bytes) -> str:

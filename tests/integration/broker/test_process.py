@@ -66,8 +66,7 @@ def test_a_port_that_is_taken_names_its_holder_and_the_flag():
     assert "--port" in line
 
 
-def test_redis_and_misspelt_flags_are_refused_in_one_line():
-    assert "Redis is not supported yet" in refuse("--store", "redis://localhost")
+def test_misspelt_flags_are_refused_in_one_line():
     assert "did you mean --max-staleness" in refuse("--max-stalenes", "3")
 
 

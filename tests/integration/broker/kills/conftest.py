@@ -120,7 +120,7 @@ class HonestClient:
     def __init__(self, urls, patience_seconds):
         self._urls = list(urls)
         self._patience_seconds = patience_seconds
-        self._http = httpx.Client(timeout=10)
+        self._http = httpx.Client(timeout=3)
 
     def call(self, method, path, **options):
         deadline = time.monotonic() + self._patience_seconds
@@ -130,7 +130,7 @@ class HonestClient:
                 response = self._http.request(method, self._urls[0] + path, **options)
                 if response.status_code < 300:
                     return response
-                assert response.status_code == 503, (method, path, response.status_code, response.text)
+                assert response.status_code == 503, (method, path, response.status_code, response.text, str(self._urls))
                 seen = response.text
             except httpx.TransportError as error:
                 seen = repr(error)

@@ -1,0 +1,174 @@
+"""A broker on Redis: killed, replaced by its standby, paused and woken, with Redis itself killed under it."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from atropos_api.store.steps import Step
+from atropos_api.testing_redis import RedisServer, running_redis
+
+EVERY = os.environ.get("ATROPOS_KILLS", "") == "all"
+LEASE = 1.0
+DIRECTORY_ONLY = {
+    step for step in Step if step.startswith(("compaction-", "segment-", "bodies-w", "bodies-s", "ledger-"))
+}
+STEPS = [step for step in Step if step not in DIRECTORY_ONLY]
+
+pytestmark = pytest.mark.skipif(not RedisServer.installed(), reason="redis-server is not installed")
+
+
+@pytest.fixture
+def redis_server():
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def pair(redis_server, killed_broker):
+    """An active broker and its standby."""
+    active, standby = (killed_broker("--store", redis_server.url, "--lease", str(LEASE)) for _ in range(2))
+    active.start()
+    assert active.wait_until(200)
+    standby.start()
+    assert standby.wait_until(200, path="/livez")
+    return active, standby
+
+
+def readiness(broker):
+    response = httpx.get(broker.url + "/readyz")
+    return response.status_code, response.json()
+
+
+def wait_for_word_of(standby, active):
+    """Until the one names the other as the active broker."""
+    deadline = time.monotonic() + 5
+    while (readiness(standby)[1].get("active") or {}).get("pid") != active.pid:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_standby_says_so_and_who_is_active(pair):
+    active, standby = pair
+    status, problem = readiness(standby)
+    assert (status, problem["type"].rpartition("/")[2]) == (503, "standby")
+    assert problem["active"]["pid"] == active.pid
+    assert f"pid {active.pid}" in problem["detail"]
+    response = httpx.post(standby.url + "/v1/runs", json={})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+def test_a_broker_that_stops_in_order_hands_over_at_once(pair):
+    active, standby = pair
+    active.kill(signal.SIGTERM)
+    started = time.monotonic()
+    assert standby.wait_until(200)
+    assert time.monotonic() - started < LEASE
+
+
+def test_killed_at_each_step_its_standby_takes_over_and_nothing_is_lost_or_duplicated(pair, load):
+    work = load(*pair)
+    active, standby = pair
+    steps = sorted(STEPS, key=lambda step: not step.startswith("run-"))
+    for step in steps if EVERY else random.sample(steps, 5):
+        work.wait_for_batches(1)
+        # The one that is to die has to be the active one.
+        active.kill(signal.SIGTERM)
+        assert standby.wait_until(200)
+        active.start(crash_at=f"{step}:1")
+        if not step.startswith(("store-", "recovered")):
+            assert active.wait_until(503, 200)
+        standby.kill(signal.SIGTERM)
+        if step.startswith("run-"):
+            work.restart_trainer()
+        assert active.wait_for_death(20), f"{step} was not reached"
+        standby.start()
+        assert standby.wait_until(200)
+        active, standby = standby, active
+        standby.start()
+        work.check()
+    work.finish()
+
+
+def test_killed_at_random_the_standby_takes_over_within_the_lease(pair, load):
+    active, standby = pair
+    work = load(*pair, environments=8 if EVERY else 4)
+    waits = []
+    for _ in range(50 if EVERY else 3):
+        time.sleep(random.uniform(0.2, 0.6))
+        active.kill()
+        started = time.monotonic()
+        assert standby.wait_until(200)
+        waits.append(time.monotonic() - started)
+        active.start()
+        active, standby = standby, active
+        work.check()
+    work.wait_for_batches(2)
+    work.finish()
+    assert max(waits) < LEASE + 1.0
+
+
+def test_redis_killed_and_restarted_costs_a_pause_and_nothing_else(redis_server, pair, load):
+    work = load(*pair)
+    for _ in range(10 if EVERY else 2):
+        work.wait_for_batches(2)
+        redis_server.kill()
+        assert all(broker.wait_until(503) for broker in pair)
+        time.sleep(random.uniform(0, 1.5 * LEASE))
+        redis_server.start()
+        work.check()
+    work.wait_for_batches(2)
+    work.finish()
+
+
+def test_redis_that_hangs_is_a_503_until_it_goes_on(redis_server, pair, load):
+    work = load(*pair)
+    work.wait_for_batches(1)
+    redis_server.pause()
+    assert all(broker.wait_until(503) for broker in pair)
+    redis_server.resume()
+    work.wait_for_batches(2)
+    work.finish()
+
+
+def test_an_active_broker_that_was_paused_past_its_lease_writes_nothing_when_it_wakes(pair, load):
+    work = load(*pair)
+    for _ in range(5 if EVERY else 2):
+        work.wait_for_batches(1)
+        # Whichever is active.
+        active = next(broker for broker in pair if readiness(broker)[0] == 200)
+        (other,) = (broker for broker in pair if broker is not active)
+        os.kill(active.pid, signal.SIGSTOP)
+        assert other.wait_until(200)
+        work.wait_for_batches(1)
+        os.kill(active.pid, signal.SIGCONT)
+        assert active.wait_until(503)
+        wait_for_word_of(active, other)
+    work.wait_for_batches(1)
+    work.finish()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("appendonly", "no"), ("appendfsync", "everysec"), ("no-appendfsync-on-rewrite", "yes")]
+)
+def test_a_redis_that_may_forget_is_refused_with_the_command_that_mends_it(redis_server, setting, value):
+    subprocess.run(["redis-cli", "-p", str(redis_server.port), "config", "set", setting, value], check=True)
+    command = [sys.executable, "-m", "atropos_api", "--port", "0", "--store", redis_server.url]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 2
+    assert f"{setting} {value}" in result.stderr
+    assert f"CONFIG SET {setting}" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_redis_that_is_not_there_is_one_line():
+    command = [sys.executable, "-m", "atropos_api", "--port", "0", "--store", "redis://:secret@127.0.0.1:1/0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "redis://127.0.0.1:1/0 does not answer" in result.stderr
+    assert "secret" not in result.stderr

@@ -1,0 +1,194 @@
+"""What every store promises, tested on each: rows and bodies come back, transactions are whole, the missing is named."""
+
+import os
+
+import pytest
+
+from atropos_api.broker import Broker
+from atropos_api.errors import StoreUnavailable
+from atropos_api.store.base import LOST, BodyRef, EnvironmentRow, GroupRow, KeyRow, PolicyRow
+from atropos_api.store.directory import open_directory
+from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
+from atropos_api.store.opening import open_held, open_session
+from atropos_api.testing_redis import RedisServer, running_redis
+
+
+@pytest.fixture(scope="module")
+def redis_server():
+    if not RedisServer.installed():
+        pytest.skip("redis-server is not installed")
+    with running_redis() as server:
+        yield server
+
+
+class Directory:
+    def __init__(self, path):
+        self._path = path
+        self.ledger = self.bodies = None
+
+    def open(self):
+        self.ledger, self.bodies = open_directory(self._path, fsync="never", fresh=False)
+        return self.ledger, self.bodies
+
+    def close(self):
+        self.bodies.close()
+        self.ledger.close()
+
+
+class Redis(Directory):
+    def open(self):
+        session = open_session(self._path, lease_seconds=5)
+        assert session.acquire()
+        self.ledger, self.bodies = open_held(session, fresh=False)
+        return self.ledger, self.bodies
+
+
+class Memory(Directory):
+    def open(self):
+        if self.ledger is None:
+            self.ledger, self.bodies = MemoryLedger(), MemoryBodyLog()
+        return self.ledger, self.bodies
+
+
+@pytest.fixture(params=["memory", "directory", "redis"])
+def store(request, tmp_path):
+    if request.param == "redis":
+        server = request.getfixturevalue("redis_server")
+        server.flush()
+        made = Redis(server.url)
+    else:
+        made = Directory(tmp_path) if request.param == "directory" else Memory(tmp_path)
+    made.open()
+    yield made
+    made.close()
+
+
+def reopen(store):
+    store.close()
+    return store.open()
+
+
+def make_row(seq, body, **changes):
+    values = {
+        "seq": seq, "run_id": "", "env_id": None, "size": 4, "token_count": 40, "body": body,
+        "received_version": None, "oldest_version": 2, "arrived_at": 1.5,
+    }  # fmt: skip
+    return GroupRow(**(values | changes))
+
+
+def add(store, count, **changes):
+    refs = store.bodies.append([b"body %d" % n for n in range(count)])
+    store.ledger.add_groups([make_row(n + 1, ref, **changes) for n, ref in enumerate(refs)], answered_seq=0)
+    return refs
+
+
+def test_rows_of_all_kinds_come_back_as_they_were(store):
+    body = BodyRef(0, 1, 5)
+    rows = [make_row(1, body), make_row(2, body, run_id="r", env_id=-3, batch=2, key_id=1, form="columns")]
+    key = KeyRow(key_id=1, owner="env", key="k", group_count=1, used_at=2.0)
+    policy = PolicyRow(run_id="r", version=3, step=1, published_at=0.5, orphaned=True)
+    environment = EnvironmentRow(
+        environment_id=0, name="ü", display_name="ü", group_size=4, max_token_length=9, weight=1.0,
+        min_batch_allocation=None, max_batches_offpolicy=3, connected=True, registered_at=1.0, seen_at=2.0,
+    )  # fmt: skip
+    with store.ledger.transaction():
+        store.ledger.add_groups(rows, answered_seq=1)
+        store.ledger.put_key(key)
+        store.ledger.put_policy(policy)
+        store.ledger.put_environment(environment)
+    found = reopen(store)[0].load()
+    assert (found.groups, found.keys, found.policies, found.environments) == (rows, [key], [policy], [environment])
+    assert (found.next_seq, found.answered_seq) == (3, 1)
+
+
+def test_bodies_come_back_byte_for_byte_with_their_rows(store):
+    bodies = [b"a", b"", os.urandom(100_000), b"z" * 1000]
+    refs = store.bodies.append(bodies)
+    store.ledger.add_groups([make_row(n + 1, ref) for n, ref in enumerate(refs)], answered_seq=0)
+    assert store.bodies.read(refs) == bodies
+    _, log = reopen(store)
+    assert log.adopt(refs) == []
+    assert log.read(refs) == bodies
+    assert log.size_bytes() >= sum(map(len, bodies))
+
+
+def test_changes_of_a_row_add_up(store):
+    add(store, 3)
+    store.ledger.assign_batch([1, 2], 5)
+    store.ledger.adopt_groups("run")
+    store.ledger.move_groups([(2, LOST)])
+    store.ledger.drop_groups([3])
+    found = reopen(store)[0].load().groups
+    assert [(row.seq, row.batch, row.run_id) for row in found] == [(1, 5, "run"), (2, 5, "run")]
+    assert found[1].body == LOST
+    store.ledger.assign_batch([1, 2], 0)
+    assert [row.batch for row in reopen(store)[0].load().groups] == [0, 0]
+
+
+def test_many_rows_are_one_transaction(store):
+    refs = store.bodies.append([b"x"] * 5000)
+    store.ledger.add_groups([make_row(n + 1, ref) for n, ref in enumerate(refs)], answered_seq=0)
+    store.ledger.assign_batch(range(1, 5001), 1)
+    ledger, bodies = reopen(store)
+    assert [row.batch for row in ledger.load().groups] == [1] * 5000
+    assert bodies.adopt(refs) == []
+    ledger.drop_groups(range(1, 5001))
+    assert reopen(store)[0].load().groups == []
+
+
+def test_a_body_that_is_gone_is_named_at_start(store):
+    refs = add(store, 2)
+    nowhere = BodyRef(0, 10**9, 5)
+    _, log = reopen(store)
+    assert log.adopt([*refs, nowhere]) == [nowhere]
+
+
+def test_a_discarded_body_gives_its_space_back(store):
+    refs = add(store, 2)
+    store.bodies.adopt(refs)
+    store.bodies.discard(refs[:1])
+    store.ledger.drop_groups([1])
+    assert store.bodies.read(refs[1:]) == [b"body 1"]
+    store.ledger.drop_groups([2])
+    store.bodies.discard(refs[1:])
+    ledger, log = reopen(store)
+    Broker(ledger, log)
+    assert log.size_bytes() == 0
+
+
+@pytest.mark.parametrize("store", ["directory", "redis"], indirect=True)
+def test_a_transaction_that_fails_keeps_nothing(store):
+    def add_and_fail():
+        with store.ledger.transaction():
+            add(store, 1)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        add_and_fail()
+    store.ledger.add_groups([], answered_seq=7)
+    found = reopen(store)[0].load()
+    assert (found.groups, found.next_seq, found.answered_seq) == ([], 1, 7)
+
+
+def test_a_term_that_is_over_writes_and_reads_nothing(redis_server):
+    redis_server.flush()
+    first, second = (open_session(redis_server.url, lease_seconds=0.5) for _ in range(2))
+    assert first.acquire()
+    ledger, bodies = open_held(first, fresh=False)
+    assert not second.acquire()
+    first.step_down()
+    # The same broker again: a new term, so what its old one still has in hand is void.
+    assert first.acquire()
+    for use in (lambda: ledger.add_groups([], answered_seq=9), lambda: ledger.load(), lambda: bodies.read([LOST])):
+        with pytest.raises(StoreUnavailable, match="not the active one"):
+            use()
+    # Redis itself refuses a late write, whatever its sender believes.
+    stale = first.term
+    assert first._run("return redis.call('SET', KEYS[1], 'somebody else')")
+    stale.stage("HSET", "atropos:places", "answered_seq", 9)
+    with pytest.raises(StoreUnavailable, match="took over"):
+        stale.apply()
+    assert not first.held
+    assert first.call("HGETALL", "atropos:places") == {}
+    for session in (first, second):
+        session.close()
