@@ -1,4 +1,4 @@
-"""What every store promises, tested on each: rows and bodies come back, transactions are whole, the missing is named."""
+"""What every store promises, tested on each: rows and bodies come back, transactions are whole, losses are named."""
 
 import os
 
@@ -179,7 +179,7 @@ def test_a_term_that_is_over_writes_and_reads_nothing(redis_server):
     first.step_down()
     # The same broker again: a new term, so what its old one still has in hand is void.
     assert first.acquire()
-    for use in (lambda: ledger.add_groups([], answered_seq=9), lambda: ledger.load(), lambda: bodies.read([LOST])):
+    for use in (lambda: ledger.add_groups([], answered_seq=9), ledger.load, lambda: bodies.read([LOST])):
         with pytest.raises(StoreUnavailable, match="not the active one"):
             use()
     # Redis itself refuses a late write, whatever its sender believes.
