@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from atropos_api.broker.packing import can_fill, choose_groups
+from atropos_api.broker.packing import adds_up, can_fill, choose_groups
 from atropos_api.broker.queue import version_of
 from atropos_api.broker.state import State
 from atropos_api.broker.units import in_unit, lanes_in_unit, queued_by_environment
 from atropos_api.errors import BatchOutOfOrder, CommittedBatch
-from atropos_api.store.base import LOST, GroupRow, RunRow
+from atropos_api.store.base import LOST, EnvironmentRow, GroupRow, RunRow
 from atropos_api.store.steps import Step
 
 
@@ -128,19 +128,38 @@ class Batches:
         return queue.sequences - stuck
 
     def unpackable_sizes(self, run: RunRow) -> list[int]:
-        """Queued sizes that no batch of the run can ever hold."""
+        """Queued sizes that no batch can ever hold: no sum of sizes registered or queued, in any number, uses them."""
         sizes = self._state.queue.sizes
-        if run.unit == "groups" or (len(sizes) == 1 and run.batch_size % next(iter(sizes)) == 0):
+        if run.unit == "groups" or all(run.batch_size % size == 0 for size in sizes):
             return []
-        return sorted(size for size in sizes if not self.can_hold(run, size))
+        known = self._state.registered_sizes() | sizes
+        return sorted(size for size in sizes if not can_fill(known, run.batch_size, containing=size))
 
-    def can_hold(self, run: RunRow, size: int) -> bool:
-        """Whether a queued group of this size can be in a batch, if groups of the registered sizes keep coming."""
+    def can_use(self, run: RunRow, size: int) -> bool:
+        """Whether a queued group of this size can be in a batch, if only groups of the registered sizes come."""
         if run.unit == "groups":
             return True
         registered = self._state.registered_sizes()
         waiting = {other: count for other, count in self._state.queue.groups_by_size.items() if other not in registered}
         return can_fill(registered, run.batch_size, containing=size, at_most=waiting)
+
+    def is_short_of(self, run: RunRow, row: EnvironmentRow) -> bool:
+        """Whether the next batch cannot be made without more groups of this environment, although enough is queued.
+
+        Its own minimum is not met, or no exact subset of the queue exists and not yet a batch's worth of its size
+        waits. (With that much of every registered size there is one, if there ever can be.)
+        """
+        counts = self._state.queue.groups_by_size
+        if in_unit(run, counts) < run.batch_size:
+            return False
+        if row.min_batch_allocation and row.connected:
+            need = self._minima(run).get(row.environment_id, 0)
+            own = queued_by_environment(run, self._state.queue.lanes_of(row.environment_id))
+            if own.get(row.environment_id, 0) < need:
+                return True
+        if run.unit == "groups" or counts.get(row.group_size, 0) * row.group_size >= run.batch_size:
+            return False
+        return not adds_up(counts, run.batch_size)
 
     def drop_unpackable(self, run: RunRow) -> None:
         """At a run's end nothing will come any more that could make a batch with these."""

@@ -63,7 +63,7 @@ class Broker:
                 bodies=bodies,
                 runs=Runs(ledger, snapshot.runs, snapshot.policies),
                 environments=Environments(ledger, snapshot.environments),
-                events=EventLog(clock),
+                events=EventLog(ledger, clock, snapshot.events),
                 revision=int(clock() * 1000),
                 next_seq=snapshot.next_seq,
                 reach=reach,
@@ -85,9 +85,10 @@ class Broker:
             left_over={},
             shown=set(),
             next_seq=snapshot.next_seq,
-            torn=False,
+            torn=True,
         )
         self._take_state(fresh, snapshot)
+        fresh.torn = False
         fresh.pacing_changed()
 
     def _take_state(self, state: State, snapshot: Snapshot) -> None:
@@ -312,7 +313,7 @@ class Broker:
         if had_room and not self.pacer.has_room():
             self.state.pacing_changed()
         waiting = sum(not self.can_be_used(group.size, row.group_size) for group in taken)
-        self.state.counters.groups_unpackable_total += waiting
+        self.count_unpackable(taken)
         return SubmitAnswer(accepted=len(taken), buffered=waiting, duplicates=0, pacing=self.pacing(row))
 
     def run_for(self, row: EnvironmentRow | None) -> str:
@@ -327,7 +328,12 @@ class Broker:
     def can_be_used(self, size: int, registered_size: int | None) -> bool:
         """Whether a queued group can be in a batch, if groups of the registered sizes keep coming."""
         run = self.state.runs.open
-        return run is None or size == registered_size or self.batches.can_hold(run, size)
+        return run is None or size == registered_size or self.batches.can_use(run, size)
+
+    def count_unpackable(self, groups: Sequence[GroupRow]) -> None:
+        run = self.state.runs.open
+        stuck = self.batches.unpackable_sizes(run) if run is not None else []
+        self.state.counters.groups_unpackable_total += sum(group.size in stuck for group in groups)
 
     def under_pressure(self) -> bool:
         """Nine tenths of the room for queued groups are taken."""

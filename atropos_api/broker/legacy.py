@@ -120,6 +120,7 @@ class LegacyContract:
             self._expect([] if key else [(group.env_id, group.text) for group in repeated])
             raise
         self._state.counters.groups_refused_total += len(refused)
+        self._broker.count_unpackable(rows)
         if duplicates:
             self._state.counters.groups_duplicate_total += duplicates
             logger.info("%d groups are repeats of what was taken before; not taken again", duplicates)
@@ -238,7 +239,6 @@ class LegacyContract:
             environment = self._state.environments.find(group.env_id)
             if not self._broker.can_be_used(group.size, environment.group_size if environment else None):
                 waiting.append(group)
-        self._state.counters.groups_unpackable_total += len(waiting)
         if not waiting:
             return 0, 0
         lanes = self._state.queue.lanes_of(waiting[-1].env_id)

@@ -58,7 +58,7 @@ class LegacyStatus:
         )
         return StatusEnv(
             current_step=self._current_step(row, run),
-            queue_size=self._with_pressure((own + others) // group_size, group_size, run),
+            queue_size=self._queue_size(row, own, others, run),
             unallocated_fraction=1.0 - min(1.0, sum(other.min_batch_allocation or 0.0 for other in alive)),
             self_queue_size=own // group_size,
             max_group_size=largest,
@@ -97,6 +97,13 @@ class LegacyStatus:
         if row is None or run is None or not row.min_batch_allocation:
             return packed
         return max(0, packed - int(self.batch_sequences(run) * row.min_batch_allocation))
+
+    def _queue_size(self, row: EnvironmentRow, own: int, others: int, run: RunRow | None) -> int:
+        group_size = max(row.group_size, self._state.queue.largest_size_of(row.environment_id))
+        if run is not None and self._broker.batches.is_short_of(run, row):
+            # The rest of the queue is of no use without its groups: it must not pause for them.
+            others = 0
+        return self._with_pressure((own + others) // group_size, group_size, run)
 
     def _with_pressure(self, queue_size: int, group_size: int, run: RunRow | None) -> int:
         """Legacy environments heed nothing but this number: it grows before the queue is full or the groups too old.

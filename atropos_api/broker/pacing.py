@@ -91,6 +91,10 @@ class Pacer:
             still_needed=remaining if run.num_steps > 0 else None,
             at_least=whole_group,
         )
+        ended = run.num_steps > 0 and run.starting_step + run.formed_batch >= run.num_steps
+        if room <= 0 and not ended and self._batches.is_short_of(run, row):
+            # Full or not, without a group of this environment the trainer would wait for ever.
+            room = whole_group
         return room * row.group_size // whole_group
 
 

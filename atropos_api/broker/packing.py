@@ -68,6 +68,14 @@ def can_fill(sizes: Iterable[int], target: int, *, containing: int, at_most: Map
     return bool(sums >> missing & 1)
 
 
+def adds_up(counts: Mapping[int, int], target: int) -> bool:
+    """Whether some of these groups, counted by size, add up to `target`."""
+    sums = 1
+    for size, count in counts.items():
+        sums = _add_up_to(sums, size, min(count, target // size), target)
+    return bool(sums >> target & 1)
+
+
 class _Remainder:
     """What is still missing from a batch, and what is left to make it of."""
 

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,45 +22,67 @@ from hypothesis.stateful import (
 )
 
 from atropos_api.broker import Broker, BrokerSettings
-from atropos_api.errors import BatchOutOfOrder, CommittedBatch, SupersededRun
+from atropos_api.broker.legacy import LegacyContract, LegacyRegistration
+from atropos_api.errors import BatchOutOfOrder, CommittedBatch, PolicyNotNewer, SupersededRun, UnusableGroupSize
 from atropos_api.store.directory import open_directory
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest, PolicyUpdate, RunRequest
 from atropos_api.wire.payload import check_group, decode_fields
 
-_spec = importlib.util.spec_from_file_location("broker_reference", Path(__file__).with_name("reference.py"))
-reference = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reference)
 
-EXAMPLES = int(os.environ.get("ATROPOS_PROPERTY_EXAMPLES", "60"))
-SIZES = [1, 2, 3, 4]
+def load(name):
+    """A module beside this file: tests are no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+load("brute_force")
+load("reference")
+reference = load("reference_rules")
+
+EXAMPLES = int(os.environ.get("ATROPOS_PROPERTY_EXAMPLES", "40"))
+STEPS = int(os.environ.get("ATROPOS_PROPERTY_STEPS", "40"))
+SIZES = st.lists(st.sampled_from([1, 1, 2, 2, 3, 4]), min_size=1, max_size=4)
+LAGS = st.sampled_from([None, 0, 0, 1, 3, -1])
+NAMES = st.sampled_from(["a", "b"])
+BATCH_SIZES = st.sampled_from([2, 4, 4, 5, 6])
+UNITS = st.sampled_from(["sequences", "sequences", "groups"])
+STRANGERS = [None, -1, 77]
+
+
+def has_run(*, legacy):
+    return precondition(lambda self: self.model.run is not None and self.model.run.legacy == legacy)
 
 
 class BrokerMachine(RuleBasedStateMachine):
-    """Environments 0 and 1 submit, one trainer trains, the process dies now and then."""
+    """Environments submit over both contracts, trainers come and go, the process dies now and then."""
 
     durable = False
 
-    @initialize(max_staleness=st.sampled_from([None, None, 1, 2]), early=st.integers(0, 3))
-    def start(self, max_staleness, early):
+    @initialize(
+        max_staleness=st.sampled_from([None, None, 1, 2]), keep=st.sampled_from([0, 0, 2]), drop_orphaned=st.booleans()
+    )
+    def start(self, max_staleness, keep, drop_orphaned):
         self.directory = Path(tempfile.mkdtemp(prefix="atropos-machine-")) if self.durable else None
-        self.settings = BrokerSettings(max_staleness=max_staleness, max_uncommitted=4)
-        self.now = 1000.0
-        self.crashes = 0
-        self.stores = []
+        self.settings = BrokerSettings(
+            max_staleness=max_staleness,
+            max_uncommitted=4,
+            keep_batches=keep,
+            drop_orphaned=drop_orphaned,
+            key_memory_seconds=1e9,
+        )
+        self.model = reference.FullReference(max_staleness, keep, drop_orphaned)
+        self.now = self.model.now = 1000.0
+        self.crashes = self.ident = self.version = self.since_begin = 0
+        self.stores, self.sent, self.posted, self.info = [], [], [], None
+        self.ids = {}
         self.open_store()
-        self.model = reference.Reference(max_staleness, SIZES)
-        self.ident = 0
-        self.version = 0
-        self.runs = 0
-        self.info = None
-        self.submissions = 0
-        for name in ("one", "two"):
-            request = EnvironmentRequest(name=name, group_size=1, max_token_length=99)
-            self.broker.register_environment(request)
-        if early:
-            self.begin(4)
+        for place in (0, 1):
+            self.register(place, 2, None)
+        self.begin("a", 4, "sequences")
 
     def open_store(self):
         if self.durable:
@@ -68,122 +91,230 @@ class BrokerMachine(RuleBasedStateMachine):
             self.ledger, self.bodies = MemoryLedger(), MemoryBodyLog()
         self.stores.append(self.ledger)
         self.broker = Broker(self.ledger, self.bodies, settings=self.settings, clock=lambda: self.now)
+        self.legacy = LegacyContract(self.broker)
+
+    # Environments
 
     @rule(
-        groups=st.lists(st.tuples(st.integers(0, 1), st.sampled_from(SIZES)), min_size=2, max_size=7),
-        lag=st.sampled_from([None, 0, 0, 1, 3]),
+        place=st.integers(0, 2), size=st.sampled_from([1, 2, 2, 4, 8]), minimum=st.sampled_from([None, None, 0.5, 0.8])
     )
-    def submit(self, groups, lag):
-        self.submissions += 1
-        for env, size in groups:
-            self.ident += 1
-            version = None if lag is None or self.info is None else max(0, self.version - lag)
-            self.send(self.ident, env, size, version)
+    def register(self, place, size, minimum):
+        request = EnvironmentRequest(
+            name=f"env {place}", group_size=size, max_token_length=99, min_batch_allocation=minimum
+        )
+        try:
+            env = self.broker.register_environment(request).environment_id
+        except UnusableGroupSize:
+            assert not self.model.register(self.ids.get(place), size, minimum)
+            return
+        assert self.ids.setdefault(place, env) == env
+        assert self.model.register(env, size, minimum)
 
-    @precondition(lambda self: self.ident > 0)
+    @rule(place=st.integers(0, 1))
+    def leave(self, place):
+        self.broker.disconnect_environment(self.ids[place])
+        self.model.envs[self.ids[place]].connected = False
+
+    @rule(seconds=st.sampled_from([1, 29, 31, 61, 121]))
+    def pass_time(self, seconds):
+        self.now += seconds
+        self.model.now = self.now
+
+    def make(self, env, sizes, lag):
+        version = None if lag is None else max(0, self.version - lag)
+        groups = []
+        for size in sizes:
+            self.ident += 1
+            groups.append((self.ident, env, size, version))
+        return groups
+
+    def fields(self, groups):
+        bodies = [make_group(size, 2, first_token=n * 100, version=v, env_id=env) for n, env, size, v in groups]
+        return [decode_fields(msgspec.json.encode(body)) for body in bodies]
+
+    @rule(place=st.integers(0, 1), sizes=SIZES, lag=LAGS, keyed=st.booleans())
+    def submit(self, place, sizes, lag, keyed):
+        groups = self.make(self.ids[place], sizes, lag)
+        self.send(groups, f"key {self.ident}" if keyed else None)
+
+    @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def submit_again(self, data):
-        ident = data.draw(st.integers(1, self.ident))
-        self.send(ident, *self.sent[ident])
+        self.send(*data.draw(st.sampled_from(self.sent)))
 
-    def send(self, ident, env, size, version):
-        self.sent = getattr(self, "sent", {})
-        self.sent[ident] = (env, size, version)
-        body = msgspec.json.encode(make_group(size, 2, first_token=ident * 100, version=version))
-        answer = self.broker.submit(env, [check_group(decode_fields(body), env_id=env)], key=f"key-{ident}")
-        assert answer.accepted == self.model.submit(ident, env, size, version, f"key-{ident}")
+    def send(self, groups, key):
+        self.since_begin += 1
+        env = groups[0][1]
+        checked = [check_group(fields, env_id=env) for fields in self.fields(groups)]
+        answer = self.broker.submit(env, checked, key=key)
+        assert answer.accepted == self.model.submit_of(groups, key and (env, key), legacy=False)
+        self.sent += [(groups, key)] if key else []
 
-    @precondition(lambda self: self.submissions >= 5)
-    @rule(batch_size=st.sampled_from([2, 4, 5, 6]))
-    def begin(self, batch_size):
+    @rule(data=st.data(), sizes=SIZES, lag=LAGS, answered=st.booleans())
+    def post(self, data, sizes, lag, answered):
+        env = data.draw(st.sampled_from([*self.ids.values(), *STRANGERS]))
+        groups = self.make(env, sizes, lag)
+        self.posted.append(groups)
+        self.post_groups(groups, None, answered)
+
+    @precondition(lambda self: self.posted)
+    @rule(data=st.data(), keyed=st.sampled_from([False, False, False, True]), answered=st.booleans())
+    def post_again(self, data, keyed, answered):
+        groups = data.draw(st.sampled_from(self.posted[-4:]))
+        self.post_groups(groups, "key of a post" if keyed else None, answered)
+
+    def post_groups(self, groups, key, answered):
+        taken = self.legacy.take(self.fields(groups), key=key)
+        self.broker.intake.settle(taken.rows)
+        if not answered:
+            self.legacy.expect_repeat(taken)
+        env = groups[0][1]
+        accepted = self.model.submit_of(groups, key and (env, key), legacy=True, answered=answered)
+        assert (len(taken.rows), taken.duplicates) == (accepted, len(groups) - accepted)
+
+    # Runs
+
+    @precondition(lambda self: self.since_begin >= 8)
+    @rule(name=NAMES, batch_size=BATCH_SIZES, unit=UNITS)
+    def begin(self, name, batch_size, unit):
         """Rarely, for it ends what the other rules have built up."""
-        self.submissions = 0
-        self.runs += 1
-        self.request(f"run {self.runs}", batch_size, resume=False, point=0)
-        self.model.begin(f"run {self.runs}", batch_size)
+        self.since_begin = 0
+        self.request(name, batch_size, unit, resume=False, point=0)
+        self.model.begin(name, batch_size, unit)
 
-    @precondition(lambda self: self.model.run is not None and self.model.run["batches"])
-    @rule(data=st.data(), batch_size=st.sampled_from([None, None, 4, 6]))
-    def resume(self, data, batch_size):
-        self.resume_run(data, batch_size, self.model.run["name"])
+    @has_run(legacy=False)
+    @rule(data=st.data(), batch_size=BATCH_SIZES, unit=UNITS, same=st.booleans())
+    def resume(self, data, batch_size, unit, same):
+        run = self.model.run
+        self.resume_run(data, run, *((run.size, run.unit) if same else (batch_size, unit)))
 
-    @precondition(lambda self: self.runs > 1)
-    @rule(data=st.data())
-    def resume_any(self, data):
-        self.resume_run(data, None, f"run {data.draw(st.integers(1, self.runs))}")
+    @precondition(lambda self: self.model.run is None or self.since_begin >= 4)
+    @rule(data=st.data(), name=NAMES)
+    def resume_any(self, data, name):
+        namesakes = [run for run in self.model.runs if run.name == name and not run.legacy]
+        if namesakes:
+            run = next((run for run in namesakes if run.state == "open"), namesakes[-1])
+            self.resume_run(data, run, run.size, run.unit)
 
-    def resume_run(self, data, batch_size, name):
-        run = self.model.runs[name]
-        formed = max([run["committed"], *run["batches"]])
-        point = data.draw(st.integers(max(0, run["committed"] - 1), formed))
-        batch_size = batch_size or run["size"]
-        self.request(name, batch_size, resume=True, point=point)
-        self.model.resume(name, batch_size, point)
-        assert self.info.epoch == self.model.run["epoch"]
+    def resume_run(self, data, run, batch_size, unit):
+        formed = max([run.committed, *(row.batch for row in self.model.rows if row.run is run)])
+        point = data.draw(st.integers(max(0, run.committed - 3), formed + 1))
+        self.request(run.name, batch_size, unit, resume=True, point=point)
+        self.model.resume(run, batch_size, unit, point)
+        assert self.info.epoch == run.epoch
 
-    def request(self, name, batch_size, *, resume, point):
-        self.info = self.broker.begin_run(
-            RunRequest(
-                name=name,
-                batch_size=batch_size,
-                max_token_length=99,
-                num_steps=0,
-                resume=resume,
-                resume_from_batch=point,
-            )
-        )
+    def request(self, name, batch_size, unit, *, resume, point):
+        self.now += 0.001
+        self.model.now = self.now
+        request = RunRequest(name=name, batch_size=batch_size, max_token_length=99, num_steps=0, unit=unit)
+        request.resume, request.resume_from_batch = resume, point
+        self.info = self.broker.begin_run(request)
         assert self.info.next_batch == point + 1
 
-    @precondition(lambda self: self.model.run is not None)
-    @rule(steps=st.integers(0, 2))
-    def publish(self, steps):
-        self.version += 1
-        step = (self.model.run["step"] or 0) + steps
-        update = PolicyUpdate(run_id=self.info.run_id, version=self.version, step=step, published_at=self.now)
-        self.broker.update_policy(update)
-        self.broker.update_policy(update)
-        self.model.policy(self.version, step)
+    @precondition(lambda self: self.model.run is not None and self.since_begin >= 8)
+    @rule()
+    def finish(self):
+        self.since_begin = 0
+        run_id = self.broker.state.runs.require_open().run_id
+        self.broker.finish_run(run_id)
+        self.broker.finish_run(run_id)
+        self.model.close("finished")
 
-    @precondition(lambda self: self.model.run is not None)
+    @has_run(legacy=False)
+    @rule(steps=st.integers(0, 2), again=st.sampled_from([False, False, True]))
+    def publish(self, steps, again):
+        run = self.model.run
+        step = (run.step or 0) + steps
+        if not again:
+            self.version += 1
+        known = run.steps.get(self.version)
+        update = PolicyUpdate(run_id=self.info.run_id, version=self.version, step=step, published_at=self.now)
+        older = run.version is not None and self.version <= run.version
+        if older and known != step and self.version != run.version:
+            with pytest.raises(PolicyNotNewer):
+                self.broker.update_policy(update)
+            return
+        for _ in range(2):
+            self.broker.update_policy(update)
+            self.model.policy(self.version, step)
+
+    @has_run(legacy=False)
     @rule(ahead=st.integers(-2, 1))
     def ask(self, ahead):
+        number = max(1, self.model.formed() + 1 + ahead)
         run = self.model.run
-        formed = max([run["committed"], *run["batches"]])
-        self.ask_for(max(1, formed + 1 + ahead))
+        try:
+            rows = self.broker.get_batch(number, run_id=self.info.run_id, epoch=self.info.epoch)
+        except CommittedBatch:
+            assert number <= run.committed
+            return
+        except BatchOutOfOrder:
+            assert number > min(self.model.formed() + 1, run.committed + self.settings.max_uncommitted)
+            return
+        assert self.idents(rows) == self.model.batch(number)
+        if rows is not None:
+            self.slices_partition(number, rows)
 
-    @precondition(lambda self: self.model.run is not None and self.model.run["queue"])
+    @has_run(legacy=False)
     @rule(count=st.integers(1, 3))
     def ask_for_more(self, count):
         for _ in range(count):
             self.ask(0)
 
-    def ask_for(self, number):
-        run = self.model.run
-        formed = max([run["committed"], *run["batches"]])
-        try:
-            rows = self.broker.get_batch(number, run_id=self.info.run_id, epoch=self.info.epoch)
-        except CommittedBatch:
-            assert number <= run["committed"]
-            return
-        except BatchOutOfOrder:
-            assert number > min(formed + 1, run["committed"] + self.settings.max_uncommitted)
-            return
-        expected = self.model.batch(number)
-        found = None if rows is None else [ident_of(body) for body in self.broker.read_bodies(rows)]
-        assert found == (None if expected is None else [row[0] for row in expected])
+    def slices_partition(self, number, rows):
+        """Each group goes whole to one rank, whatever the world's size, and no rank has more than a group too many."""
+        for world_size in (2, 3):
+            ranks = [self.broker.get_batch(number, rank=rank, world_size=world_size) for rank in range(world_size)]
+            assert sorted(row.seq for part in ranks for row in part) == [row.seq for row in rows]
+            tokens = [sum(row.token_count for row in part) for part in ranks]
+            assert max(tokens) - min(tokens) <= max(row.token_count for row in rows)
 
-    @precondition(lambda self: self.model.run is not None and self.model.run["batches"])
+    def idents(self, rows):
+        if rows is None:
+            return None
+        return [msgspec.json.decode(body)["tokens"][0][0] // 100 for body in self.broker.read_bodies(rows)]
+
+    @precondition(lambda self: self.model.run and not self.model.run.legacy and self.model.batches())
     @rule(data=st.data())
     def commit(self, data):
-        number = data.draw(st.sampled_from(sorted(self.model.run["batches"])))
+        number = data.draw(st.sampled_from(self.model.batches()))
         self.broker.commit(number, run_id=self.info.run_id, epoch=self.info.epoch)
         self.model.commit(number)
 
-    @precondition(lambda self: self.model.run is not None)
+    @has_run(legacy=False)
     @rule()
     def old_epoch_is_refused(self):
         with pytest.raises(SupersededRun):
             self.broker.get_batch(1, run_id=self.info.run_id, epoch=self.info.epoch - 1)
+
+    # The Atropos contract
+
+    @precondition(lambda self: self.since_begin >= 6)
+    @rule(batch_size=BATCH_SIZES, group=NAMES)
+    def register_trainer(self, batch_size, group):
+        open_run = self.model.run
+        self.legacy.register(registration(batch_size, group))
+        if open_run is not None and open_run.legacy and open_run.name == group:
+            self.model.reconnect(batch_size)
+        else:
+            self.since_begin = 0
+            self.model.begin(group, batch_size, legacy=True)
+
+    @has_run(legacy=True)
+    @rule(accepted=st.lists(st.booleans(), min_size=1, max_size=3))
+    def poll(self, accepted):
+        for delivered in accepted:
+            handed = self.legacy.next_batch()
+            assert self.idents(handed and handed[1]) == self.model.next_batch(delivered)
+            if handed and delivered:
+                self.legacy.confirm_delivery(handed[0].run_id, handed[0].handed_batch)
+
+    @precondition(lambda self: self.since_begin >= 8)
+    @rule()
+    def reset(self):
+        self.since_begin = 0
+        self.legacy.reset()
+        self.model.reset()
 
     @rule()
     def kill(self):
@@ -192,14 +323,21 @@ class BrokerMachine(RuleBasedStateMachine):
             self.crashes += 1
             shutil.copytree(self.directory / str(self.crashes - 1), self.directory / str(self.crashes))
         self.open_store()
+        self.model.restart()
 
     @invariant()
     def counts_agree(self):
         if not hasattr(self, "model"):
             return
-        queue = self.model.run["queue"] if self.model.run else self.model.pending
-        assert self.broker.state.queue.groups == len(queue)
-        assert self.broker.state.queue.sequences == sum(row[2] for row in queue)
+        state, run = self.broker.state, self.model.run
+        queue = [row for row in self.model.rows if row.run is run and row.batch == 0]
+        assert (state.queue.groups, state.queue.sequences) == (len(queue), sum(row.size for row in queue))
+        batched = [*state.batches.values(), *state.kept.values(), *state.left_over.values()]
+        kept = [row for row in self.model.rows if row.run != "gone"]
+        assert state.queue.groups + sum(map(len, batched)) == len(kept)
+        if run is not None:
+            assert sorted(state.batches) == self.model.batches(run.committed)
+            assert self.broker.outstanding_sequences(state.runs.open) == self.model.outstanding()
 
     def teardown(self):
         for ledger in getattr(self, "stores", []):
@@ -213,8 +351,17 @@ class DurableMachine(BrokerMachine):
     durable = True
 
 
-def ident_of(body):
-    return msgspec.json.decode(body)["tokens"][0][0] // 100
+def registration(batch_size, group):
+    return LegacyRegistration(
+        wandb_group=group,
+        wandb_project="project",
+        batch_size=batch_size,
+        max_token_len=99,
+        checkpoint_dir="",
+        save_checkpoint_interval=0,
+        starting_step=0,
+        num_steps=0,
+    )
 
 
 @pytest.mark.parametrize("machine", [BrokerMachine, DurableMachine])
@@ -223,6 +370,6 @@ def test_batches_are_those_of_the_naive_reference(machine):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=budget, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=budget, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
