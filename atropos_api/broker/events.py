@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Final
 
-import msgspec
+from atropos_api.errors import StoreUnavailable
+from atropos_api.store.base import KEPT_EVENTS, Event, Ledger
 
-
-class Event(msgspec.Struct, kw_only=True):
-    id: int
-    type: str
-    time: float
-    data: dict[str, Any]
+GAP: Final = 1000
+"""Ids left out at each start: a watcher may have seen some that the store had not been given yet."""
 
 
 class EventLog:
-    """The last `capacity` events. Ids rise across restarts, for they start at the clock's milliseconds."""
+    """The last `capacity` events; the ledger keeps them too, so that ids and watchers go on over a restart.
 
-    def __init__(self, clock: Callable[[], float], capacity: int = 2000) -> None:
+    Where it keeps none, ids begin at the clock's milliseconds, above those of any process before.
+    """
+
+    def __init__(
+        self, ledger: Ledger, clock: Callable[[], float], found: Iterable[Event] = (), capacity: int = KEPT_EVENTS
+    ) -> None:
+        self._ledger = ledger
         self._clock = clock
-        self._events: deque[Event] = deque(maxlen=capacity)
-        self.last_id = int(clock() * 1000)
+        self._events: deque[Event] = deque(found, maxlen=capacity)
+        self.last_id = self._events[-1].id + GAP if self._events else int(clock() * 1000)
         self.on_event: list[Callable[[], None]] = []
 
     def add(self, kind: str, **data: Any) -> None:
         self.last_id += 1
-        self._events.append(Event(id=self.last_id, type=kind, time=self._clock(), data=data))
+        event = Event(id=self.last_id, type=kind, time=self._clock(), data=data)
+        self._events.append(event)
+        # What happened has happened, whether or not the disk has room to say so.
+        with suppress(StoreUnavailable):
+            self._ledger.add_event(event)
         for listener in self.on_event:
             listener()
 

@@ -13,10 +13,10 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
-from atropos_api.broker.events import Event
 from atropos_api.broker.status import describe_status
 from atropos_api.http.parameters import parse_int
 from atropos_api.http.services import Services, services_of
+from atropos_api.store.base import Event
 
 router = APIRouter(tags=["operations"])
 

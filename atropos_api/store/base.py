@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from atropos_api.wire.groups import Form
+
+KEPT_EVENTS: Final = 2000
 
 NO_RUN = ""
 """Run of groups that came while no run was open; the next run takes them over."""
@@ -131,6 +133,15 @@ class PolicyRow(msgspec.Struct, kw_only=True, gc=False):
     orphaned: bool = False
 
 
+class Event(msgspec.Struct, kw_only=True):
+    """Something that happened, for whoever watches. Ids rise, over restarts and takeovers too."""
+
+    id: int
+    type: str
+    time: float
+    data: dict[str, Any]
+
+
 class Snapshot(msgspec.Struct, kw_only=True):
     """Everything a broker starts from. `answered_seq`: groups up to here are known to have been acknowledged."""
 
@@ -139,6 +150,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     groups: list[GroupRow]
     keys: list[KeyRow]
     policies: list[PolicyRow]
+    events: list[Event]
     next_seq: int
     answered_seq: int
 
@@ -159,6 +171,9 @@ class Ledger(Protocol):
     def put_key(self, row: KeyRow) -> None: ...
 
     def forget_keys(self, key_ids: Sequence[int]) -> None: ...
+
+    def add_event(self, event: Event) -> None:
+        """Keep one of the last `KEPT_EVENTS`; on a store where each write is slow, with the next transaction."""
 
     def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None: ...
 

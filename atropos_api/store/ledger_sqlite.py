@@ -12,9 +12,19 @@ from typing import Any, Final
 import msgspec
 
 from atropos_api.errors import StoreDamaged, StoreUnavailable
-from atropos_api.store.base import BodyRef, EnvironmentRow, GroupRow, KeyRow, PolicyRow, RunRow, Snapshot
+from atropos_api.store.base import (
+    KEPT_EVENTS,
+    BodyRef,
+    EnvironmentRow,
+    Event,
+    GroupRow,
+    KeyRow,
+    PolicyRow,
+    RunRow,
+    Snapshot,
+)
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 SCHEMA: Final = """
 CREATE TABLE runs (run_id TEXT PRIMARY KEY, row BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE environments (environment_id INTEGER PRIMARY KEY, row BLOB NOT NULL);
@@ -31,10 +41,16 @@ CREATE TABLE groups (
 );
 CREATE TABLE places (one INTEGER PRIMARY KEY CHECK (one = 1), next_seq INTEGER, answered_seq INTEGER);
 INSERT INTO places VALUES (1, 1, 0);
+CREATE TABLE events (id INTEGER PRIMARY KEY, row BLOB NOT NULL);
 """
 
-UPGRADES: Final = {1: "ALTER TABLE groups ADD COLUMN form TEXT NOT NULL DEFAULT 'json';"}
+UPGRADES: Final = {
+    1: "ALTER TABLE groups ADD COLUMN form TEXT NOT NULL DEFAULT 'json';",
+    2: "CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, row BLOB NOT NULL);",
+}
 """What brings a ledger of an older schema to the next one."""
+
+TRIM_EVERY: Final = 100
 
 _encoder = msgspec.json.Encoder()
 
@@ -68,6 +84,10 @@ class SqliteLedger:
             groups=[_group_of(row) for row in self._db.execute("SELECT * FROM groups ORDER BY seq")],
             keys=[_key_of(row) for row in self._db.execute("SELECT * FROM keys ORDER BY key_id")],
             policies=[_policy_of(row) for row in self._db.execute("SELECT * FROM policies ORDER BY version")],
+            events=[
+                msgspec.json.decode(row, type=Event)
+                for (row,) in self._db.execute("SELECT row FROM events ORDER BY id")
+            ],
             next_seq=next_seq,
             answered_seq=answered_seq,
         )
@@ -108,6 +128,14 @@ class SqliteLedger:
 
     def forget_keys(self, key_ids: Sequence[int]) -> None:
         self._execute_many("DELETE FROM keys WHERE key_id = ?", [(key_id,) for key_id in key_ids])
+
+    def add_event(self, event: Event) -> None:
+        self._execute("INSERT OR REPLACE INTO events VALUES (?, ?)", (event.id, _encoder.encode(event)))
+        if event.id % TRIM_EVERY == 0:
+            self._execute(
+                "DELETE FROM events WHERE id <= (SELECT id FROM events ORDER BY id DESC LIMIT 1 OFFSET ?)",
+                (KEPT_EVENTS,),
+            )
 
     def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
         with self.transaction():

@@ -9,6 +9,7 @@ from atropos_api.store.base import (
     NO_RUN,
     BodyRef,
     EnvironmentRow,
+    Event,
     GroupRow,
     KeyRow,
     PolicyRow,
@@ -36,6 +37,7 @@ class MemoryLedger:
             groups=list(self._groups.values()),
             keys=list(self._keys.values()),
             policies=list(self._policies.values()),
+            events=[],
             next_seq=self._next_seq,
             answered_seq=self._answered_seq,
         )
@@ -59,6 +61,9 @@ class MemoryLedger:
     def forget_keys(self, key_ids: Sequence[int]) -> None:
         for key_id in key_ids:
             self._keys.pop(key_id, None)
+
+    def add_event(self, event: Event) -> None:
+        """Nobody starts from what this process leaves."""
 
     def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
         for row in rows:

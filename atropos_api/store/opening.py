@@ -47,7 +47,7 @@ def open_session(place: str, *, lease_seconds: float) -> RedisSession:
 def open_held(session: RedisSession, *, fresh: bool) -> tuple[RedisLedger, RedisBodyLog]:
     """The store behind a session that holds the lease."""
     if fresh:
-        session.term.stage("DEL", *redis_ledger.HASHES, redis_bodies.BODIES)
+        session.term.stage("DEL", *redis_ledger.NAMES, redis_bodies.BODIES)
         session.term.apply()
     return RedisLedger(session.term), RedisBodyLog(session.term)
 

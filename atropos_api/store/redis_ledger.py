@@ -10,9 +10,11 @@ import msgspec
 
 from atropos_api.errors import StoreUnavailable
 from atropos_api.store.base import (
+    KEPT_EVENTS,
     NO_RUN,
     BodyRef,
     EnvironmentRow,
+    Event,
     GroupRow,
     KeyRow,
     PolicyRow,
@@ -27,7 +29,8 @@ POLICIES: Final = "atropos:policies"
 KEYS: Final = "atropos:keys"
 GROUPS: Final = "atropos:groups"
 PLACES: Final = "atropos:places"
-HASHES: Final = (RUNS, ENVIRONMENTS, POLICIES, KEYS, GROUPS, PLACES)
+EVENTS: Final = "atropos:events"
+NAMES: Final = (RUNS, ENVIRONMENTS, POLICIES, KEYS, GROUPS, PLACES, EVENTS)
 
 RowT = TypeVar("RowT")
 
@@ -51,6 +54,7 @@ class RedisLedger:
             environments=sorted(self._read(ENVIRONMENTS, EnvironmentRow), key=lambda row: row.environment_id),
             groups=groups,
             keys=sorted(self._read(KEYS, KeyRow), key=lambda row: row.key_id),
+            events=[msgspec.json.decode(event, type=Event) for event in self._term.ask("LRANGE", EVENTS, 0, -1)],
             policies=sorted(self._read(POLICIES, PolicyRow), key=lambda row: row.version),
             next_seq=places.get("next_seq", 1),
             answered_seq=places.get("answered_seq", 0),
@@ -86,6 +90,10 @@ class RedisLedger:
     def forget_keys(self, key_ids: Sequence[int]) -> None:
         with self.transaction():
             self._term.stage_many("HDEL", KEYS, key_ids)
+
+    def add_event(self, event: Event) -> None:
+        self._term.stage("RPUSH", EVENTS, _encoder.encode(event))
+        self._term.stage("LTRIM", EVENTS, -KEPT_EVENTS, -1)
 
     def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
         with self.transaction():

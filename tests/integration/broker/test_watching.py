@@ -15,6 +15,7 @@ from atropos_api.broker.events import EventLog
 from atropos_api.client import BrokerClient
 from atropos_api.http import events as events_module
 from atropos_api.http.metrics import COUNTER_HELP, GAUGE_HELP
+from atropos_api.store.memory import MemoryLedger
 from atropos_api.testing import make_group, make_memory_app, serve_in_thread
 from atropos_api.wire import EnvironmentRequest, PolicyUpdate, RunRequest
 
@@ -94,7 +95,7 @@ def test_a_watcher_that_comes_back_too_late_is_told(url, last):
 
 
 def test_the_ring_of_events_is_bounded_and_knows_what_it_forgot():
-    log = EventLog(lambda: 1.0, capacity=3)
+    log = EventLog(MemoryLedger(), lambda: 1.0, capacity=3)
     start = log.last_id
     for number in range(5):
         log.add("e", number=number)

@@ -6,7 +6,7 @@ import pytest
 
 from atropos_api.broker import Broker
 from atropos_api.errors import StoreUnavailable
-from atropos_api.store.base import LOST, BodyRef, EnvironmentRow, GroupRow, KeyRow, PolicyRow
+from atropos_api.store.base import KEPT_EVENTS, LOST, BodyRef, EnvironmentRow, GroupRow, KeyRow, PolicyRow
 from atropos_api.store.directory import open_directory
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.store.opening import open_held, open_session
@@ -192,3 +192,19 @@ def test_a_term_that_is_over_writes_and_reads_nothing(redis_server):
     assert first.call("HGETALL", "atropos:places") == {}
     for session in (first, second):
         session.close()
+
+
+@pytest.mark.parametrize("store", ["directory", "redis"], indirect=True)
+def test_events_and_their_ids_go_on_where_the_last_process_was(store):
+    """R18: ids are the store's sequence, so `Last-Event-ID` works over a restart and a takeover, whatever the clock."""
+    log = Broker(store.ledger, store.bodies, clock=lambda: 5000.0).state.events
+    for number in range(KEPT_EVENTS + 150):
+        log.add("something", number=number)
+    seen = log.last_id - 3
+    store.ledger.add_groups([], answered_seq=0)
+    again = Broker(*reopen(store), clock=lambda: 1.0).state.events
+    assert [event.data["number"] for event in again.after(seen)] == list(range(KEPT_EVENTS + 147, KEPT_EVENTS + 150))
+    again.add("later")
+    assert [event.type for event in again.after(seen)] == ["something"] * 3 + ["later"]
+    assert not again.has_forgotten(seen)
+    assert len(store.ledger.load().events) < KEPT_EVENTS + 150
