@@ -16,8 +16,8 @@ import msgspec
 from atropos_api.broker.broker import Broker
 from atropos_api.broker.legacy_status import LegacyStatus
 from atropos_api.broker.state import State
-from atropos_api.errors import BrokerError, InvalidGroup
-from atropos_api.store.base import EnvironmentRow, GroupRow, RunRow
+from atropos_api.errors import BrokerError, InvalidGroup, StoreUnavailable
+from atropos_api.store.base import LOST, EnvironmentRow, GroupRow, RunRow
 from atropos_api.wire.messages import EnvironmentRequest, NotNegative, Positive
 from atropos_api.wire.payload import CheckedGroup, Fields, check_group
 
@@ -159,13 +159,18 @@ class LegacyContract:
         if number > run.handed_batch:
             self._state.counters.batches_handed_total += 1
         run = self._state.runs.change(run, handed_batch=number, delivered=False, started=True)
-        return run, groups
+        return run, [group for group in groups if group.body != LOST]
 
     def confirm_delivery(self, run_id: str, number: int) -> None:
         """The transport accepted the last byte of this batch."""
         run = self._state.runs.open
-        if run is not None and run.run_id == run_id and run.handed_batch == number:
+        if run is None or run.run_id != run_id or run.handed_batch != number:
+            return
+        try:
             self._state.runs.change(run, delivered=True)
+        except StoreUnavailable:
+            # Known for as long as this process lives, and written with the run's next change.
+            run.delivered = True
 
     def reset(self) -> None:
         """End the open run and forget the environments. The run's groups stay on disk as left over."""
