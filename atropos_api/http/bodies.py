@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -16,7 +17,6 @@ StructT = TypeVar("StructT")
 
 COMPRESS_FROM_BYTES: Final = 1000
 JSON: Final = "application/json"
-GZIP_HEADERS: Final = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
 
 _encoder = msgspec.json.Encoder()
 
@@ -57,11 +57,11 @@ def wants_gzip(request: Request, size: int) -> bool:
     return size >= COMPRESS_FROM_BYTES and "gzip" in request.headers.get("accept-encoding", "").lower()
 
 
-def compress(body: bytes) -> bytes:
+def compress(pieces: Iterable[bytes]) -> list[bytes]:
     """Gzip at the fastest level: more would cost the broker more than it saves anyone."""
     deflater = isal_zlib.compressobj(1, isal_zlib.DEFLATED, GZIP_WBITS)
-    compressed: bytes = deflater.compress(body) + deflater.flush()
-    return compressed
+    compressed = [*map(deflater.compress, pieces), deflater.flush()]
+    return [piece for piece in compressed if piece]
 
 
 def _too_large(size: int, limit: int, flag: str) -> TooLarge:

@@ -1,10 +1,10 @@
-"""Answers whose arrival matters: told afterwards whether the transport took the last byte."""
+"""Answers of many bytes, sent piece by piece as they are kept, and answers whose arrival matters."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from fastapi import Response
@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 TRANSPORT_KEY: Final = "atropos.transport"
 """Where the door leaves the connection's transport in the scope, when the server shows it."""
 
-CHUNK_BYTES: Final = 1 << 20
+JOINED_BYTES: Final = 1 << 16
+"""Smaller pieces are joined, for each one sent costs some; larger ones are sent as they are, for copying costs more."""
 
 
 def find_transport(send: Send) -> asyncio.Transport | None:
@@ -24,11 +25,46 @@ def find_transport(send: Send) -> asyncio.Transport | None:
     return transport if hasattr(transport, "get_write_buffer_size") else None
 
 
-class TrackedResponse(Response):
+def coalesce(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in fewer pieces, none of the large ones copied."""
+    small: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        if small and size + len(piece) > JOINED_BYTES:
+            yield b"".join(small)
+            small, size = [], 0
+        if len(piece) >= JOINED_BYTES:
+            yield piece
+        else:
+            small.append(piece)
+            size += len(piece)
+    if small:
+        yield b"".join(small)
+
+
+class PiecesResponse(Response):
+    """A body that is never put together in one place."""
+
+    def __init__(self, pieces: Sequence[bytes], **options: Any) -> None:
+        self._pieces = list(coalesce(pieces))
+        super().__init__(**options)
+        self.headers["content-length"] = str(sum(map(len, self._pieces)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's form
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await self._send_pieces(send)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_pieces(self, send: Send) -> None:
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+
+class TrackedResponse(PiecesResponse):
     """Sends the body so that every byte has left this process before the end, then says how it went."""
 
-    def __init__(self, content: bytes, *, on_result: Callable[[bool], None], **options: Any) -> None:
-        super().__init__(content, **options)
+    def __init__(self, pieces: Sequence[bytes], *, on_result: Callable[[bool], None], **options: Any) -> None:
+        super().__init__(pieces, **options)
         self._on_result = on_result
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's form
@@ -44,10 +80,7 @@ class TrackedResponse(Response):
             # With no room to buffer, each send waits until the kernel has the bytes before (or the connection is gone).
             transport.set_write_buffer_limits(high=0)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        body = bytes(self.body)
-        for start in range(0, len(body), CHUNK_BYTES):
-            chunk = body[start : start + CHUNK_BYTES]
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await self._send_pieces(send)
         await send({"type": "http.response.body", "body": b"", "more_body": True})
         accepted = transport is None or (not transport.is_closing() and transport.get_write_buffer_size() == 0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

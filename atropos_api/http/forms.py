@@ -14,7 +14,7 @@ from fastapi import Request
 from atropos_api.errors import NotAcceptable, UnsupportedMediaType
 from atropos_api.http.bodies import JSON, compress, wants_gzip
 from atropos_api.store.base import GroupRow
-from atropos_api.wire.columns import MEDIA_TYPE, VERSION, pack_body
+from atropos_api.wire.columns import MEDIA_TYPE, VERSION, begin_body
 from atropos_api.wire.columns_check import check_submission
 from atropos_api.wire.groups import Form
 from atropos_api.wire.payload import CheckedGroup, check_group, decode_submission
@@ -84,23 +84,32 @@ async def latest_as_json(body: bytes, form: Form) -> bytes:
     return body if form == "json" else await asyncio.to_thread(columns_to_json, body)
 
 
-def join_batch(number: int, run_id: str, bodies: Sequence[bytes], form: Form) -> bytes:
+def join_batch(number: int, run_id: str, bodies: Sequence[bytes], form: Form) -> list[bytes]:
     head = f'{{"number":{number},"run_id":"{run_id}"'.encode()
     if form == "columns":
-        return pack_body(head + b"}", bodies)
-    return b"".join((head, b',"groups":[', b",".join(bodies), b"]}"))
+        return [begin_body(head + b"}", len(bodies)), *bodies]
+    return join_texts(head + b',"groups":[', bodies)
 
 
-async def encode_content(request: Request, body: bytes) -> tuple[bytes, dict[str, str]]:
+def join_texts(head: bytes, bodies: Sequence[bytes]) -> list[bytes]:
+    """A JSON object that ends in an array of these texts, in pieces."""
+    pieces = [head]
+    for index, body in enumerate(bodies):
+        pieces += (b",", body) if index else (body,)
+    return [*pieces, b"]}"]
+
+
+async def encode_pieces(request: Request, pieces: Sequence[bytes]) -> tuple[Sequence[bytes], dict[str, str]]:
     """The body as it travels, and the headers that say so."""
     headers = {"Vary": "Accept, Accept-Encoding"}
-    if not wants_gzip(request, len(body)):
-        return body, headers
-    if len(body) >= THREAD_FROM_BYTES:
-        body = await asyncio.to_thread(compress, body)
+    size = sum(map(len, pieces))
+    if not wants_gzip(request, size):
+        return pieces, headers
+    if size >= THREAD_FROM_BYTES:
+        pieces = await asyncio.to_thread(compress, pieces)
     else:
-        body = compress(body)
-    return body, headers | {"Content-Encoding": "gzip"}
+        pieces = compress(pieces)
+    return pieces, headers | {"Content-Encoding": "gzip"}
 
 
 def _transcode(bodies: Sequence[bytes], forms: Sequence[Form], wanted: Form) -> Iterator[bytes]:

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request, Response
 
 from atropos_api.broker.legacy import LegacyEnvironment, LegacyRegistration, Taken
 from atropos_api.errors import InvalidRequest, QueueFull, UnknownEnvironment
-from atropos_api.http.bodies import GZIP_HEADERS, JSON, compress, decode_body, json_response, read_body, wants_gzip
-from atropos_api.http.delivery import TrackedResponse
-from atropos_api.http.forms import in_form, latest_as_json
+from atropos_api.http.bodies import JSON, decode_body, json_response, read_body
+from atropos_api.http.delivery import PiecesResponse, TrackedResponse
+from atropos_api.http.forms import encode_pieces, in_form, join_texts, latest_as_json
 from atropos_api.http.parameters import parse_int, read_key
 from atropos_api.http.problems import describe_invalid
 from atropos_api.http.services import Services, services_of
@@ -172,7 +172,7 @@ async def latest_example(request: Request) -> Response:
     state = services_of(request).broker.state
     if state.latest_body is None:
         return json_response(EMPTY_EXAMPLE)
-    return _json_text(request, await latest_as_json(state.latest_body, state.latest_form))
+    return await _json_text(request, await latest_as_json(state.latest_body, state.latest_form))
 
 
 @router.get("/reset_data", summary="End the run and forget queue and environments")
@@ -199,8 +199,7 @@ def _answer(services: Services, taken: Taken, answer: dict[str, Any], status_cod
         if not accepted:
             services.legacy.expect_repeat(taken)
 
-    body = msgspec.json.encode(answer)
-    return TrackedResponse(body, on_result=note, status_code=status_code, media_type=JSON)
+    return TrackedResponse([msgspec.json.encode(answer)], on_result=note, status_code=status_code, media_type=JSON)
 
 
 async def _next_batch(request: Request, services: Services) -> Response:
@@ -214,12 +213,9 @@ async def _next_batch(request: Request, services: Services) -> Response:
         return json_response({"batch": None})
     run, groups = handed
     bodies = await in_form(services.broker.read_bodies(groups), groups, "json")
-    body = b"".join((b'{"batch":[', b",".join(bodies), b"]}"))
-    headers = {}
-    if wants_gzip(request, len(body)):
-        body, headers = compress(body), GZIP_HEADERS
+    pieces, headers = await encode_pieces(request, join_texts(b'{"batch":[', bodies))
     on_result = functools.partial(_note_delivery, services, run.run_id, run.handed_batch)
-    return TrackedResponse(body, on_result=on_result, media_type=JSON, headers=headers)
+    return TrackedResponse(pieces, on_result=on_result, media_type=JSON, headers=headers)
 
 
 def _note_delivery(services: Services, run_id: str, number: int, accepted: bool) -> None:
@@ -232,7 +228,6 @@ def _note_delivery(services: Services, run_id: str, number: int, accepted: bool)
         services.legacy_turn.release()
 
 
-def _json_text(request: Request, body: bytes) -> Response:
-    if wants_gzip(request, len(body)):
-        return Response(compress(body), media_type=JSON, headers=GZIP_HEADERS)
-    return Response(body, media_type=JSON)
+async def _json_text(request: Request, body: bytes) -> Response:
+    pieces, headers = await encode_pieces(request, [body])
+    return PiecesResponse(pieces, media_type=JSON, headers=headers)

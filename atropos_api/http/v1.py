@@ -5,9 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from atropos_api.http.bodies import decode_body, json_response, read_body
+from atropos_api.http.delivery import PiecesResponse
 from atropos_api.http.forms import (
     MEDIA_TYPES,
-    encode_content,
+    encode_pieces,
     form_of_body,
     in_form,
     join_batch,
@@ -100,5 +101,5 @@ async def _batch_response(
 ) -> Response:
     run_id = services.broker.state.runs.require_open().run_id
     bodies = await in_form(services.broker.read_bodies(groups), groups, form)
-    body, headers = await encode_content(request, join_batch(number, run_id, bodies, form))
-    return Response(body, media_type=MEDIA_TYPES[form], headers=headers)
+    pieces, headers = await encode_pieces(request, join_batch(number, run_id, bodies, form))
+    return PiecesResponse(pieces, media_type=MEDIA_TYPES[form], headers=headers)

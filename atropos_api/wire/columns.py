@@ -63,8 +63,13 @@ _head_decoder = msgspec.json.Decoder(RecordHead)
 
 
 def pack_body(head: bytes, records: Sequence[bytes]) -> bytes:
+    return b"".join((begin_body(head, len(records)), *records))
+
+
+def begin_body(head: bytes, count: int) -> bytes:
+    """What comes before the `count` groups of a body."""
     head = _pad(head)
-    return b"".join((_BODY.pack(MAGIC, len(head), len(records)), head, *records))
+    return _BODY.pack(MAGIC, len(head), count) + head
 
 
 def pack_record(head: bytes, *columns: bytes | memoryview) -> tuple[bytes | memoryview, ...]:
