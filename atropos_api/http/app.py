@@ -18,6 +18,7 @@ from atropos_api.errors import BrokerError
 from atropos_api.http import describing, events, metrics, ops, policy, v0, v1
 from atropos_api.http.delivery import TRANSPORT_KEY, find_transport
 from atropos_api.http.door import Door
+from atropos_api.http.hot import HotRoutes
 from atropos_api.http.openapi import make_document
 from atropos_api.http.problems import (
     answer_broker_error,
@@ -50,6 +51,7 @@ def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
     """The broker's HTTP side; `app.state.services` holds what its handlers share."""
     app = BrokerApp(title="Atropos broker", version="1", redirect_slashes=False, openapi_url=None)
     app.state.services = make_services(config, broker)
+    app.add_middleware(HotRoutes)
     if needs_sync(config.store, config.fsync):
         app.add_middleware(SyncBeforeAnswer, sync=broker.sync)
     # Later ones lie further out: only the answers to a browser's own questions before a request pass the door.
