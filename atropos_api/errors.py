@@ -43,8 +43,8 @@ class BrokerError(AtroposError):
     kind: ClassVar[str] = "error"
 
     def __init__(self, message: str, **details: Any) -> None:
-        super().__init__(message)
-        self.details = details
+        super().__init__(_writable(message))
+        self.details = {name: _writable(value) for name, value in details.items()}
 
 
 class InvalidRequest(BrokerError):
@@ -199,3 +199,8 @@ def _shorten(value: object, limit: int = 80) -> object:
         return value
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def _writable(value: Any) -> Any:
+    """Text without the halves of characters that JSON can name and UTF-8 cannot hold."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

@@ -15,7 +15,7 @@ class _TextFormatter(logging.Formatter):
     """One line a record: what came from outside can neither begin a line of its own nor colour the terminal."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        record.message = record.message.translate(CONTROL_CHARACTERS)
+        record.message = record.message.rstrip().translate(CONTROL_CHARACTERS)
         return super().formatMessage(record)
 
 

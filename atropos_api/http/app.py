@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -25,10 +25,18 @@ from atropos_api.http.problems import (
     answer_client_gone,
     answer_http_error,
     answer_unexpected,
+    on_the_loop,
 )
 from atropos_api.http.services import Services
 from atropos_api.http.settling import SyncBeforeAnswer
 from atropos_api.store.opening import needs_sync
+
+ANSWERS: Final = {
+    BrokerError: answer_broker_error,
+    ClientDisconnect: answer_client_gone,
+    HTTPException: answer_http_error,
+    Exception: answer_unexpected,
+}
 
 
 class BrokerApp(FastAPI):
@@ -60,10 +68,8 @@ def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_exception_handler(BrokerError, answer_broker_error)
-    app.add_exception_handler(ClientDisconnect, answer_client_gone)
-    app.add_exception_handler(HTTPException, answer_http_error)
-    app.add_exception_handler(Exception, answer_unexpected)
+    for kind, answer in ANSWERS.items():
+        app.add_exception_handler(kind, on_the_loop(answer))
     # Routes are tried in order, so those called most come first.
     for part in (v1, v0, policy, ops, events, metrics, describing):
         app.include_router(part.router)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Final
@@ -14,6 +15,8 @@ from starlette.exceptions import HTTPException
 
 from atropos_api.errors import BrokerError, StoreUnavailable
 from atropos_api.http.services import Services
+
+Answerer = Callable[[Request, Exception], Response]
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +89,15 @@ def answer_broker_error(request: Request, error: Exception) -> Response:
     return problem_response(status, error.kind, str(error), **error.details)
 
 
+def on_the_loop(answer: Answerer) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """As a coroutine: Starlette calls plain functions from another thread, where the broker may not be touched."""
+
+    async def answer_here(request: Request, error: Exception) -> Response:
+        return answer(request, error)
+
+    return answer_here
+
+
 def legacy_response(status: int, error: BrokerError) -> Response:
     """The same for callers of the Atropos contract, who know FastAPI's own form of errors."""
     headers = {"Retry-After": RETRY_AFTER_SECONDS} if status == 503 else {}
@@ -111,9 +123,8 @@ def describe_invalid(error: BrokerError) -> dict[str, Any]:
     }
 
 
-def answer_unexpected(_: Request, error: Exception) -> Response:
-    """A fault of ours; the log has it whole, the caller is told so and may repeat what is repeatable."""
-    logger.error("unexpected error", exc_info=error)
+def answer_unexpected(_: Request, __: Exception) -> Response:
+    """A fault of ours; the server logs it whole, the caller is told so and may repeat what is repeatable."""
     return problem_response(500, "internal-error", "the broker failed at this request; its log says why")
 
 

@@ -63,7 +63,7 @@ def _uvicorn_config(app: ASGIApp, config: BrokerConfig) -> uvicorn.Config:
         ws="none",
         log_config=None,
         # Warnings are about malformed requests, of which anyone may send any number.
-        log_level="error",
+        log_level=max(logging.ERROR, logging.getLogger().level),
         access_log=False,
         lifespan="off",
         server_header=False,

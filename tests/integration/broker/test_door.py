@@ -163,3 +163,12 @@ def test_an_origin_that_was_allowed_may_call_and_no_other():
 def test_a_slash_at_the_end_redirects_nowhere(open_door):
     assert httpx.get(f"{open_door}/status/").json()["current_step"] == 0
     assert httpx.get(f"{open_door}/nowhere/", headers={"Host": "localhost"}).status_code == 404
+
+
+@pytest.mark.parametrize("value", [r'"\ud800"', r'"a\udfff"', r'{"\ud800": NaN}'])
+def test_half_a_character_in_a_body_is_refused_like_any_other_nonsense(open_door, value):
+    group = f'{{"tokens": [[{value}]], "masks": [[1]], "scores": [1], "images": {value}}}'
+    for path, body in (("/scored_data", group), ("/scored_data_list", f"[{group}]")):
+        assert httpx.post(open_door + path, content=body).status_code == 422
+    body = f'{{"environment_id": 0, "groups": [{group}]}}'
+    assert httpx.post(f"{open_door}/v1/groups", content=body).status_code in {404, 422}
