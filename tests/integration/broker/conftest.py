@@ -25,6 +25,12 @@ class LegacyClient:
         self.url = url
         self.http = httpx.Client(base_url=url, timeout=20)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.http.close()
+
     def register(self, **changes):
         return self.http.post("/register", json=REGISTRATION | changes)
 
@@ -64,9 +70,12 @@ def make_group():
 
 
 @pytest.fixture
+def legacy_client():
+    return LegacyClient
+
+
+@pytest.fixture
 def legacy(request):
     options = getattr(request, "param", {})
-    with served_broker(**options) as url:
-        client = LegacyClient(url)
+    with served_broker(**options) as url, LegacyClient(url) as client:
         yield client
-        client.http.close()

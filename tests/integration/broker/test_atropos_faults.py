@@ -1,4 +1,7 @@
-"""Each fault found in Atropos' own server, and what ours does instead. The crash and memory faults have own files."""
+"""Each fault found in Atropos' own server, by its number, and what ours does instead.
+
+Kills under load are in `test_process.py`; time and memory are measured in `benchmarks/broker`.
+"""
 
 import concurrent.futures
 import gzip
@@ -8,10 +11,39 @@ import time
 
 import pytest
 
+from atropos_api.broker import Broker
+from atropos_api.config import BrokerConfig
+from atropos_api.http.app import create_app
+from atropos_api.store.opening import open_store
+from atropos_api.testing import serve_in_thread, served_broker
+from atropos_api.wire.payload import check_group, decode_fields, seal
+
 WIRE_KEYS = [
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs",
     "overrides", "group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs",
 ]  # fmt: skip
+
+
+def test_b1_a_restart_finds_run_step_environments_queue_and_batch_as_they_were(tmp_path, legacy_client):
+    def serve():
+        config = BrokerConfig(store=str(tmp_path))
+        broker = Broker(*open_store(config.store, fsync="never", fresh=False))
+        return broker, serve_in_thread(create_app(config, broker))
+
+    broker, served = serve()
+    with served as url, legacy_client(url) as legacy:
+        legacy.start(batch_size=4)
+        env_id = legacy.register_env()["env_id"]
+        for ident in (1, 2, 3):
+            legacy.post(ident, env_id=env_id)
+        assert legacy.idents() == [1]
+    broker.close()
+    broker, served = serve()
+    with served as url, legacy_client(url) as legacy:
+        assert legacy.http.get("/status").json() == {"current_step": 1, "queue_size": 2}
+        assert legacy.status_env(env_id).status_code == 200
+        assert [legacy.idents(), legacy.idents(), legacy.batch()] == [[2], [3], None]
+    broker.close()
 
 
 def test_b2_a_batch_whose_answer_broke_off_is_answered_again(legacy):
@@ -324,6 +356,33 @@ def test_b25_status_env_always_has_the_same_keys(legacy):
 
 def test_b26_the_trainers_uuid_fits_every_json_reader(legacy):
     assert 0 <= legacy.register().json()["uuid"] < 2**53
+
+
+def test_b27_taking_a_group_in_costs_less_than_reading_it_into_objects_once():
+    rows = [list(range(2048))] * 8
+    floats = [[-0.123456789] * 2048] * 8
+    body = json.dumps({"tokens": rows, "masks": rows, "scores": [0.0] * 8, "inference_logprobs": floats}).encode()
+
+    def least_seconds(call):
+        times = []
+        for _ in range(20):
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    taken = least_seconds(lambda: seal(check_group(decode_fields(body)), 1))
+    assert taken < 0.7 * least_seconds(lambda: json.loads(body))
+
+
+def test_b28_brokers_on_ports_of_their_own_share_nothing(legacy, legacy_client):
+    with served_broker() as url, legacy_client(url) as other:
+        legacy.start(batch_size=4)
+        legacy.post(1)
+        assert other.http.get("/batch").json()["status"] == "error"
+        other.start(batch_size=4)
+        assert other.batch() is None
+        assert legacy.idents() == [1]
 
 
 def test_items_carry_all_fourteen_keys_in_their_order_and_the_text_that_was_sent(legacy, make_group):

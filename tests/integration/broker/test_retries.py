@@ -1,13 +1,20 @@
-"""Submissions without a key: what a repeat is, and what is not."""
+"""Submissions without a key, over real sockets: what a repeat is, and what is not."""
 
 import json
 import socket
 import time
 
+import httpx
 import pytest
 
+from atropos_api.broker import Broker
+from atropos_api.config import BrokerConfig
+from atropos_api.http.app import create_app
+from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
+from atropos_api.testing import serve_in_thread
 
-def post_and_hang_up(url, body):
+
+def post_and_hang_up(url, body, *, after_seconds=0.0):
     """Send a submission and be gone before its answer."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
@@ -15,6 +22,29 @@ def post_and_hang_up(url, body):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         head = f"POST /scored_data HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
+        time.sleep(after_seconds)
+
+
+@pytest.fixture
+def slow_disk():
+    """A broker that has taken a group a third of a second before it may say so."""
+    broker = Broker(MemoryLedger(), MemoryBodyLog())
+    broker.sync = lambda: time.sleep(0.3)
+    with serve_in_thread(create_app(BrokerConfig(store="elsewhere", fsync="always"), broker)) as url:
+        yield url, broker
+
+
+def test_a_group_whose_answer_never_left_is_taken_once_however_often_it_comes(slow_disk, make_group):
+    url, broker = slow_disk
+    body = json.dumps(make_group(1)).encode()
+    post_and_hang_up(url, body, after_seconds=0.1)
+    time.sleep(0.5)
+    assert broker.state.counters.groups_received_total == 1
+    assert httpx.post(f"{url}/scored_data", content=body).json() == {"status": "received"}
+    assert (broker.state.queue.groups, broker.state.counters.groups_duplicate_total) == (1, 1)
+    # The repeat was answered: the same bytes once more are another group.
+    httpx.post(f"{url}/scored_data", content=body)
+    assert broker.state.queue.groups == 2
 
 
 def test_equal_groups_whose_answers_arrived_are_all_kept(legacy):
@@ -24,7 +54,7 @@ def test_equal_groups_whose_answers_arrived_are_all_kept(legacy):
     assert legacy.http.get("/status").json()["queue_size"] == 3
 
 
-def test_the_same_bytes_after_an_answer_that_was_lost_are_recognised_once(legacy, make_group):
+def test_equal_losses_stand_for_one_repeat(legacy, make_group):
     legacy.start(batch_size=4)
     body = json.dumps(make_group(1)).encode()
     for _ in range(20):
