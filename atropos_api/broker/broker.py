@@ -70,6 +70,7 @@ class Broker:
             ),
             snapshot,
         )
+        self.state.environments.presume_alive(clock())
 
     def rebuild(self) -> None:
         """Read everything from the store again, after it refused a change that memory had begun to make."""
@@ -216,6 +217,7 @@ class Broker:
         """Write something that changes nothing; raises if the store takes no writes."""
         self.state.bodies.discard(self.state.bodies.append([bytes(4096)]))
         self.state.ledger.add_groups([], answered_seq=self.intake.answered_seq)
+        self.sync()
 
     def sync(self) -> None:
         """Force what was promised to the disk; may be called from another thread."""

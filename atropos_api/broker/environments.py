@@ -93,6 +93,11 @@ class Environments:
             row.run_id = run_id or row.run_id
             self._ledger.put_environment(row)
 
+    def presume_alive(self, now: float) -> None:
+        """Nobody could be heard while no broker ran: silence counts from here."""
+        for row in self._rows.values():
+            row.seen_at = now
+
     def disconnect(self, environment_id: int) -> None:
         row = self.get(environment_id)
         row.connected = False

@@ -46,6 +46,8 @@ class FullReference(Reference):
     def restart(self):
         """That a submission was answered is recorded with the next; until then nobody knows."""
         self.blocked, self.answered = None, self.recorded
+        for env in self.envs.values():
+            env.seen = self.now
         unsure = [row for row in self.rows[self.recorded :] if row.run != "gone" and not row.keyed]
         self.lost = {(row.ident, row.env): self.now + 30 for row in unsure}
 

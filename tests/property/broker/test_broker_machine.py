@@ -26,7 +26,9 @@ from atropos_api.broker.legacy import LegacyContract, LegacyRegistration
 from atropos_api.errors import BatchOutOfOrder, CommittedBatch, PolicyNotNewer, SupersededRun, UnusableGroupSize
 from atropos_api.store.directory import open_directory
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
+from atropos_api.store.opening import open_store
 from atropos_api.testing import make_group
+from atropos_api.testing_redis import RedisServer, running_redis
 from atropos_api.wire import EnvironmentRequest, PolicyUpdate, RunRequest
 from atropos_api.wire.payload import check_group, decode_fields
 
@@ -60,13 +62,10 @@ def has_run(*, legacy):
 class BrokerMachine(RuleBasedStateMachine):
     """Environments submit over both contracts, trainers come and go, the process dies now and then."""
 
-    durable = False
-
     @initialize(
         max_staleness=st.sampled_from([None, None, 1, 2]), keep=st.sampled_from([0, 0, 2]), drop_orphaned=st.booleans()
     )
     def start(self, max_staleness, keep, drop_orphaned):
-        self.directory = Path(tempfile.mkdtemp(prefix="atropos-machine-")) if self.durable else None
         self.settings = BrokerSettings(
             max_staleness=max_staleness,
             max_uncommitted=4,
@@ -76,20 +75,22 @@ class BrokerMachine(RuleBasedStateMachine):
         )
         self.model = reference.FullReference(max_staleness, keep, drop_orphaned)
         self.now = self.model.now = 1000.0
-        self.crashes = self.ident = self.version = self.since_begin = 0
-        self.stores, self.sent, self.posted, self.info = [], [], [], None
+        self.ident = self.version = self.since_begin = 0
+        self.sent, self.posted, self.info = [], [], None
         self.ids = {}
-        self.open_store()
+        self.ledger, self.bodies = self.open_store()
+        self.start_broker()
         for place in (0, 1):
             self.register(place, 2, None)
         self.begin("a", 4, "sequences")
 
     def open_store(self):
-        if self.durable:
-            self.ledger, self.bodies = open_directory(self.directory / str(self.crashes), fsync="never", fresh=False)
-        elif not self.stores:
-            self.ledger, self.bodies = MemoryLedger(), MemoryBodyLog()
-        self.stores.append(self.ledger)
+        return MemoryLedger(), MemoryBodyLog()
+
+    def reopen_store(self):
+        return self.ledger, self.bodies
+
+    def start_broker(self):
         self.broker = Broker(self.ledger, self.bodies, settings=self.settings, clock=lambda: self.now)
         self.legacy = LegacyContract(self.broker)
 
@@ -318,11 +319,8 @@ class BrokerMachine(RuleBasedStateMachine):
 
     @rule()
     def kill(self):
-        """What the kernel has at this moment is what the next process finds."""
-        if self.durable:
-            self.crashes += 1
-            shutil.copytree(self.directory / str(self.crashes - 1), self.directory / str(self.crashes))
-        self.open_store()
+        self.ledger, self.bodies = self.reopen_store()
+        self.start_broker()
         self.model.restart()
 
     @invariant()
@@ -339,16 +337,48 @@ class BrokerMachine(RuleBasedStateMachine):
             assert sorted(state.batches) == self.model.batches(run.committed)
             assert self.broker.outstanding_sequences(state.runs.open) == self.model.outstanding()
 
+
+class DurableMachine(BrokerMachine):
+    """What the kernel has at the moment of the kill is what the next process finds."""
+
+    def open_store(self):
+        self.directory = Path(tempfile.mkdtemp(prefix="atropos-machine-"))
+        self.ledgers = []
+        return self.reopen_store()
+
+    def reopen_store(self):
+        place = self.directory / str(len(self.ledgers))
+        if self.ledgers:
+            shutil.copytree(self.directory / str(len(self.ledgers) - 1), place)
+        ledger, bodies = open_directory(place, fsync="never", fresh=False)
+        self.ledgers.append(ledger)
+        return ledger, bodies
+
     def teardown(self):
-        for ledger in getattr(self, "stores", []):
+        for ledger in getattr(self, "ledgers", []):
             with contextlib.suppress(Exception):
                 ledger.close()
-        if getattr(self, "directory", None):
+        if hasattr(self, "directory"):
             shutil.rmtree(self.directory)
 
 
-class DurableMachine(BrokerMachine):
-    durable = True
+class RedisMachine(BrokerMachine):
+    url = ""
+
+    def open_store(self):
+        return open_store(self.url, fresh=True)
+
+    def reopen_store(self):
+        self.close_store()
+        return open_store(self.url)
+
+    def close_store(self):
+        self.bodies.close()
+        self.ledger.close()
+
+    def teardown(self):
+        if hasattr(self, "ledger"):
+            self.close_store()
 
 
 def registration(batch_size, group):
@@ -364,12 +394,22 @@ def registration(batch_size, group):
     )
 
 
-@pytest.mark.parametrize("machine", [BrokerMachine, DurableMachine])
-def test_batches_are_those_of_the_naive_reference(machine):
-    budget = EXAMPLES if machine is BrokerMachine else max(10, EXAMPLES // 4)
+def compare(machine, examples):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=budget, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+@pytest.mark.parametrize("machine", [BrokerMachine, DurableMachine])
+def test_batches_are_those_of_the_naive_reference(machine):
+    compare(machine, EXAMPLES if machine is BrokerMachine else max(10, EXAMPLES // 4))
+
+
+@pytest.mark.skipif(not RedisServer.installed(), reason="redis-server is not installed")
+def test_batches_are_those_of_the_naive_reference_over_redis():
+    with running_redis() as server:
+        RedisMachine.url = server.url
+        compare(RedisMachine, max(5, EXAMPLES // 20))

@@ -61,6 +61,14 @@ def test_another_trainer_waits_anew(desk, pair):
     assert desk.batch(1) is None
 
 
+def test_a_restart_of_the_broker_is_no_silence_of_its_environments(desk, pair):
+    desk.now += 3600
+    desk.restart()
+    assert desk.batch(1) is None
+    desk.now += 61
+    assert desk.batch(1) == [1, 2]
+
+
 def test_queued_groups_of_a_silent_environment_stay_usable(desk, pair):
     desk.send(pair[0], 9)
     desk.now += 61
