@@ -1,7 +1,8 @@
 """Gunzip of request bodies in bounded memory: a small body that claims to be a huge one is refused without becoming it.
 
-Up to `AT_ONCE_BYTES` come out in one pass. Whatever is larger is first only counted, piece by piece and beside the
-event loop, and inflated for real once it is known to be within the limit.
+Up to `AT_ONCE_BYTES` come out in one pass. What would be larger is refused if it is too much larger than what was sent,
+for no data of rollouts compresses like a bomb; else it is first only counted, piece by piece and beside the event loop,
+and inflated for real once it is known to be within the limit.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from atropos_api.errors import InvalidEncoding, TooLarge
 GZIP_WBITS: Final = 31
 PIECE_BYTES: Final = 1 << 20
 AT_ONCE_BYTES: Final = 8 << 20
+MOST_TIMES_LARGER: Final = 100
 MOST_MEMBERS: Final = 64
 """Compressors write one member, or a few one after another; thousands of empty ones only cost time."""
 
@@ -29,7 +31,7 @@ async def inflate(body: bytes, limit_bytes: int) -> bytes:
         room -= len(piece)
         if room < 0:
             parts.clear()
-            return await asyncio.to_thread(_inflate_large, body, limit_bytes)
+            return await asyncio.to_thread(_inflate_large, body, min(limit_bytes, len(body) * MOST_TIMES_LARGER))
         parts.append(piece)
     return b"".join(parts)
 
@@ -40,7 +42,9 @@ def _inflate_large(body: bytes, limit_bytes: int) -> bytes:
         size += len(piece)
         if size > limit_bytes:
             raise TooLarge(
-                f"the body inflates to more than {limit_bytes} bytes (--max-inflated-bytes)", limit_bytes=limit_bytes
+                f"the body inflates to more than {limit_bytes} bytes: --max-inflated-bytes, or {MOST_TIMES_LARGER} "
+                "times what was sent",
+                limit_bytes=limit_bytes,
             )
     return b"".join(_pieces(body))
 

@@ -266,7 +266,8 @@ def _decode(decoder: msgspec.json.Decoder[DecodedT], body: bytes) -> DecodedT:
 def _explain(body: bytes, error: Exception) -> InvalidRequest | InvalidGroup:
     """Python writes NaN and Infinity into JSON: find the first and name its place, else say that it is no JSON."""
     try:
-        found = _find_not_finite(json.loads(body), "")
+        # Reading it all again takes long, which only what may be there is worth.
+        found = _find_not_finite(json.loads(body), "") if b"NaN" in body or b"Infinity" in body else None
     except (ValueError, RecursionError):
         found = None
     if found is not None:
