@@ -10,7 +10,7 @@ from atropos_api.broker.intake import Intake, Keys
 from atropos_api.broker.repair import give_up
 from atropos_api.broker.state import State
 from atropos_api.errors import StoreDamaged
-from atropos_api.store.base import LOST, NO_RUN, BodyRef, GroupRow, Snapshot
+from atropos_api.store.base import LOST, NO_RUN, GroupRow, Snapshot
 from atropos_api.store.steps import Step
 from atropos_api.wire.payload import unseal
 
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 def recover(state: State, keys: Keys, intake: Intake, batches: Batches, snapshot: Snapshot) -> None:
     """Give each stored group its place: queue, formed batch, kept for replay, or left over from another run."""
     groups = sorted(snapshot.groups, key=lambda group: group.seq)
-    missing = set(state.bodies.adopt([group.body for group in groups if group.body != LOST]))
+    missing = _mark_missing(state, groups)
     _place(state, groups)
     intake.answered_seq = snapshot.answered_seq
     if missing:
         cut_short = _cut_short(groups, missing)
-        lost = [group for group in groups if group.body in missing or group.key_id in cut_short]
+        lost = [group for group in groups if group.seq in missing or group.key_id in cut_short]
         logger.warning("%d groups are dropped: bodies are not in the log, the power went before an fsync", len(lost))
         with state.change():
             keys.withdraw(cut_short)
@@ -53,12 +53,21 @@ def _place(state: State, groups: list[GroupRow]) -> None:
         state.shown.update(number for number in state.batches if number <= run.handed_batch)
 
 
-def _cut_short(groups: list[GroupRow], missing: set[BodyRef]) -> set[int]:
+def _mark_missing(state: State, groups: list[GroupRow]) -> set[int]:
+    """Give the groups whose bodies are not in the log no place in it; answers their seqs."""
+    missing = set(state.bodies.adopt([group.body for group in groups if group.body != LOST]))
+    marked = [group for group in groups if group.body in missing]
+    for group in marked:
+        group.body = LOST
+    return {group.seq for group in marked}
+
+
+def _cut_short(groups: list[GroupRow], missing: set[int]) -> set[int]:
     """Keys of submissions that lack a body and that no batch has any of.
 
     They may never have been answered. Dropped whole, with its key, each is taken again when its sender repeats it.
     """
-    broken = {group.key_id for group in groups if group.body in missing}
+    broken = {group.key_id for group in groups if group.seq in missing}
     members: dict[int, list[GroupRow]] = {}
     for group in groups:
         if group.key_id in broken:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from atropos_api.broker.batches import Batches
 from atropos_api.broker.state import State
 from atropos_api.errors import StoreDamaged, StoreUnavailable
-from atropos_api.store.base import LOST, GroupRow
+from atropos_api.store.base import LOST, BodyRef, GroupRow
 from atropos_api.store.steps import Step
 
 logger = logging.getLogger(__name__)
@@ -25,20 +25,21 @@ class Repair:
     def __init__(self, state: State, batches: Batches) -> None:
         self._state = state
         self._batches = batches
+        self._copies: dict[BodyRef, BodyRef] = {}
 
     def compact(self) -> None:
         """Rewrite the few live bodies of mostly dead segments, so that the disk they hold comes back.
 
-        Whatever called for it is done already, so a disk that cannot take it now only means later.
+        The ledger points at the copies once those are safe: a later call, where that takes a sync. Whatever called for
+        it is done already, so a disk that cannot take it now only means later.
         """
-        sparse = set(self._state.bodies.sparse_segments())
-        if not sparse:
-            return
-        rows = [row for row in self._all_groups() if row.body.segment in sparse]
         try:
-            self._rewrite(rows)
+            if not self._copies:
+                self._copy_sparse()
+            if self._copies and self._state.bodies.is_safe(self._copies.values()):
+                self._move_to_copies()
         except StoreUnavailable as error:
-            logger.warning("segments %s were not rewritten, the next commit tries again: %s", sorted(sparse), error)
+            logger.warning("segments were not rewritten, the next commit tries again: %s", error)
         except StoreDamaged as error:
             self.lose(error)
 
@@ -51,20 +52,29 @@ class Repair:
             give_up(self._state, self._batches, lost)
         self._state.events.add("groups-lost", groups=len(lost), reason=str(error))
 
-    def _rewrite(self, rows: list[GroupRow]) -> None:
+    def _copy_sparse(self) -> None:
         state = self._state
-        old = [row.body for row in rows]
+        sparse = set(state.bodies.sparse_segments())
+        if not sparse:
+            return
+        old = [row.body for row in self._all_groups() if row.body.segment in sparse]
         new = state.bodies.append(state.bodies.read(old))
+        self._copies = dict(zip(old, new, strict=True))
         state.reach(Step.COMPACTION_COPIED)
-        try:
-            state.ledger.move_groups((row.seq, ref) for row, ref in zip(rows, new, strict=True))
-        except StoreUnavailable:
-            state.bodies.discard(new)
-            raise
+
+    def _move_to_copies(self) -> None:
+        state = self._state
+        copies = self._copies
+        rows = [row for row in self._all_groups() if row.body in copies]
+        state.ledger.move_groups((row.seq, copies[row.body]) for row in rows)
         state.reach(Step.COMPACTION_KEPT)
-        for row, ref in zip(rows, new, strict=True):
-            row.body = ref
-        state.bodies.discard(old)
+        self._copies = {}
+        needed = {row.body for row in rows}
+        for row in rows:
+            row.body = copies[row.body]
+        state.bodies.discard(needed)
+        # Groups that left in the meantime need no copy either.
+        state.bodies.discard([new for old, new in copies.items() if old not in needed])
         state.reach(Step.COMPACTION_ENDED)
 
     def _all_groups(self) -> Iterable[GroupRow]:

@@ -211,6 +211,9 @@ class BodyLog(Protocol):
 
     def sync(self) -> None: ...
 
+    def is_safe(self, refs: Iterable[BodyRef]) -> bool:
+        """Whether these bodies are as safe as the log makes any: forced to the disk, where it does that."""
+
     def size_bytes(self) -> int: ...
 
     def close(self) -> None: ...

@@ -72,6 +72,7 @@ class SegmentLog:
         self._sync_turn = threading.Lock()
         self._sealed: list[int] = []
         self._directory_changed = syncs
+        self._safe_until = (self._last_number, 0)
         self._doomed: list[Path] = []
         self._removable: list[Path] = []
         self._sync_failure: str | None = None
@@ -142,6 +143,8 @@ class SegmentLog:
 
     def sync(self) -> None:
         """Force what was appended to the disk; may be called from another thread."""
+        if not self._syncs:
+            return
         with self._sync_turn:
             with self._lock:
                 sealed, self._sealed = self._sealed, []
@@ -149,8 +152,14 @@ class SegmentLog:
                 active = [os.dup(self._active_fd)] if self._active_fd >= 0 else []
                 directory_changed, self._directory_changed = self._directory_changed, False
                 self._removable, self._doomed = self._removable + self._doomed, []
+                segment = self._segments.get(self._active)
+                reached = (self._active, segment.size_bytes if segment is not None else 0)
             self._force(sealed, active, directory_changed=directory_changed)
+            self._safe_until = max(self._safe_until, reached)
         self._reach(Step.BODIES_SYNCED)
+
+    def is_safe(self, refs: Iterable[BodyRef]) -> bool:
+        return not self._syncs or all((ref.segment, ref.offset + ref.length) <= self._safe_until for ref in refs)
 
     def sweep(self) -> None:
         """Delete the files that were dead when the last sync began; the ledger was forced to the disk since."""
