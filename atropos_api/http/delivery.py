@@ -75,15 +75,23 @@ class TrackedResponse(PiecesResponse):
             self._on_result(accepted)
 
     async def _send_all(self, scope: Scope, send: Send) -> bool:
-        transport: asyncio.Transport | None = scope.get(TRANSPORT_KEY)
-        if transport is not None:
-            # With no room to buffer, each send waits until the kernel has the bytes before (or the connection is gone).
-            transport.set_write_buffer_limits(high=0)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await self._send_pieces(send)
-        await send({"type": "http.response.body", "body": b"", "more_body": True})
-        accepted = transport is None or (not transport.is_closing() and transport.get_write_buffer_size() == 0)
+        accepted = await _wait_until_written(scope.get(TRANSPORT_KEY), send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-        if transport is not None and not transport.is_closing():
-            transport.set_write_buffer_limits()
         return accepted
+
+
+async def _wait_until_written(transport: asyncio.Transport | None, send: Send) -> bool:
+    """Return once the kernel has every byte (True), or the connection is gone."""
+    if transport is None:
+        return True
+    # What was written in one turn of the loop leaves at its end.
+    await asyncio.sleep(0)
+    if not transport.is_closing() and transport.get_write_buffer_size() > 0:
+        # With no room to buffer, sending waits.
+        transport.set_write_buffer_limits(high=0)
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        if not transport.is_closing():
+            transport.set_write_buffer_limits()
+    return not transport.is_closing() and transport.get_write_buffer_size() == 0

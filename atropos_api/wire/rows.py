@@ -29,6 +29,14 @@ _EXPONENT: Final = ord("e")
 _ALL_TRUE: Final = np.uint64(0x0101010101010101)
 """Eight booleans at once."""
 
+_SMALL_BYTES: Final = 1 << 13
+"""Below this, calling numpy costs more than it saves."""
+_ID_CHARACTERS: Final = b"0123456789-,[]" + _SPACE
+_FLOAT_CHARACTERS: Final = b"0123456789-+.eE,[]" + _SPACE
+_ZEROES: Final = bytes.maketrans(b"123456789", b"000000000")
+_TEN_DIGITS: Final = b"0" * 10
+_LONG_NUMBER: Final = b"0" * 128
+
 _rows_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _floats_decoder = msgspec.json.Decoder(list[float])
 
@@ -74,6 +82,8 @@ def _holds_ids(raw: bytes, *, signed: bool) -> bool:
     """Whether the numbers of a valid JSON text are integers of at most nine digits, and nothing else is in it."""
     if b'"' in raw or b"." in raw or b"E" in raw or (not signed and b"-" in raw):
         return False
+    if len(raw) < _SMALL_BYTES:
+        return not raw.translate(None, _ID_CHARACTERS) and _TEN_DIGITS not in raw.translate(_ZEROES)
     characters = np.frombuffer(raw, np.uint8)
     # Words, objects and the other exponent are made of characters above these.
     return bool(characters.max() <= _CLOSING) and not _has_ten_digits(characters)
@@ -83,13 +93,17 @@ def _holds_finite(raw: bytes) -> bool:
     """Whether the numbers of a valid JSON text are finite, and nothing else is in it."""
     if b'"' in raw:
         return False
-    characters = np.frombuffer(raw, np.uint8)
-    if characters.max() > _EXPONENT or _has_long_number(characters):
-        return False
-    exponents = np.flatnonzero(characters == _EXPONENT)
-    if b"E" in raw or not (characters[exponents + 1] == _MINUS).all():
-        return _exponents_fit(raw)
-    return True
+    if len(raw) < _SMALL_BYTES:
+        if raw.translate(None, _FLOAT_CHARACTERS) or _LONG_NUMBER in raw.translate(_ZEROES):
+            return False
+        shrinking = b"E" not in raw and raw.count(b"e") == raw.count(b"e-")
+    else:
+        characters = np.frombuffer(raw, np.uint8)
+        if characters.max() > _EXPONENT or _has_long_number(characters):
+            return False
+        exponents = np.flatnonzero(characters == _EXPONENT)
+        shrinking = b"E" not in raw and bool((characters[exponents + 1] == _MINUS).all())
+    return shrinking or _exponents_fit(raw)
 
 
 def _row_lengths(raw: bytes) -> list[int] | None:
@@ -97,13 +111,13 @@ def _row_lengths(raw: bytes) -> list[int] | None:
     opening = raw.find(b"[", 1)
     if opening < 0 or raw[:opening].strip(_SPACE) != b"[":
         return None
-    commas = np.frombuffer(raw, np.uint8) == _COMMA
+    commas = np.frombuffer(raw, np.uint8) == _COMMA if len(raw) >= _SMALL_BYTES else None
     lengths = []
     while True:
         end = raw.find(b"]", opening)
         if raw.find(b"[", opening + 1, end) >= 0:
             return None
-        count = int(np.count_nonzero(commas[opening:end]))
+        count = raw.count(b",", opening, end) if commas is None else int(np.count_nonzero(commas[opening:end]))
         lengths.append(count + 1 if count or raw[opening + 1 : end].strip(_SPACE) else 0)
         opening = raw.find(b"[", end)
         if opening < 0:
