@@ -1,0 +1,58 @@
+"""A disk that takes no more, seen from outside: 503 and not ready while it lasts, the same process afterwards."""
+
+import random
+import resource
+import time
+
+import httpx
+import pytest
+
+
+def make_body(ident, size):
+    tokens = [[ident, 2, 3]] * size
+    return {"tokens": tokens, "masks": tokens, "scores": [0.5] * size}
+
+
+def limit_files(broker, size):
+    """No file of the process may grow beyond this: what a write gets then is an error like that of a full disk."""
+    resource.prlimit(broker.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("mode", ["interval", "always"])
+def test_a_full_disk_is_a_503_and_not_ready_until_there_is_room(tmp_path, killed_broker, load, mode):
+    broker = killed_broker("--store", str(tmp_path / "store"), "--fsync", mode)
+    broker.start()
+    assert broker.wait_until(200)
+    process = broker.pid
+    work = load(broker)
+    for _ in range(3):
+        work.wait_for_batches(1)
+        limit_files(broker, random.choice([1, 4096, 20_000]))
+        assert broker.wait_until(503)
+        refused = httpx.post(broker.url + "/v1/groups", json={"environment_id": 0, "groups": [make_body(0, 4)]})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["type"].endswith("store-unavailable")
+        assert httpx.get(broker.url + "/v1/status").status_code == 200
+        time.sleep(0.2)
+        limit_files(broker, resource.RLIM_INFINITY)
+        assert broker.wait_until(200)
+        work.check()
+    work.wait_for_batches(1)
+    assert work.finish()["counters"]["store_failures_total"] >= 3
+    assert broker.alive()
+    assert broker.pid == process
+
+
+def test_killed_while_the_disk_is_full_it_starts_again_when_there_is_room(tmp_path, killed_broker, load):
+    broker = killed_broker("--store", str(tmp_path / "store"))
+    broker.start()
+    assert broker.wait_until(200)
+    work = load(broker)
+    work.wait_for_batches(1)
+    limit_files(broker, 1)
+    assert broker.wait_until(503)
+    broker.kill()
+    broker.start()
+    assert broker.wait_until(200)
+    work.wait_for_batches(1)
+    work.finish()
