@@ -78,8 +78,11 @@ def pack_record(head: bytes, *columns: bytes | memoryview) -> tuple[bytes | memo
     return (_RECORD.pack(len(head), sum(map(len, columns))), head, *columns)
 
 
-def unpack_body(body: bytes) -> tuple[memoryview, list[Record]]:
-    """The head and the groups of a body; nothing is copied, and nothing is believed that the bytes do not bear out."""
+def unpack_body(body: bytes) -> tuple[memoryview, int, Iterator[Record]]:
+    """The head of a body, how many groups it says it has, and those groups.
+
+    Nothing is copied, nothing believed that the bytes do not bear out, and each group is looked at when it is its turn.
+    """
     if len(body) < _BODY.size:
         raise _malformed(f"it has {len(body)} bytes, its prefix alone takes {_BODY.size}")
     magic, head_bytes, count = _BODY.unpack_from(body)
@@ -87,13 +90,7 @@ def unpack_body(body: bytes) -> tuple[memoryview, list[Record]]:
         raise _malformed(f"it begins with {magic!r}, version {VERSION} begins with {MAGIC!r}")
     view = memoryview(body)
     head, place = _take(view, _BODY.size, head_bytes, "its head")
-    records = []
-    for index in range(count):
-        record, place = _take_record(view, place, f"groups[{index}]")
-        records.append(record)
-    if place != len(body):
-        raise _malformed(f"{len(body) - place} bytes follow the last of {count} groups")
-    return head, records
+    return head, count, _take_records(view, place, count)
 
 
 def unpack_record(stored: bytes) -> Record:
@@ -168,6 +165,14 @@ def _sum_lengths(column: Column, where: str) -> int:
     if len(column) and column.min() < 0:
         raise InvalidGroup(f"{where}distill_lengths", int(column.min()), "a length is 0 or more")
     return int(column.sum(dtype=np.int64))
+
+
+def _take_records(view: memoryview, place: int, count: int) -> Iterator[Record]:
+    for index in range(count):
+        record, place = _take_record(view, place, f"groups[{index}]")
+        yield record
+    if place != len(view):
+        raise _malformed(f"{len(view) - place} bytes follow the last of {count} groups")
 
 
 def _take_record(view: memoryview, place: int, what: str) -> tuple[Record, int]:

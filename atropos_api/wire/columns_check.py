@@ -23,6 +23,8 @@ from atropos_api.wire.columns import (
 )
 from atropos_api.wire.payload import CheckedGroup, check_fields
 
+MOST_GROUPS: Final = 1 << 14
+"""A group takes more memory than the least bytes it can be written in; this bounds what one body can make of that."""
 NO_VALUE: Final = frozenset({b"null", b"[]"})
 
 
@@ -37,7 +39,11 @@ _submission_decoder = msgspec.json.Decoder(SubmissionHead)
 
 def check_submission(body: bytes) -> tuple[int, list[CheckedGroup]]:
     """Every group of a body, ready for the queue, and the environment that sends them."""
-    head, records = unpack_body(body)
+    head, count, records = unpack_body(body)
+    if count > MOST_GROUPS:
+        raise InvalidRequest(
+            f"the body has {count} groups, {MOST_GROUPS} may be sent at once", field="body", value=count
+        )
     try:
         env_id = _submission_decoder.decode(head).environment_id
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

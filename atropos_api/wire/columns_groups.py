@@ -70,7 +70,7 @@ def encode_submission(environment_id: int, groups: Sequence[Group]) -> bytes:
 
 def decode_batch(body: bytes, *, arrays: bool = False) -> Batch:
     """A batch; with `arrays` its rows of numbers are arrays that share the memory of `body`."""
-    text, records = unpack_body(body)
+    text, _, records = unpack_body(body)
     head = _batch_decoder.decode(text)
     groups = [decode_group(record, arrays=arrays) for record in records]
     return Batch(number=head.number, run_id=head.run_id, groups=groups)

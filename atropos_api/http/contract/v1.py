@@ -74,7 +74,8 @@ V1: Final = (
     Operation(
         method="GET",
         path="/v1/batches/{number}",
-        help="Formed when it is first asked for; the same groups and bytes each time until it is committed.",
+        help="Formed when it is first asked for; the same groups and bytes each time until it is committed. In binary "
+        "columns where Accept names them.",
         parameters=(
             NUMBER,
             RUN_ID,

@@ -3,6 +3,7 @@
 import json
 import re
 import struct
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -127,8 +128,9 @@ GOOD = write()
         ("it begins with", b"ATRCOLS\x02" + GOOD[8:]),
         ("no multiple of 4", GOOD[:8] + struct.pack("<I", 21) + GOOD[12:]),
         ("4294967292 bytes", GOOD[:8] + struct.pack("<I", 2**32 - 4) + GOOD[12:]),
-        ("the prefix of groups\\[1\\] takes 8 bytes, 0 are left", GOOD[:12] + struct.pack("<I", 2**32 - 1) + GOOD[16:]),
+        ("the prefix of groups\\[1\\] takes 8 bytes, 0 are left", GOOD[:12] + struct.pack("<I", 2) + GOOD[16:]),
         ("the columns of groups\\[0\\] takes", GOOD[:-4]),
+        ("16385 groups, 16384 may be sent at once", GOOD[:12] + struct.pack("<I", 16385) + GOOD[16:]),
         ("4 bytes follow the last of 1 groups", GOOD + bytes(4)),
         ("wrong shape", write(body={"environment_id": "x"})),
         ("wrong shape", write(body={"environment_id": 1, "mine": 1})),
@@ -177,7 +179,7 @@ def test_numbers_that_no_float32_equals_stay_text_in_the_head():
 )
 def test_groups_survive_the_way_through_our_own_client(changes):
     group = make_group(3, 5, version=2, **changes)
-    (record,) = unpack_body(encode_submission(1, [group]))[1]
+    (record,) = unpack_body(encode_submission(1, [group]))[2]
     assert decode_group(record) == group
     arrays = decode_group(record, arrays=True)
     assert [row.tolist() for row in arrays.tokens] == group.tokens
@@ -202,3 +204,16 @@ def test_a_batch_is_read_as_lists_or_as_arrays():
     batch = decode_batch(body)
     assert (batch.number, batch.run_id, batch.groups) == (4, "r", groups)
     assert decode_batch(body, arrays=True).groups[1].inference_logprobs[0].dtype == np.float32
+
+
+def test_a_body_of_groups_that_are_nothing_costs_no_memory():
+    count = 16384
+    body = GOOD[:8] + struct.pack("<II", 24, count) + padded({"environment_id": 3}) + bytes(8 * count)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match=r"groups\[0\]\.head"):
+            check_submission(body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20_000
