@@ -5,6 +5,8 @@ from types import SimpleNamespace
 from brute_force import adds_up
 from reference import Reference
 
+PATIENCE_SECONDS = 30.0
+
 
 class FullReference(Reference):
     def __init__(self, *limits):
@@ -85,7 +87,7 @@ class FullReference(Reference):
         since, self.blocked = self.now if self.blocked is None else self.blocked, None
         if best or not without:
             return best
-        if self.now - since < 120:
+        if self.now - since < PATIENCE_SECONDS:
             self.blocked = since
             return None
         had = {n: self.measure([row for row in self.members() if row.env == n]) for n in needs}

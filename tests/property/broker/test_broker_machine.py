@@ -63,15 +63,20 @@ class BrokerMachine(RuleBasedStateMachine):
     """Environments submit over both contracts, trainers come and go, the process dies now and then."""
 
     @initialize(
-        max_staleness=st.sampled_from([None, None, 1, 2]), keep=st.sampled_from([0, 0, 2]), drop_orphaned=st.booleans()
+        max_staleness=st.sampled_from([None, None, 1, 2]),
+        keep=st.sampled_from([0, 0, 2]),
+        drop_orphaned=st.booleans(),
+        contract=st.sampled_from(["v1", "v1", "atropos", "none"]),
+        minima=st.sampled_from([(None, None), (None, 0.5), (0.5, 0.3), (0.8, 0.7)]),
     )
-    def start(self, max_staleness, keep, drop_orphaned):
+    def start(self, max_staleness, keep, drop_orphaned, contract, minima):
         self.settings = BrokerSettings(
             max_staleness=max_staleness,
             max_uncommitted=4,
             keep_batches=keep,
             drop_orphaned=drop_orphaned,
             key_memory_seconds=1e9,
+            min_allocation_wait_seconds=reference.PATIENCE_SECONDS,
         )
         self.model = reference.FullReference(max_staleness, keep, drop_orphaned)
         self.now = self.model.now = 1000.0
@@ -80,9 +85,13 @@ class BrokerMachine(RuleBasedStateMachine):
         self.ids = {}
         self.ledger, self.bodies = self.open_store()
         self.start_broker()
-        for place in (0, 1):
-            self.register(place, 2, None)
-        self.begin("a", 4, "sequences")
+        for place, minimum in enumerate(minima):
+            self.register(place, 2, minimum)
+        self.since_begin = 9
+        if contract == "v1":
+            self.begin("a", 4, "sequences")
+        elif contract == "atropos":
+            self.register_trainer(4, "a")
 
     def open_store(self):
         return MemoryLedger(), MemoryBodyLog()
@@ -116,7 +125,12 @@ class BrokerMachine(RuleBasedStateMachine):
         self.broker.disconnect_environment(self.ids[place])
         self.model.envs[self.ids[place]].connected = False
 
-    @rule(seconds=st.sampled_from([1, 29, 31, 61, 121]))
+    @rule(place=st.integers(0, 1))
+    def give_a_sign_of_life(self, place):
+        self.broker.heartbeat(self.ids[place])
+        self.model.touch(self.ids[place])
+
+    @rule(seconds=st.sampled_from([1, 29, 30, 31, 61]))
     def pass_time(self, seconds):
         self.now += seconds
         self.model.now = self.now
@@ -165,6 +179,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.post_groups(groups, "key of a post" if keyed else None, answered)
 
     def post_groups(self, groups, key, answered):
+        self.since_begin += 1
         taken = self.legacy.take(self.fields(groups), key=key)
         self.broker.intake.settle(taken.rows)
         if not answered:
@@ -175,7 +190,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     # Runs
 
-    @precondition(lambda self: self.since_begin >= 8)
+    @precondition(lambda self: self.since_begin >= 5)
     @rule(name=NAMES, batch_size=BATCH_SIZES, unit=UNITS)
     def begin(self, name, batch_size, unit):
         """Rarely, for it ends what the other rules have built up."""
@@ -212,7 +227,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.info = self.broker.begin_run(request)
         assert self.info.next_batch == point + 1
 
-    @precondition(lambda self: self.model.run is not None and self.since_begin >= 8)
+    @precondition(lambda self: self.model.run is not None and self.since_begin >= 5)
     @rule()
     def finish(self):
         self.since_begin = 0
@@ -290,7 +305,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     # The Atropos contract
 
-    @precondition(lambda self: self.since_begin >= 6)
+    @precondition(lambda self: self.since_begin >= 5)
     @rule(batch_size=BATCH_SIZES, group=NAMES)
     def register_trainer(self, batch_size, group):
         open_run = self.model.run
@@ -310,7 +325,7 @@ class BrokerMachine(RuleBasedStateMachine):
             if handed and delivered:
                 self.legacy.confirm_delivery(handed[0].run_id, handed[0].handed_batch)
 
-    @precondition(lambda self: self.since_begin >= 8)
+    @precondition(lambda self: self.since_begin >= 5)
     @rule()
     def reset(self):
         self.since_begin = 0

@@ -86,3 +86,14 @@ def test_the_weight_of_a_silent_environment_goes_to_the_others(desk):
     assert desk.legacy.status.status_env(light).env_weight == 1.0
     desk.broker.heartbeat(heavy)
     assert desk.room(light) == 4
+
+
+@pytest.mark.parametrize("desk", [{"min_allocation_wait_seconds": 0.0}], indirect=True)
+def test_waiving_one_minimum_leaves_the_others(desk):
+    desk.register("absent", min_batch_allocation=0.2)
+    present, free = desk.register("present", min_batch_allocation=0.5), desk.register("free")
+    desk.begin()
+    desk.send(free, 1, 2)
+    desk.send(present, 3)
+    assert desk.batch(1) == [1, 3]
+    assert desk.counters.minima_waived_total == 1
