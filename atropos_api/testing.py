@@ -63,6 +63,7 @@ def served_broker(**options: Any) -> Iterator[str]:
 def serve_in_thread(app: FastAPI) -> Iterator[str]:
     """Serve an application on a free loopback port until the block ends."""
     with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         server = BrokerServer(app, app.state.services.config, app.state.services.stop)

@@ -9,6 +9,7 @@ from atropos_api.client.errors import (
     BrokerUnreachable,
     RunSuperseded,
 )
+from atropos_api.client.watching import ServerEvent, watch_events
 
 __all__ = [
     "AsyncBrokerClient",
@@ -18,4 +19,6 @@ __all__ = [
     "BrokerRefused",
     "BrokerUnreachable",
     "RunSuperseded",
+    "ServerEvent",
+    "watch_events",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,7 +13,6 @@ VERBS = {
     "report": "RUN: print the summary of a run directory and redraw its picture",
     "top": "URL: watch a broker",
 }
-TOP_INTERVAL_SECONDS = 1.0
 
 
 def main() -> NoReturn:
@@ -29,7 +27,7 @@ def run(argv: list[str]) -> int:
     verb, *rest = argv
     if verb not in VERBS:
         raise ConfigError(f"unknown verb {verb!r}{nearest(verb, VERBS)} (verbs: {', '.join(VERBS)})")
-    if rest and rest[0] in {"-h", "--help"}:
+    if verb != "top" and rest and rest[0] in {"-h", "--help"}:
         sys.stdout.write(f"usage: atropos {verb} {_operand(verb)}\n\n{VERBS[verb]}\n")
         return 0
     return {"doctor": _doctor, "report": _report, "top": _top}[verb](rest)
@@ -77,26 +75,9 @@ def _report(rest: list[str]) -> int:
 
 
 def _top(rest: list[str]) -> int:
-    """Until the reader has seen enough or the broker is gone."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.pretty import Pretty
+    from example_trainer.running.top import run as watch
 
-    from example_trainer.running.feed import Endpoint
-
-    url = _one_operand("top", rest)
-    endpoint = Endpoint(url, timeout_seconds=5.0)
-    if (status := endpoint.get_json("/v1/status")) is None:
-        raise ConfigError(f"no broker answers at {url}; start one with run-api")
-    if not sys.stdout.isatty():
-        Console().print(Pretty(status))
-        return 0
-    with Live(auto_refresh=False) as live:
-        while status is not None:
-            live.update(Pretty(status), refresh=True)
-            time.sleep(TOP_INTERVAL_SECONDS)
-            status = endpoint.get_json("/v1/status")
-    return 0
+    return watch(rest)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ def test_mutants_cost_their_neighbours_nothing():
     result = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert result.returncode == 0, f"seed {os.getpid()}: {result.stderr}"
     figures = json.loads(result.stdout)
-    print(json.dumps(figures, indent=2))
     assert figures["mutants"] == MUTANTS
     assert figures["server errors"] == 0
     assert figures["silences"] == 0

@@ -1,0 +1,74 @@
+"""Following a broker's `/v1/events`: one connection as an iterator of events, to be opened again where it broke off."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from atropos_api.client import calls
+from atropos_api.client.errors import BrokerRefused
+
+SILENCE_SECONDS: Final = 40.0
+"""A broker says something at least every 15 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEvent:
+    """One event; `id` is what to come back with (`after`), None where the event has none."""
+
+    id: int | None
+    type: str
+    data: dict[str, Any]
+
+
+def watch_events(
+    url: str, *, token: str | None = None, after: int | None = None, timeout_seconds: float = 5.0
+) -> Iterator[ServerEvent]:
+    """Events as they come, until the connection ends; those after `after` first, where it is given.
+
+    Raises `BrokerUnreachable` or `BrokerHostUnknown` if nobody answers, `BrokerRefused` if it is no such stream.
+    """
+    headers = calls.default_headers(token)
+    if after is not None:
+        headers["Last-Event-ID"] = str(after)
+    timeout = httpx.Timeout(timeout_seconds, read=SILENCE_SECONDS)
+    try:
+        with (
+            httpx.Client(timeout=timeout, trust_env=False) as client,
+            client.stream("GET", f"{url.rstrip('/')}/v1/events", headers=headers) as response,
+        ):
+            _check(url, response)
+            yield from parse_events(response.iter_lines())
+    except (httpx.TransportError, httpx.InvalidURL, socket.gaierror, UnicodeError) as error:
+        raise calls.unreachable(url, error, waited_seconds=0.0) from error
+
+
+def parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
+    """Events of a `text/event-stream`; comments and what is no event of a broker are passed over."""
+    fields: dict[str, str] = {}
+    for line in lines:
+        if line:
+            name, _, value = line.partition(":")
+            fields[name] = value.removeprefix(" ")
+            continue
+        if "event" in fields and "data" in fields:
+            number = fields.get("id", "")
+            with suppress(msgspec.DecodeError):
+                data = msgspec.json.decode(fields["data"], type=dict[str, Any])
+                yield ServerEvent(int(number) if number.isdigit() else None, fields["event"], data)
+        fields = {}
+
+
+def _check(url: str, response: httpx.Response) -> None:
+    if response.status_code in {401, 403}:
+        response.read()
+        calls.raise_for_problem(response)
+    if response.status_code != 200 or not response.headers.get("content-type", "").startswith("text/event-stream"):
+        detail = f"{url} answers, but not as a broker does; check host and port"
+        raise BrokerRefused({"detail": detail}, response.status_code)

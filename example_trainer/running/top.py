@@ -1,0 +1,186 @@
+"""`atropos top URL`: what a broker is doing, live on a terminal, as plain lines elsewhere, once for scripts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, Final, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from rich.live import Live
+
+from atropos_api.client import BrokerUnreachable, ServerEvent, watch_events
+from atropos_api.common.cliconfig import ConfigError, load_config
+from example_trainer.running.top_view import describe, describe_event, render, step_of
+
+DESCRIPTION: Final = "Watch a broker: atropos top URL, where URL is that of run-api, such as http://127.0.0.1:8000."
+RECONNECT_SECONDS: Final = 1.0
+PLAIN_INTERVAL_SECONDS: Final = 10.0
+KEPT_EVENTS: Final = 8
+KEPT_RATES: Final = 60
+
+
+class TopConfig(BaseModel):
+    """The options beside the URL."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    token: str | None = Field(None, description="Bearer token of the broker; default: $ATROPOS_TOKEN")
+    once: bool = Field(False, description="Print the state as lines of name and value, and end")
+
+
+@dataclass(kw_only=True, slots=True)
+class Watched:
+    """A broker as it was last heard of."""
+
+    url: str
+    status: Mapping[str, Any] = field(default_factory=dict)
+    last_id: int | None = None
+    lost_because: str = ""
+    """Why nothing is heard now; empty while connected."""
+    events: deque[ServerEvent] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_RATES))
+    """Sequences received a second, from one status to the next."""
+
+    def take(self, event: ServerEvent) -> None:
+        self.last_id = event.id if event.id is not None else self.last_id
+        if event.type != "status":
+            self.events.append(event)
+            return
+        seconds = event.data.get("time", 0.0) - self.status.get("time", 0.0)
+        arrived = _received(event.data) - _received(self.status)
+        # A broker that was restarted counts from the beginning.
+        if self.status and seconds > 0 and arrived >= 0:
+            self.rates.append(arrived / seconds)
+        self.status = event.data
+
+
+class View(Protocol):
+    """Shows what is heard until it is closed."""
+
+    def update(self, watched: Watched, event: ServerEvent | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainView:
+    """A line for each event, one for the state at each step and now and then."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+        self._shown_at = float("-inf")
+        self._step: int | None = None
+
+    def update(self, watched: Watched, event: ServerEvent | None) -> None:
+        if event is None:
+            self._line(f"no answer from {watched.url}, trying again ({watched.lost_because})")
+        elif event.type != "status":
+            self._line(describe_event(event))
+        elif step_of(watched.status) != self._step or time.monotonic() - self._shown_at >= PLAIN_INTERVAL_SECONDS:
+            self._step, self._shown_at = step_of(watched.status), time.monotonic()
+            self._line("  ".join(f"{name} {value}" for name, value in describe(watched.status)))
+
+    def close(self) -> None:
+        self._out.flush()
+
+    def _line(self, text: str) -> None:
+        self._out.write(f"{time.strftime('%H:%M:%S')}  {text}\n")
+        self._out.flush()
+
+
+class LiveView:
+    """A panel that is redrawn in place with each lot of events."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
+
+    def update(self, watched: Watched, event: ServerEvent | None) -> None:
+        if event is None or event.type == "status":
+            panel = render(
+                watched.url, watched.status, events=watched.events, rates=watched.rates, lost=watched.lost_because
+            )
+            self._live.update(panel, refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def run(arguments: Sequence[str], out: IO[str] = sys.stdout) -> int:
+    """Watch until the reader has seen enough."""
+    url, rest = take_url(arguments)
+    config = load_config(TopConfig, rest, prog="atropos top URL", description=DESCRIPTION)
+    token = config.token or os.environ.get("ATROPOS_TOKEN")
+    watched = Watched(url=url)
+    try:
+        if config.once:
+            return print_once(watched, token, out)
+        return follow(watched, token, LiveView(Console(file=out)) if out.isatty() else PlainView(out))
+    except BrokenPipeError:
+        # Whoever read the lines has seen enough; nothing may be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def take_url(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The one argument that is an address, with a scheme, and the others."""
+    if {"-h", "--help"} & set(arguments):
+        return "", list(arguments)
+    values = {index + 1 for index, argument in enumerate(arguments) if argument == "--token"}
+    places = [index for index, argument in enumerate(arguments) if not argument.startswith("-") and index not in values]
+    if len(places) != 1:
+        raise ConfigError(f"atropos top takes one URL, such as http://127.0.0.1:8000; got {len(places)}")
+    given = arguments[places[0]]
+    rest = [argument for index, argument in enumerate(arguments) if index != places[0]]
+    return (given if "://" in given else f"http://{given}").rstrip("/"), rest
+
+
+def print_once(watched: Watched, token: str | None, out: IO[str]) -> int:
+    for event in _listen(watched, token):
+        if event is not None:
+            watched.take(event)
+        if watched.status:
+            break
+    for name, value in describe(watched.status):
+        out.write(f"{name} {value}\n")
+    return 0
+
+
+def follow(watched: Watched, token: str | None, view: View) -> int:
+    """Show all that comes. A broker that never answered is an error, one that went away is waited for."""
+    try:
+        for event in _listen(watched, token):
+            if event is not None:
+                watched.lost_because = ""
+                watched.take(event)
+            view.update(watched, event)
+    finally:
+        view.close()
+    return 0
+
+
+def _listen(watched: Watched, token: str | None) -> Iterator[ServerEvent | None]:
+    """Events over as many connections as it takes; None each time that one is lost or cannot be had."""
+    while True:
+        try:
+            yield from watch_events(watched.url, token=token, after=watched.last_id)
+            watched.lost_because = "it closed the connection"
+        except BrokerUnreachable as error:
+            if not watched.status:
+                raise ConfigError(_no_broker(watched.url, error)) from error
+            watched.lost_because = str(error.__cause__ or error)
+        yield None
+        time.sleep(RECONNECT_SECONDS)
+
+
+def _no_broker(url: str, error: BrokerUnreachable) -> str:
+    return f"no broker answers at {url} ({error.__cause__}); start one with run-api, or check host and port"
+
+
+def _received(status: Mapping[str, Any]) -> int:
+    return int(status.get("counters", {}).get("sequences_received_total", 0))
