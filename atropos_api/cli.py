@@ -12,7 +12,7 @@ from atropos_api.config import BrokerConfig
 
 DESCRIPTION = (
     "The trajectory broker: environments push scored groups, one trainer pulls numbered batches. One run is open at a "
-    "time; a second concurrent run needs a second broker."
+    "time; a second concurrent run needs a second broker, with a port and a store of its own."
 )
 
 

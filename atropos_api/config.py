@@ -15,7 +15,7 @@ class BrokerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback needs a token")
+    host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback asks for a token")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
     reload: bool = Field(False, description="Restart when the source changes (for work on the broker itself)")
     store: str = Field(
@@ -34,11 +34,12 @@ class BrokerConfig(BaseModel):
     fresh: bool = Field(False, description="Delete what the store holds and begin anew")
     token: str | None = Field(None, description="Bearer token that callers must show; made up if the host needs one")
     allowed_hosts: list[str] = Field(
-        default_factory=list, description="Host names beside loopback and IP addresses by which callers may address us"
+        default_factory=list,
+        description="Host names beside loopback and IP addresses by which callers may address us (default: none)",
     )
     allowed_origins: list[str] = Field(
         default_factory=list,
-        description="Origins of web pages that may call this broker from a browser, such as https://page.example",
+        description="Origins of web pages that may call this broker, such as https://page.example (default: none)",
     )
     max_staleness: int | None = Field(
         None, ge=0, description="Expire groups whose policy is more than this many trainer steps old"
@@ -69,7 +70,9 @@ class BrokerConfig(BaseModel):
         gt=0,
         description="Seconds in which a body must bring, or a reader must take, 1 KiB a second, or it is closed",
     )
-    log_level: str = Field("info", description="debug, info, warning or error")
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
+        "info", description="What is written to stderr: this and everything graver"
+    )
 
     @field_validator("store")
     @classmethod

@@ -101,7 +101,7 @@ V1: Final = (
     Operation(
         method="POST",
         path="/v1/batches/{number}/commit",
-        help="Everything up to this batch is covered by a checkpoint; its groups may go. Harmless when repeated.",
+        help="The groups of those batches may go. Harmless when repeated.",
         parameters=(NUMBER,),
         body=CommitRequest,
         example={"run_id": "run-0123456789ab", "epoch": 1},
