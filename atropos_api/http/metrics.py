@@ -49,6 +49,8 @@ GAUGE_HELP: Final = {
     "uncommitted_batches": "Batches formed and not covered by a checkpoint",
     "environments_alive": "Environments heard of lately",
     "outstanding_sequences": "Sequences queued, or in batches not trained yet",
+    "unpackable_groups": "Groups queued that no batch of the run can hold",
+    "policy_held_seconds": "How long evaluations ask that no other policy be published",
     "step": "Trainer steps of the open run",
     "policy_version": "The policy now published",
     "staleness_mean": "Trainer steps between policy and training, over the groups of the newest batch",
@@ -94,6 +96,9 @@ def _gauges(broker: Broker) -> dict[str, float]:
     run = state.runs.open
     if run is not None:
         gauges["outstanding_sequences"] = broker.outstanding_sequences(run)
+        unpackable = broker.batches.unpackable_sizes(run)
+        gauges["unpackable_groups"] = sum(state.queue.groups_by_size[size] for size in unpackable)
+        gauges["policy_held_seconds"] = broker.holds.seconds(run)
         gauges[_spell(metric_names.STEP)] = broker.trained_steps(run)
         if run.policy_version is not None:
             gauges[_spell(metric_names.POLICY_VERSION)] = run.policy_version
