@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from fastapi import Request, Response
 from isal import isal_zlib
+from starlette.requests import ClientDisconnect
 
 from atropos_api.errors import InvalidRequest, TooLarge
 from atropos_api.http.inflating import GZIP_WBITS, inflate
@@ -24,19 +25,34 @@ _encoder = msgspec.json.Encoder()
 async def read_body(request: Request) -> bytes:
     """The whole body, decompressed; never more in memory than the limits allow."""
     config = services_of(request).config
-    declared = request.headers.get("content-length", "")
+    declared, encoding = _length_and_encoding(request)
     if declared.isdigit() and int(declared) > config.max_body_bytes:
         raise _too_large(int(declared), config.max_body_bytes, "--max-body-bytes")
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk = message.get("body", b"")
         size += len(chunk)
         if size > config.max_body_bytes:
             raise _too_large(size, config.max_body_bytes, "--max-body-bytes")
         chunks.append(chunk)
+        more = message.get("more_body", False)
     body = b"".join(chunks) if len(chunks) != 1 else chunks[0]
-    encoding = request.headers.get("content-encoding", "").lower()
-    return await inflate(body, config.max_inflated_bytes) if "gzip" in encoding and body else body
+    return await inflate(body, config.max_inflated_bytes) if b"gzip" in encoding and body else body
+
+
+def _length_and_encoding(request: Request) -> tuple[bytes, bytes]:
+    length = encoding = b""
+    for name, value in request.scope["headers"]:
+        if name == b"content-length":
+            length = value
+        elif name == b"content-encoding":
+            encoding = value.lower()
+    return length, encoding
 
 
 def decode_body(body: bytes, kind: type[StructT], *, strict: bool = True) -> StructT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from fastapi import Response
@@ -45,10 +45,24 @@ def coalesce(pieces: Iterable[bytes]) -> Iterator[bytes]:
 class PiecesResponse(Response):
     """A body that is never put together in one place."""
 
-    def __init__(self, pieces: Sequence[bytes], **options: Any) -> None:
-        self._pieces = list(coalesce(pieces))
-        super().__init__(**options)
-        self.headers["content-length"] = str(sum(map(len, self._pieces)))
+    def __init__(
+        self,
+        pieces: Sequence[bytes],
+        *,
+        media_type: str,
+        status_code: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        # Of what the base class prepares only this much is needed.
+        self._pieces = list(coalesce(pieces)) if len(pieces) > 1 else pieces
+        self.status_code = status_code
+        self.background = None
+        self.raw_headers = [
+            (b"content-length", b"%d" % sum(map(len, self._pieces))),
+            (b"content-type", media_type.encode("latin-1")),
+        ]
+        for name, value in (headers or {}).items():
+            self.raw_headers.append((name.lower().encode("latin-1"), value.encode("latin-1")))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's form
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -51,10 +51,9 @@ class EnvironmentId(msgspec.Struct):
 @router.get("/status-env", summary="Step and queue as one environment should see them")
 async def status_env(request: Request) -> Response:
     body = await read_body(request)
-    asked = request.query_params.get("env_id")
     if body:
         environment_id = decode_body(body, EnvironmentId, strict=False).env_id
-    elif asked is not None:
+    elif (asked := request.query_params.get("env_id")) is not None:
         environment_id = parse_int(asked, "env_id")
     else:
         raise InvalidRequest("env_id: it is required, as a JSON body or in the query", field="env_id")

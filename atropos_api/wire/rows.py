@@ -34,6 +34,7 @@ _SMALL_BYTES: Final = 1 << 13
 _ID_CHARACTERS: Final = b"0123456789-,[]" + _SPACE
 _FLOAT_CHARACTERS: Final = b"0123456789-+.eE,[]" + _SPACE
 _ZEROES: Final = bytes.maketrans(b"123456789", b"000000000")
+_NO_FRAME: Final = b"0123456789-+.eE" + _SPACE
 _TEN_DIGITS: Final = b"0" * 10
 _LONG_NUMBER: Final = b"0" * 128
 
@@ -108,16 +109,26 @@ def _holds_finite(raw: bytes) -> bool:
 
 def _row_lengths(raw: bytes) -> list[int] | None:
     """Row lengths of a valid JSON text of numbers if it is an array of arrays, and no deeper; else None."""
+    if len(raw) < _SMALL_BYTES:
+        frame = raw.translate(None, _NO_FRAME)
+        rows = frame[2:-2].split(b"],[")
+        # A row without a comma has one number or none; such rows are looked at more closely below.
+        if frame[:2] == b"[[" and frame[-2:] == b"]]" and all(rows) and not any(row.strip(b",") for row in rows):
+            return [len(row) + 1 for row in rows]
+    return _scan_rows(raw)
+
+
+def _scan_rows(raw: bytes) -> list[int] | None:
     opening = raw.find(b"[", 1)
     if opening < 0 or raw[:opening].strip(_SPACE) != b"[":
         return None
-    commas = np.frombuffer(raw, np.uint8) == _COMMA if len(raw) >= _SMALL_BYTES else None
+    commas = np.frombuffer(raw, np.uint8) == _COMMA
     lengths = []
     while True:
         end = raw.find(b"]", opening)
         if raw.find(b"[", opening + 1, end) >= 0:
             return None
-        count = raw.count(b",", opening, end) if commas is None else int(np.count_nonzero(commas[opening:end]))
+        count = int(np.count_nonzero(commas[opening:end]))
         lengths.append(count + 1 if count or raw[opening + 1 : end].strip(_SPACE) else 0)
         opening = raw.find(b"[", end)
         if opening < 0:
