@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import uuid
 
 import httpx
 import pytest
@@ -39,7 +40,7 @@ class Caller:
 
     def send(self, client, ident, **fields):
         group = make_group(2, 3, first_token=ident * 100, inference_logprobs=LOGPROBS, **fields)
-        assert client.submit(self.env_id, [group], idempotency_key=f"k{ident}").accepted == 1
+        assert client.submit(self.env_id, [group], idempotency_key=uuid.uuid4().hex).accepted == 1
         return group
 
     def batch(self, number, accept=None, **headers):
@@ -54,13 +55,19 @@ class Caller:
             each.close()
 
 
-@pytest.fixture
-def caller():
+@pytest.fixture(scope="module")
+def url():
     with served_broker() as url:
-        caller = Caller(url)
-        caller.start()
-        yield caller
-        caller.close()
+        yield url
+
+
+@pytest.fixture
+def caller(url):
+    """Each test has a run of its own, and the server is everyone's."""
+    caller = Caller(url)
+    caller.start()
+    yield caller
+    caller.close()
 
 
 def test_each_form_comes_out_in_each_form_with_every_number_it_had(caller):
@@ -241,7 +248,7 @@ def test_a_broker_that_reads_no_form_at_all_is_an_error():
 
 def test_what_columns_cannot_say_is_explained_from_json(caller):
     with pytest.raises(BrokerRefused, match="tokens\\[0\\]\\[0\\]") as caught:
-        caller.client.submit(caller.env_id, [make_group(2, 3, tokens=[[0.5, 1, 2]] * 2)], idempotency_key="k")
+        caller.client.submit(caller.env_id, [make_group(2, 3, tokens=[[0.5, 1, 2]] * 2)], idempotency_key="bad")
     assert caught.value.status == 422
 
 

@@ -17,7 +17,7 @@ from atropos_api.wire.columns_groups import encode_submission
 from atropos_api.wire.payload import check_group, decode_fields, seal
 from atropos_api.wire.transcode import columns_to_json, json_to_columns
 
-EXAMPLES = int(os.environ.get("ATROPOS_PROPERTY_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("ATROPOS_PROPERTY_EXAMPLES", "100"))
 
 floats32 = st.integers(0, 2**32 - 1).map(lambda bits: float(np.uint32(bits).view(np.float32))).filter(np.isfinite)
 python_floats = floats32 | st.floats(-20, 0, width=32) | st.floats(-(2.0**-13), 0, width=32)
