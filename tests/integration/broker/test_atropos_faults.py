@@ -347,6 +347,16 @@ def test_b24_groups_say_under_which_policy_they_were_received(legacy):
     assert item["policy_versions"] == [[[1, 3, 4]]] * 4
 
 
+def test_b24_a_group_that_says_no_version_is_stamped_with_the_published_one(legacy):
+    request = {"name": "run", "batch_size": 4, "max_token_length": 9, "num_steps": 3}
+    run_id = legacy.http.post("/v1/runs", json=request).json()["run_id"]
+    policy = {"run_id": run_id, "version": 7, "step": 0, "published_at": 1.0}
+    assert legacy.http.put("/v1/policy", json=policy).json()["version"] == 7
+    legacy.post(1)
+    group = legacy.http.get("/v1/batches/1").json()["groups"][0]
+    assert (group["received_version"], group.get("policy_versions")) == (7, None)
+
+
 def test_b25_status_env_always_has_the_same_keys(legacy):
     legacy.start()
     legacy.register_env()
