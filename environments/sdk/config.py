@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-ServerType = Literal["openai", "vllm"]
+ServerType = Literal["openai", "trl", "sglang", "vllm"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class EvalHandlingEnum(StrEnum):
@@ -54,7 +55,14 @@ class BaseEnvConfig(BaseModel):
     include_messages: bool = Field(False, description="send the text of each rollout along")
     min_batch_allocation: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="least share of a batch")
     worker_timeout: float = Field(600, description="seconds until a rollout is given up; -1: never")
+    thinking_mode: bool = Field(False, description="ask chat providers for reasoning")
+    reasoning_effort: ReasoningEffort | None = Field(None, description="how much of it; turns thinking_mode on")
+    max_reasoning_tokens: Annotated[int, Field(ge=1024, le=32000)] | None = Field(
+        None, description="the same as a number of tokens; reasoning_effort wins over it"
+    )
+    custom_thinking_prompt: str | None = Field(None, description="for environments that prompt for thinking themselves")
     # Ours.
+    tool_parser: str = Field("hermes", description="how tool calls are written: hermes, json or a vLLM parser's name")
     server: str | None = Field(None, description="in a run file: which environment the launcher starts; unused here")
     rollout_server_token: str | None = Field(None, description="bearer token of run-api; default: $ATROPOS_TOKEN")
     eval_at_start: bool = Field(False, description="evaluate before the first group")
@@ -83,7 +91,8 @@ class ServerBaseline(BaseModel):
     num_max_requests_at_once: int = Field(512, ge=1, description="training requests in flight on a server")
     num_requests_for_eval: int = Field(64, ge=1, description="evaluation requests in flight on a server")
     model_name: str = Field("default", description="the model asked for")
-    server_type: ServerType = Field("openai", description="what speaks at base_url; training needs vllm")
+    server_type: ServerType = Field("openai", description="what speaks at base_url; training needs vllm or sglang")
+    rolling_buffer_length: int = Field(1000, ge=1, description="requests that timings are averaged over")
     tokenizer_name: str = Field("none", description="none: the environment's")
 
 
@@ -92,6 +101,7 @@ class APIServerConfig(ServerBaseline):
 
     api_key: str = Field("", description="bearer token of the server")
     base_url: str = Field("http://localhost:9001/v1", description="its address; /generate is found without the /v1")
+    n_kwarg_is_ignored: bool = Field(False, description="the provider gives one choice whatever n says")
     health_check: bool = Field(True, description="wait for a server that does not answer instead of failing")
 
     @property
