@@ -167,7 +167,7 @@ def test_a_log_cut_anywhere_opens_with_what_lies_before_the_cut(stored):
     stored.close()
     path = stored.path / "segments" / "0000000001.log"
     size = path.stat().st_size
-    ledger = {name: (stored.path / name).read_bytes() for name in os.listdir(stored.path) if name.startswith("ledger")}
+    ledger = {path.name: path.read_bytes() for path in stored.path.glob("ledger*")}
     whole = path.read_bytes()
     for cut in [*range(0, size // 2 + 30, 7), *range(size - 15, size + 1)]:
         path.write_bytes(whole[:cut])

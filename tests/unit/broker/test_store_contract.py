@@ -5,11 +5,12 @@ import os
 import pytest
 
 from atropos_api.broker import Broker
-from atropos_api.errors import StoreUnavailable
+from atropos_api.errors import StoreUnavailable, StoreUnsafe
 from atropos_api.store.base import KEPT_EVENTS, LOST, BodyRef, EnvironmentRow, GroupRow, KeyRow, PolicyRow
 from atropos_api.store.directory import open_directory
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.store.opening import open_held, open_session
+from atropos_api.store.redis_session import RedisSession
 from atropos_api.testing_redis import RedisServer, running_redis
 
 
@@ -208,3 +209,25 @@ def test_events_and_their_ids_go_on_where_the_last_process_was(store):
     assert [event.type for event in again.after(seen)] == ["something"] * 3 + ["later"]
     assert not again.has_forgotten(seen)
     assert len(store.ledger.load().events) < KEPT_EVENTS + 150
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "kept"),
+    [
+        ("appendonly", "no", "yes"),
+        ("appendfsync", "everysec", "always"),
+        ("no-appendfsync-on-rewrite", "yes", "no"),
+        ("maxmemory-policy", "allkeys-lru", "noeviction"),
+    ],
+)
+def test_a_redis_that_may_forget_is_refused_by_the_name_of_the_setting(redis_server, setting, value, kept):
+    """R18: the broker checks what Redis promises, and says so."""
+    session = RedisSession(redis_server.url, lease_seconds=5)
+    session.call("CONFIG", "SET", "maxmemory", "1gb")
+    session.check_promises()
+    session.call("CONFIG", "SET", setting, value)
+    with pytest.raises(StoreUnsafe, match=f"{setting} {value}.*CONFIG SET {setting} {kept}"):
+        session.check_promises()
+    session.call("CONFIG", "SET", setting, kept)
+    session.call("CONFIG", "SET", "maxmemory", "0")
+    session.close()

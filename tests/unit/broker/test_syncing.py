@@ -67,10 +67,10 @@ def test_how_often_data_is_forced_to_the_disk(tmp_path, monkeypatch, fsync, most
     register(broker)
     for ident in range(50):
         broker.submit(0, [checked(ident)])
-    time.sleep(1.3)
+    time.sleep(1.3 if fsync == "interval" else 0.1)
     # The segment, its directory, and the ledger.
     assert disk.calls == (0 if fsync == "never" else 3)
-    time.sleep(0.5)
+    time.sleep(0.3)
     assert disk.calls <= 3
     bodies.close()
     ledger.close()

@@ -7,7 +7,7 @@ import time
 import pytest
 
 EVERY = os.environ.get("ATROPOS_KILLS", "") == "all"
-KILLS = 50 if EVERY else 5
+KILLS = 50 if EVERY else 3
 
 
 @pytest.mark.parametrize("mode", ["always", "interval", "never"] if EVERY else ["interval"])
