@@ -1,4 +1,4 @@
-"""Writes the reference of the broker from the code: `python -m atropos_api.http.reference > docs/reference/broker.md`."""
+"""Writes the reference of the broker: `python -m atropos_api.http.reference > docs/reference/broker.md`."""
 
 from __future__ import annotations
 

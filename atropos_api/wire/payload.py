@@ -25,6 +25,7 @@ _NULL: Final = b"null"
 _EMPTY: Final = frozenset({b"null", b"[]"})
 _PREFIXES: Final = tuple(f'{"," if index else "{"}"{key}":'.encode() for index, key in enumerate(WIRE_KEYS))
 _OPEN_KEYS: Final = frozenset({*WIRE_KEYS, "received_version"})
+_OBJECTS: Final = frozenset({"generation_params", "group_overrides"})
 _STAMP: Final = b',"received_version":'
 
 _spans_decoder = msgspec.json.Decoder(list[list[Span]])
@@ -107,9 +108,10 @@ def check_fields(
     _check_arrays(texts, lengths, where)
     _check_free_fields(texts, len(lengths), where)
     oldest_version = _check_spans(texts.get("policy_versions", _NULL), lengths, f"{where}policy_versions")
-    if env_id is not None:
-        texts["env_id"] = b"%d" % env_id
-    return _read_env_id(texts.get("env_id", _NULL), where), oldest_version
+    if env_id is None:
+        env_id = _read_env_id(texts.get("env_id", _NULL), where)
+    texts["env_id"] = _NULL if env_id is None else b"%d" % env_id
+    return env_id, oldest_version
 
 
 def seal(group: CheckedGroup, received_version: int | None) -> bytes:
@@ -148,7 +150,7 @@ def _check_arrays(texts: dict[str, bytes], lengths: list[int], where: str) -> No
 def _check_distilled(texts: dict[str, bytes], key: str, lengths: list[int], where: str) -> list[list[int]] | None:
     if texts.get(key, _NULL) in _EMPTY:
         return None
-    found = check_nested(texts[key], where + key, ids=key == "distill_token_ids")
+    found, texts[key] = check_nested(texts[key], where + key, ids=key == "distill_token_ids")
     _compare([len(row) for row in found], lengths, where + key)
     return found
 
@@ -158,13 +160,15 @@ def _check_free_fields(texts: dict[str, bytes], size: int, where: str) -> None:
         if key in _OPEN_KEYS and key not in {"messages", "generation_params", "overrides", "group_overrides", "images"}:
             continue
         if text in _EMPTY:
+            # No list to a trainer that decodes by type, though some write one for nothing.
+            texts[key] = _NULL if key in _OBJECTS else text
             continue
         value = _decode_free(text, where + key)
         if key == "messages":
             _check_messages(value, where + key)
         elif key == "overrides":
             _check_overrides(value, size, where + key)
-        elif key in {"generation_params", "group_overrides"} and not isinstance(value, dict):
+        elif key in _OBJECTS and not isinstance(value, dict):
             raise InvalidGroup(where + key, value, "an object or null is needed")
 
 

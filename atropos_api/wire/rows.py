@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -29,16 +29,14 @@ _EXPONENT: Final = ord("e")
 _ALL_TRUE: Final = np.uint64(0x0101010101010101)
 """Eight booleans at once."""
 
-_SMALL_BYTES: Final = 1 << 13
-"""Below this, calling numpy costs more than it saves."""
-_ID_CHARACTERS: Final = b"0123456789-,[]" + _SPACE
-_FLOAT_CHARACTERS: Final = b"0123456789-+.eE,[]" + _SPACE
-_ZEROES: Final = bytes.maketrans(b"123456789", b"000000000")
-_NO_FRAME: Final = b"0123456789-+.eE" + _SPACE
-_TEN_DIGITS: Final = b"0" * 10
-_LONG_NUMBER: Final = b"0" * 128
+_FEW_IDS_BYTES: Final = 1 << 12
+_FEW_FLOATS_BYTES: Final = 1 << 14
+"""Below this much text, decoding the numbers is cheaper than numpy is."""
 
 _rows_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_ids_decoder = msgspec.json.Decoder(list[list[Annotated[int, msgspec.Meta(ge=0, lt=ID_LIMIT)]]])
+_masks_decoder = msgspec.json.Decoder(list[list[Annotated[int, msgspec.Meta(ge=-ID_LIMIT, lt=ID_LIMIT)]]])
+_float_rows_decoder = msgspec.json.Decoder(list[list[float]])
 _floats_decoder = msgspec.json.Decoder(list[float])
 
 Characters = NDArray[np.uint8]
@@ -47,7 +45,10 @@ Judge = Callable[[Any, str], int | float]
 
 def check_ids(raw: bytes, field: str, *, signed: bool = False) -> tuple[list[int], bytes]:
     """Lengths of the rows of an array of integer rows, and its text (rewritten where a value had to be coerced)."""
-    lengths = _row_lengths(raw) if _holds_ids(raw, signed=signed) else None
+    if len(raw) < _FEW_IDS_BYTES:
+        lengths = None if _LIKE_FLOAT.intersection(raw) else _decoded_lengths(_masks_decoder if signed else _ids_decoder, raw)
+    else:
+        lengths = _row_lengths(raw) if _holds_ids(raw, signed=signed) else None
     if lengths is None:
         return _judge_rows(raw, field, _signed_id if signed else _unsigned_id)
     return lengths, raw
@@ -55,7 +56,10 @@ def check_ids(raw: bytes, field: str, *, signed: bool = False) -> tuple[list[int
 
 def check_floats(raw: bytes, field: str) -> tuple[list[int], bytes]:
     """As `check_ids`, for rows of finite numbers."""
-    lengths = _row_lengths(raw) if _holds_finite(raw) else None
+    if len(raw) < _FEW_FLOATS_BYTES:
+        lengths = _decoded_lengths(_float_rows_decoder, raw)
+    else:
+        lengths = _row_lengths(raw) if _holds_finite(raw) else None
     if lengths is None:
         return _judge_rows(raw, field, _finite)
     return lengths, raw
@@ -73,18 +77,27 @@ def check_numbers(raw: bytes, field: str) -> tuple[int, bytes]:
     return len(judged), msgspec.json.encode(judged)
 
 
-def check_nested(raw: bytes, field: str, *, ids: bool) -> list[list[int]]:
-    """Lengths [sequence][position] of a three-deep array of numbers."""
+def check_nested(raw: bytes, field: str, *, ids: bool) -> tuple[list[list[int]], bytes]:
+    """Lengths [sequence][position] of a three-deep array of numbers, and its text."""
     check = check_ids if ids else check_floats
-    return [check(row, f"{field}[{index}]")[0] for index, row in enumerate(_split_rows(raw, field))]
+    rows = _split_rows(raw, field)
+    checked = [check(row, f"{field}[{index}]") for index, row in enumerate(rows)]
+    same = all(text is row for row, (_, text) in zip(rows, checked, strict=True))
+    return [lengths for lengths, _ in checked], raw if same else b"[%b]" % b",".join(text for _, text in checked)
+
+
+def _decoded_lengths(decoder: msgspec.json.Decoder[list[list[Any]]], raw: bytes) -> list[int] | None:
+    """Row lengths of a small array, which is decoded for it: that is faster than looking at it from many sides."""
+    try:
+        return [len(row) for row in decoder.decode(raw)]
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def _holds_ids(raw: bytes, *, signed: bool) -> bool:
     """Whether the numbers of a valid JSON text are integers of at most nine digits, and nothing else is in it."""
     if b'"' in raw or b"." in raw or b"E" in raw or (not signed and b"-" in raw):
         return False
-    if len(raw) < _SMALL_BYTES:
-        return not raw.translate(None, _ID_CHARACTERS) and _TEN_DIGITS not in raw.translate(_ZEROES)
     characters = np.frombuffer(raw, np.uint8)
     # Words, objects and the other exponent are made of characters above these.
     return bool(characters.max() <= _CLOSING) and not _has_ten_digits(characters)
@@ -94,31 +107,17 @@ def _holds_finite(raw: bytes) -> bool:
     """Whether the numbers of a valid JSON text are finite, and nothing else is in it."""
     if b'"' in raw:
         return False
-    if len(raw) < _SMALL_BYTES:
-        if raw.translate(None, _FLOAT_CHARACTERS) or _LONG_NUMBER in raw.translate(_ZEROES):
-            return False
-        shrinking = b"E" not in raw and raw.count(b"e") == raw.count(b"e-")
-    else:
-        characters = np.frombuffer(raw, np.uint8)
-        if characters.max() > _EXPONENT or _has_long_number(characters):
-            return False
-        exponents = np.flatnonzero(characters == _EXPONENT)
-        shrinking = b"E" not in raw and bool((characters[exponents + 1] == _MINUS).all())
-    return shrinking or _exponents_fit(raw)
+    characters = np.frombuffer(raw, np.uint8)
+    if characters.max() > _EXPONENT or _has_long_number(characters):
+        return False
+    exponents = np.flatnonzero(characters == _EXPONENT)
+    if b"E" in raw or not (characters[exponents + 1] == _MINUS).all():
+        return _exponents_fit(raw)
+    return True
 
 
 def _row_lengths(raw: bytes) -> list[int] | None:
     """Row lengths of a valid JSON text of numbers if it is an array of arrays, and no deeper; else None."""
-    if len(raw) < _SMALL_BYTES:
-        frame = raw.translate(None, _NO_FRAME)
-        rows = frame[2:-2].split(b"],[")
-        # A row without a comma has one number or none; such rows are looked at more closely below.
-        if frame[:2] == b"[[" and frame[-2:] == b"]]" and all(rows) and not any(row.strip(b",") for row in rows):
-            return [len(row) + 1 for row in rows]
-    return _scan_rows(raw)
-
-
-def _scan_rows(raw: bytes) -> list[int] | None:
     opening = raw.find(b"[", 1)
     if opening < 0 or raw[:opening].strip(_SPACE) != b"[":
         return None

@@ -1,0 +1,64 @@
+"""Whatever group the broker accepts, a trainer that decodes by type can read it: none poisons the batch it is in.
+
+`ATROPOS_ACCEPTED_EXAMPLES=20000` makes the short run long.
+"""
+
+import copy
+import json
+import os
+
+import hypothesis.strategies as st
+import msgspec
+from hypothesis import given, settings
+
+from atropos_api.errors import BrokerError
+from atropos_api.wire import Group
+from atropos_api.wire.payload import check_group, decode_fields, seal
+
+EXAMPLES = int(os.environ.get("ATROPOS_ACCEPTED_EXAMPLES", "300"))
+GROUP = {
+    "tokens": [[1, 2, 3], [4, 5, 6]],
+    "masks": [[-100, 2, 3], [-100, 5, 6]],
+    "scores": [1.0, 0.5],
+    "advantages": [[0.5, 0.5, 0.5], [1.0, 1.0, 1.0]],
+    "ref_logprobs": [[-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]],
+    "inference_logprobs": [[1.0, -1.0, -1.0], [1.0, -1.0, -1.0]],
+    "messages": [[{"role": "user", "content": "a"}], []],
+    "generation_params": {"temperature": 0.8},
+    "overrides": [{"sft": True}, None],
+    "group_overrides": {"group_size": 2},
+    "images": ["x"],
+    "env_id": 0,
+    "distill_token_ids": [[[1, 2], [3, 4], []], [[5], [6], [7]]],
+    "distill_logprobs": [[[-1.0, -2.0], [-1.0, -2.0], []], [[-1.0], [-1.0], [-1.0]]],
+    "policy_versions": [[[1, 3, 7]], [[1, 2, None]]],
+    "unknown": {"kept": [1]},
+}
+JUNK = [
+    None, True, False, 0, -1, 3.0, 3.5, -0.0, "", "1", "1.5", "text", [], {}, [[]], [None], [1], {"a": 1},
+    2**31, 2**63, -(2**63) - 1, 10**40, 1e308,
+]  # fmt: skip
+
+
+def places(value):
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in list(children):
+        yield value, key
+        yield from places(child)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.sampled_from(JUNK)), min_size=1, max_size=2))
+def test_a_group_that_was_accepted_can_be_read_by_a_trainer(changes):
+    group = copy.deepcopy(GROUP)
+    for place, junk in changes:
+        holders = list(places(group))
+        holder, key = holders[place % len(holders)]
+        holder[key] = copy.deepcopy(junk)
+    try:
+        checked = check_group(decode_fields(json.dumps(group).encode()))
+    except BrokerError:
+        return
+    read = msgspec.json.decode(seal(checked, 3), type=Group)
+    assert read.env_id == checked.env_id
+    assert len(read.tokens) == checked.size
