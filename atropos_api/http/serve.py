@@ -58,17 +58,15 @@ def serve_on(config: BrokerConfig, listener: socket.socket) -> int:
 
 def serve_redis(config: BrokerConfig, session: RedisSession, listener: socket.socket) -> int:
     """Serve while this process holds the lease of a Redis, stand by while it does not."""
-    fresh = [config.fresh]
     reach = read_crash_step(os.environ)
 
-    def activate() -> tuple[FastAPI, Broker]:
-        # What this process itself has taken since is not to be deleted.
-        app, broker = make_app(config, open_held(session, fresh=fresh.pop() if fresh else False), reach=reach)
+    def activate(*, fresh: bool) -> tuple[FastAPI, Broker]:
+        app, broker = make_app(config, open_held(session, fresh=fresh), reach=reach)
         logger.info("active on %s; %s", session.place, describe_contents(broker))
         return app, broker
 
     standby = Standby(session, activate)
-    standby.start()
+    standby.start(fresh=config.fresh)
     try:
         BrokerServer(standby, config, standby.stop).run(sockets=[listener])
     finally:

@@ -10,8 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
@@ -30,7 +29,10 @@ WATCH_SECONDS: Final = 0.25
 
 ALIVE_PATHS: Final = frozenset({"/livez", "/health"})
 
-Activate = Callable[[], tuple[FastAPI, Broker]]
+
+class Activate(Protocol):
+    def __call__(self, *, fresh: bool) -> tuple[FastAPI, Broker]:
+        """Build the broker from what the store holds, or after deleting that."""
 
 
 class Standby:
@@ -47,9 +49,14 @@ class Standby:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._keep_lease, name="redis-lease", daemon=True)
 
-    def start(self) -> None:
-        """Try once, so that the first broker is active when its port answers; then go on in the background."""
-        self._try_to_lead()
+    def start(self, *, fresh: bool) -> None:
+        """Try once, so that the first broker is active when its port answers; then go on in the background.
+
+        `fresh` is about what is found now: what another broker took in the meantime is never deleted by its standby.
+        """
+        self._try_to_lead(fresh=fresh)
+        if fresh and self._app is None:
+            logger.warning("nothing was deleted: another broker is active on %s", self._session.place)
         self._thread.start()
 
     def stop(self) -> None:
@@ -97,13 +104,13 @@ class Standby:
                 self._renew()
                 renew_at = time.monotonic() + seconds / 3
 
-    def _try_to_lead(self) -> None:
+    def _try_to_lead(self, *, fresh: bool = False) -> None:
         try:
             if not self._session.acquire():
                 self._holder, self._failure = self._session.holder(), None
                 return
             self._session.check_promises()
-            app, self._broker = self._activate()
+            app, self._broker = self._activate(fresh=fresh)
         except AtroposError as error:
             if self._failure is None:
                 logger.warning("not active: %s", error)

@@ -43,6 +43,7 @@ class RedisLedger:
     def __init__(self, term: RedisTerm) -> None:
         self._term = term
         self._groups: dict[int, GroupRow] = {}
+        self._added: list[int] = []
         self._depth = 0
 
     def load(self) -> Snapshot:
@@ -67,13 +68,17 @@ class RedisLedger:
         self._depth += 1
         try:
             yield
+            if self._depth == 1:
+                self._term.apply()
         except BaseException:
             self._term.unstage(before)
+            for seq in self._added:
+                self._groups.pop(seq, None)
             raise
         finally:
             self._depth -= 1
-        if self._depth == 0:
-            self._term.apply()
+            if self._depth == 0:
+                self._added.clear()
 
     def put_run(self, row: RunRow) -> None:
         self._put(RUNS, row.run_id, row)
@@ -98,6 +103,7 @@ class RedisLedger:
     def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
         with self.transaction():
             self._keep(rows)
+            self._added += [row.seq for row in rows]
             if rows:
                 self._term.stage("HSET", PLACES, "next_seq", rows[-1].seq + 1)
             self._term.stage("HSET", PLACES, "answered_seq", answered_seq)

@@ -231,3 +231,24 @@ def test_a_redis_that_may_forget_is_refused_by_the_name_of_the_setting(redis_ser
     session.call("CONFIG", "SET", setting, kept)
     session.call("CONFIG", "SET", "maxmemory", "0")
     session.close()
+
+
+def test_a_redis_without_room_refuses_a_submission_and_takes_the_next(redis_server):
+    redis_server.flush()
+    session = open_session(redis_server.url, lease_seconds=30)
+    assert session.acquire()
+    ledger, bodies = open_held(session, fresh=False)
+    (ref,) = bodies.append([b"refused"])
+    session.call("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(StoreUnavailable, match="refused a write"):
+        ledger.add_groups([make_row(1, ref)], answered_seq=0)
+    bodies.discard([ref])
+    session.call("CONFIG", "SET", "maxmemory", "0")
+    # The refused row is nowhere that a later change could write it from.
+    ledger.adopt_groups("run")
+    (ref,) = bodies.append([b"taken"])
+    ledger.add_groups([make_row(1, ref)], answered_seq=0)
+    assert [(row.run_id, row.body) for row in ledger.load().groups] == [("", ref)]
+    assert bodies.read([ref]) == [b"taken"]
+    assert session.call("HLEN", "atropos:bodies") == 1
+    ledger.close()
