@@ -1,8 +1,9 @@
 """Checks of number arrays in their JSON text, so that a token never becomes a Python object on its way through.
 
 msgspec has checked the syntax; what is left is decided on the characters, a whole array at a time: integers only, no
-sign, no number too long to fit. Whatever looks unusual is decoded and judged value by value, and what Atropos' own
-broker would have read as a number (`"1.5"`, `true`, `3.0` for an id) is rewritten as that number.
+sign, no number too long to fit. (A small array is decoded and thrown away: for a few numbers that is cheaper.) Whatever
+looks unusual is decoded and judged value by value, and what Atropos' own broker would have read as a number (`"1.5"`,
+`true`, `3.0` for an id) is rewritten as that number.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ _FEW_IDS_BYTES: Final = 1 << 12
 _FEW_FLOATS_BYTES: Final = 1 << 14
 """Below this much text, decoding the numbers is cheaper than numpy is."""
 
+_RowsDecoder = msgspec.json.Decoder[list[list[Any]]]
 _rows_decoder = msgspec.json.Decoder(list[msgspec.Raw])
-_ids_decoder = msgspec.json.Decoder(list[list[Annotated[int, msgspec.Meta(ge=0, lt=ID_LIMIT)]]])
-_masks_decoder = msgspec.json.Decoder(list[list[Annotated[int, msgspec.Meta(ge=-ID_LIMIT, lt=ID_LIMIT)]]])
+_ids_decoder: _RowsDecoder = msgspec.json.Decoder(list[list[Annotated[int, msgspec.Meta(ge=0, lt=ID_LIMIT)]]])
+_masks_decoder: _RowsDecoder = msgspec.json.Decoder(list[list[Annotated[int, msgspec.Meta(ge=-ID_LIMIT, lt=ID_LIMIT)]]])
 _float_rows_decoder = msgspec.json.Decoder(list[list[float]])
 _floats_decoder = msgspec.json.Decoder(list[float])
 
@@ -45,8 +47,8 @@ Judge = Callable[[Any, str], int | float]
 
 def check_ids(raw: bytes, field: str, *, signed: bool = False) -> tuple[list[int], bytes]:
     """Lengths of the rows of an array of integer rows, and its text (rewritten where a value had to be coerced)."""
-    if len(raw) < _FEW_IDS_BYTES:
-        lengths = None if _LIKE_FLOAT.intersection(raw) else _decoded_lengths(_masks_decoder if signed else _ids_decoder, raw)
+    if len(raw) < _FEW_IDS_BYTES and (signed or b"-" not in raw):
+        lengths = _decoded_lengths(_masks_decoder if signed else _ids_decoder, raw)
     else:
         lengths = _row_lengths(raw) if _holds_ids(raw, signed=signed) else None
     if lengths is None:
@@ -86,7 +88,7 @@ def check_nested(raw: bytes, field: str, *, ids: bool) -> tuple[list[list[int]],
     return [lengths for lengths, _ in checked], raw if same else b"[%b]" % b",".join(text for _, text in checked)
 
 
-def _decoded_lengths(decoder: msgspec.json.Decoder[list[list[Any]]], raw: bytes) -> list[int] | None:
+def _decoded_lengths(decoder: _RowsDecoder, raw: bytes) -> list[int] | None:
     """Row lengths of a small array, which is decoded for it: that is faster than looking at it from many sides."""
     try:
         return [len(row) for row in decoder.decode(raw)]
