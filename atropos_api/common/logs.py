@@ -8,6 +8,9 @@ import sys
 import time
 from typing import Final
 
+WINDOW_SECONDS: Final = 10.0
+MOST_ALIKE: Final = 20
+MOST_KINDS: Final = 1000
 CONTROL_CHARACTERS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 
 
@@ -34,11 +37,35 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(event)
 
 
+class _Sparing(logging.Filter):
+    """Warnings of one kind fill neither disk nor screen, however many requests cause them; the rest is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._windows: dict[object, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        kind = (record.name, record.msg)
+        began_at, count = self._windows.get(kind, (record.created, 0))
+        if record.created - began_at > WINDOW_SECONDS:
+            left_out = count - MOST_ALIKE
+            if left_out > 0:
+                record.msg = f"{record.msg} (and {left_out} more like this before)"
+            began_at, count = record.created, 0
+        if len(self._windows) >= MOST_KINDS:
+            self._windows.clear()
+        self._windows[kind] = (began_at, count + 1)
+        return count < MOST_ALIKE
+
+
 def setup_logging(name: str, *, level: str = "INFO", json_lines: bool = False) -> None:
     """Send this process's log records to stderr, each marked with the process's `name`."""
     handler = logging.StreamHandler(sys.stderr)
     text = f"%(asctime)s {name} %(levelname).1s %(message)s"
     handler.setFormatter(_JsonFormatter() if json_lines else _TextFormatter(text, datefmt="%H:%M:%S"))
+    handler.addFilter(_Sparing())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for chatty in ("httpx", "httpcore"):
         # One line a request would bury everything else: the environments poll many times a second.

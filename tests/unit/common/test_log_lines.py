@@ -1,0 +1,41 @@
+"""What comes from outside can neither forge lines of a log nor fill the disk with them."""
+
+import contextlib
+import io
+import logging
+
+from atropos_api.common import logs
+
+
+@contextlib.contextmanager
+def written(monkeypatch):
+    """What is written to stderr, with pytest's own handlers set aside."""
+    root = logging.getLogger()
+    with monkeypatch.context() as patch:
+        stderr = io.StringIO()
+        patch.setattr("sys.stderr", stderr)
+        patch.setattr(root, "handlers", [])
+        patch.setattr(root, "level", root.level)
+        logs.setup_logging("me")
+        yield lambda: stderr.getvalue().splitlines()
+
+
+def test_a_record_is_one_line_without_control_characters(monkeypatch):
+    with written(monkeypatch) as lines:
+        logging.getLogger("a").warning("refused: %s", "x\n00:00:00 me I forged\r\x1b[31m\u2028")
+        (line,) = lines()
+    assert line.endswith(r"refused: x\x0a00:00:00 me I forged\x0d\x1b[31m\x2028")
+
+
+def test_warnings_of_one_kind_are_counted_instead_of_repeated(monkeypatch):
+    with written(monkeypatch) as lines:
+        for number in range(logs.MOST_ALIKE + 30):
+            logging.getLogger("a").warning("refused: %d", number)
+            logging.getLogger("a").info("step %d", number)
+        logging.getLogger("a").warning("of another kind")
+        assert sum("refused" in line for line in lines()) == logs.MOST_ALIKE
+        assert sum("step" in line for line in lines()) == logs.MOST_ALIKE + 30
+        assert sum("another kind" in line for line in lines()) == 1
+        monkeypatch.setattr(logs, "WINDOW_SECONDS", -1.0)
+        logging.getLogger("a").warning("refused: %d", 0)
+        assert lines()[-1].endswith("refused: 0 (and 30 more like this before)")
