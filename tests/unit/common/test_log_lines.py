@@ -22,9 +22,9 @@ def written(monkeypatch):
 
 def test_a_record_is_one_line_without_control_characters(monkeypatch):
     with written(monkeypatch) as lines:
-        logging.getLogger("a").warning("refused: %s", "x\n00:00:00 me I forged\r\x1b[31m\u2028")
+        logging.getLogger("a").warning("refused: %s", "x\n00:00:00 me I forged\r\x1b[31m\u2028.")
         (line,) = lines()
-    assert line.endswith(r"refused: x\x0a00:00:00 me I forged\x0d\x1b[31m\x2028")
+    assert line.endswith(r"refused: x\x0a00:00:00 me I forged\x0d\x1b[31m\x2028.")
 
 
 def test_warnings_of_one_kind_are_counted_instead_of_repeated(monkeypatch):
