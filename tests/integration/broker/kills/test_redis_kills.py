@@ -170,3 +170,22 @@ def test_a_redis_that_is_not_there_is_one_line():
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "redis://127.0.0.1:1/0 does not answer" in result.stderr
     assert "secret" not in result.stderr
+
+
+def test_a_standby_that_was_told_to_begin_anew_deletes_nothing_when_it_takes_over(redis_server, killed_broker):
+    active = killed_broker("--store", redis_server.url, "--lease", str(LEASE))
+    standby = killed_broker("--store", redis_server.url, "--lease", str(LEASE), "--fresh")
+    active.start()
+    assert active.wait_until(200)
+    standby.start()
+    assert standby.wait_until(503)
+    body = {"name": "kept", "batch_size": 4, "max_token_length": 9, "num_steps": 0}
+    assert httpx.post(active.url + "/v1/runs", json=body).status_code == 200
+    active.kill()
+    assert standby.wait_until(200)
+    assert httpx.get(standby.url + "/v1/status").json()["run"]["name"] == "kept"
+    # Told so while nobody else is active, it does.
+    standby.kill(signal.SIGTERM)
+    standby.start()
+    assert standby.wait_until(200)
+    assert httpx.get(standby.url + "/v1/status").json()["run"] is None
