@@ -1,0 +1,59 @@
+"""Rewards: what a completion is worth. Usable alone, from any trainer, without an environment.
+
+A reward is a callable from samples to scores (`protocol`). `make_reward` finds one by name, `combine` weighs several.
+"""
+
+from environments.rewards.accuracy import AccuracyReward, MathReward
+from environments.rewards.advice import low_variance_hint, reward_range_warning
+from environments.rewards.combine import CombinedReward, CombinedScores, Part
+from environments.rewards.cosine import CosineScaledReward
+from environments.rewards.formats import FormatReward, PatternReward
+from environments.rewards.gold import GoldItem, GoldResult, check_gold, check_reward
+from environments.rewards.gsm8k import GSM8kReward, GSM8kScore
+from environments.rewards.length import LinearLengthReward, TargetLengthReward
+from environments.rewards.math_verifier import Judgement, MathVerifier, Outcome
+from environments.rewards.pairwise import PairwiseReward, bradley_terry, win_rates
+from environments.rewards.protocol import Reward, Sample, SampleReward, ScoreRange, score_samples
+from environments.rewards.r1_zero import R1ZeroReward, R1ZeroScore, evaluation_metrics
+from environments.rewards.registry import combine, load_reward, make_reward, reward_names
+from environments.rewards.repetition import RepetitionPenalty
+
+__all__ = [
+    "AccuracyReward",
+    "CombinedReward",
+    "CombinedScores",
+    "CosineScaledReward",
+    "FormatReward",
+    "GSM8kReward",
+    "GSM8kScore",
+    "GoldItem",
+    "GoldResult",
+    "Judgement",
+    "LinearLengthReward",
+    "MathReward",
+    "MathVerifier",
+    "Outcome",
+    "PairwiseReward",
+    "Part",
+    "PatternReward",
+    "R1ZeroReward",
+    "R1ZeroScore",
+    "RepetitionPenalty",
+    "Reward",
+    "Sample",
+    "SampleReward",
+    "ScoreRange",
+    "TargetLengthReward",
+    "bradley_terry",
+    "check_gold",
+    "check_reward",
+    "combine",
+    "evaluation_metrics",
+    "load_reward",
+    "low_variance_hint",
+    "make_reward",
+    "reward_names",
+    "reward_range_warning",
+    "score_samples",
+    "win_rates",
+]

@@ -1,0 +1,176 @@
+r"""Comparing mathematical answers by math-verify, in child processes with a time limit.
+
+    verifier = MathVerifier()
+    (judgement,) = await verifier.judge_all([(r"\frac{1}{2}", "0.5")])
+
+A child is started when it is first needed, used again for every later answer, and killed and replaced when an
+expression makes it hang. The event loop never waits: threads do, one for each child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Protocol, Self
+
+from environments.rewards.child import MATH_CHILD, Child, ChildDied, ChildHung
+
+WALL_PER_CPU_SECOND = 4.0
+"""A busy machine may slow a child down so much before it counts as hung; CPU time is what the limit is about."""
+
+
+class Outcome(StrEnum):
+    """What is known about an answer."""
+
+    CORRECT = "correct"
+    WRONG = "wrong"
+    NO_ANSWER = "no answer"
+    GOLD_UNPARSABLE = "gold"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The outcome of one comparison; `reason` says why it is undecided."""
+
+    outcome: Outcome
+    reason: str = ""
+
+    @property
+    def correct(self) -> bool:
+        return self.outcome is Outcome.CORRECT
+
+
+class AnswerJudge(Protocol):
+    """Whatever can tell whether answers mean the same as their golds."""
+
+    def judge(self, gold: str, answer: str) -> Judgement: ...
+
+    async def judge_all(self, pairs: Sequence[tuple[str, str]]) -> list[Judgement]: ...
+
+
+class MathVerifier:
+    """A pool of children. `time_limit_seconds` is CPU time for one answer; `cache_size` 0 remembers nothing."""
+
+    def __init__(
+        self,
+        *,
+        workers: int | None = None,
+        time_limit_seconds: float = 5.0,
+        cache_size: int = 0,
+        child_command: Sequence[str] = MATH_CHILD,
+    ) -> None:
+        self.time_limit_seconds = time_limit_seconds
+        self.replaced = 0
+        self._command = child_command
+        self._cache_size = cache_size
+        self._cache: OrderedDict[tuple[str, str], Judgement] = OrderedDict()
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._children: set[Child] = set()
+        count = workers or min(4, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="math-verify")
+        self._finalizer = weakref.finalize(self, _close_children, self._children)
+
+    @property
+    def child_pids(self) -> list[int]:
+        with self._lock:
+            return [child.pid for child in self._children]
+
+    def judge(self, gold: str, answer: str) -> Judgement:
+        """Compare one answer, waiting for it. From async code use `judge_all`."""
+        return self._threads.submit(self._judge, gold, answer).result()
+
+    async def judge_all(self, pairs: Iterable[tuple[str, str]]) -> list[Judgement]:
+        """Compare many answers, in the order given; equal pairs are compared once."""
+        wanted = list(pairs)
+        distinct = dict.fromkeys(wanted)
+        futures = [asyncio.wrap_future(self._threads.submit(self._judge, *pair)) for pair in distinct]
+        judged = dict(zip(distinct, await asyncio.gather(*futures), strict=True))
+        return [judged[pair] for pair in wanted]
+
+    def close(self) -> None:
+        """End the children; also done when the verifier is collected or the program ends."""
+        self._threads.shutdown(cancel_futures=True)
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _judge(self, gold: str, answer: str) -> Judgement:
+        known = self._recall(gold, answer)
+        if known is not None:
+            return known
+        judgement = self._ask(gold, answer)
+        if self._cache_size and judgement.outcome is not Outcome.UNDECIDED:
+            self._remember(gold, answer, judgement)
+        return judgement
+
+    def _ask(self, gold: str, answer: str) -> Judgement:
+        """A child that dies is given the question once more: it may have been killed from outside."""
+        reason = ""
+        for _ in range(2):
+            try:
+                verdict = self._child().ask(
+                    gold,
+                    answer,
+                    cpu_seconds=self.time_limit_seconds,
+                    wall_seconds=self.time_limit_seconds * WALL_PER_CPU_SECOND,
+                )
+            except ChildHung as error:
+                return Judgement(Outcome.UNDECIDED, f"no verdict in {self.time_limit_seconds:g} s: {error}")
+            except ChildDied as error:
+                reason = str(error)
+            else:
+                return _judgement(verdict)
+        return Judgement(Outcome.UNDECIDED, reason)
+
+    def _child(self) -> Child:
+        """The calling thread's child; one that hung or died is replaced."""
+        child: Child | None = getattr(self._local, "child", None)
+        if child is None or child.closed:
+            new = self._local.child = Child(self._command)
+            with self._lock:
+                self._children.add(new)
+                if child is not None:
+                    self._children.discard(child)
+                    self.replaced += 1
+            return new
+        return child
+
+    def _recall(self, gold: str, answer: str) -> Judgement | None:
+        with self._lock:
+            if (gold, answer) not in self._cache:
+                return None
+            self._cache.move_to_end((gold, answer))
+            return self._cache[gold, answer]
+
+    def _remember(self, gold: str, answer: str, judgement: Judgement) -> None:
+        with self._lock:
+            self._cache[gold, answer] = judgement
+            while len(self._cache) > self._cache_size:
+                self._cache.popitem(last=False)
+
+
+def _judgement(verdict: str) -> Judgement:
+    try:
+        return Judgement(Outcome(verdict))
+    except ValueError:
+        return Judgement(Outcome.UNDECIDED, verdict)
+
+
+def _close_children(children: set[Child]) -> None:
+    for child in list(children):
+        child.close()
+    children.clear()

@@ -1,0 +1,220 @@
+"""Rewards by name, together, checked and advised on."""
+
+import math
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import pytest
+
+from environments.rewards import (
+    CombinedReward,
+    FormatReward,
+    GoldItem,
+    GSM8kReward,
+    PairwiseReward,
+    Part,
+    RepetitionPenalty,
+    ScoreRange,
+    bradley_terry,
+    check_reward,
+    combine,
+    low_variance_hint,
+    make_reward,
+    reward_names,
+    reward_range_warning,
+    score_samples,
+    win_rates,
+)
+from environments.rewards.errors import RewardUnknown, RewardUnusable
+
+
+def constant(value):
+    return lambda samples: [value] * len(samples)
+
+
+def length(samples):
+    return np.array([len(sample["completion"]) for sample in samples], dtype=np.float32)
+
+
+async def slow_length(samples):
+    await anyio.lowlevel.checkpoint()
+    return tuple(len(sample["completion"]) for sample in samples)
+
+
+def run(reward, samples):
+    return anyio.run(score_samples, reward, samples)
+
+
+@pytest.mark.parametrize("reward", [length, slow_length])
+@pytest.mark.parametrize("container", [list, tuple, lambda samples: np.array(samples, dtype=object)])
+def test_callbacks_may_be_async_and_take_and_return_arrays_or_lists(reward, container):
+    scores = run(reward, container([{"completion": "abc"}, {"completion": ""}]))
+    assert scores == [3.0, 0.0]
+    assert all(type(score) is float for score in scores)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ([1.0], "1 scores for 2"),
+        ([1.0, math.nan], "sample 1 with nan"),
+        (3.0, "one number a sample"),
+        (["a", "b"], "one"),
+    ],
+)
+def test_what_is_no_score_for_each_sample_is_refused(returned, words):
+    def broken(_samples):
+        return returned
+
+    with pytest.raises(RewardUnusable, match=f"broken .*{words}"):
+        run(broken, [{}, {}])
+
+
+def test_a_combination_honours_weights_and_keeps_each_component():
+    parts = [Part("a", constant(2.0), 0.5), Part("b", constant(4.0), -0.25)]
+    scores = anyio.run(CombinedReward(parts).score, [{}, {}])
+    assert scores.totals == [0.0, 0.0]
+    assert scores.components == {"a": [2.0, 2.0], "b": [4.0, 4.0]}
+    assert scores.metrics() == {"reward/mean": 0.0, "reward/std": 0.0, "reward/a": 2.0, "reward/b": 4.0}
+    assert run(CombinedReward([Part("a", constant(2.0), 3.0), Part("b", constant(4.0))], "weights"), [{}]) == [2.5]
+
+
+def test_normalising_by_range_brings_every_part_to_the_unit_interval():
+    parts = [Part("gsm8k", GSM8kReward(correct_score=4.0), 1.0), Part("again", RepetitionPenalty(1), 1.0)]
+    combined = CombinedReward(parts, "range")
+    assert run(combined, [{"completion": "#### 4", "answer": "4"}]) == [1.0]
+    assert combined.range == ScoreRange(0.0, 1.0)
+    assert CombinedReward(parts).range == ScoreRange(-1.0, 4.0)
+    assert CombinedReward([Part("c", constant(1.0))]).range is None
+    with pytest.raises(RewardUnusable, match="normalization=weights"):
+        CombinedReward([Part("c", constant(1.0))], "range")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: CombinedReward([]),
+        lambda: CombinedReward([Part("a", constant(1.0)), Part("a", constant(1.0))]),
+        lambda: CombinedReward([Part("a", constant(1.0))], "sum"),
+        lambda: CombinedReward([Part("a", constant(1.0), 0.0)], "weights"),
+        lambda: combine([{"name": "gsm8k", "wieght": 2}]),
+    ],
+)
+def test_a_combination_that_means_nothing_is_refused(make):
+    with pytest.raises(RewardUnusable):
+        make()
+
+
+def test_a_configuration_names_rewards_weights_and_parameters(verifier):
+    combined = combine(
+        ["accuracy", {"name": "format", "weight": 0.5, "params": {"tags": ["answer"]}, "label": "tagged"}],
+        verifier=verifier,
+    )
+    sample = {"completion": "<answer>4</answer>", "answer": "4"}
+    scores = anyio.run(combined.score, [sample])
+    assert scores.totals == [1.5]
+    assert scores.components == {"accuracy": [1.0], "tagged": [1.0]}
+    assert combined.parts[0].reward.verifier is verifier
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_known_one():
+    with pytest.raises(RewardUnknown, match="did you mean accuracy"):
+        make_reward("acuracy")
+    with pytest.raises(RewardUnknown, match="cannot be loaded"):
+        make_reward("environments.rewards:Nothing")
+    with pytest.raises(RewardUnusable, match="it takes"):
+        make_reward("gsm8k", {"correct": 1})
+
+
+def test_installed_packages_offer_rewards_by_entry_point_but_cannot_take_ours(monkeypatch):
+    ours = EntryPoint("gsm8k", f"{__name__}:length", "atropos.rewards")
+    theirs = EntryPoint("theirs", "statistics:mean", "atropos.rewards")
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points", lambda *, group: [theirs, ours] * (group == "atropos.rewards")
+    )
+    assert "theirs" in reward_names()
+    assert make_reward("theirs")([1, 3]) == 2
+    assert isinstance(make_reward("gsm8k"), GSM8kReward)
+    with pytest.raises(RewardUnusable, match="takes no params"):
+        make_reward("statistics:mean", {"weight": 1})
+
+
+def test_win_rates_and_strengths_follow_the_preferences():
+    wins = [[0, 3, 4], [1, 0, 3], [0, 1, 0]]
+    assert win_rates(wins) == pytest.approx([7 / 8, 4 / 8, 1 / 8])
+    strengths = bradley_terry(wins)
+    assert strengths == sorted(strengths, reverse=True)
+    assert sum(strengths) == pytest.approx(0, abs=1e-9)
+    assert win_rates([[0.0]]) == [0.5]
+    assert bradley_terry([[0.0]]) == [0.0]
+    assert bradley_terry([]) == []
+    with pytest.raises(RewardUnusable, match="wins"):
+        bradley_terry([[0, 1]])
+
+
+def test_bradley_terry_recovers_the_odds_of_many_games():
+    odds = 3.0
+    strengths = bradley_terry([[0, 30000], [10000, 0]])
+    assert math.exp(strengths[0] - strengths[1]) == pytest.approx(odds, rel=1e-3)
+
+
+def test_pairs_are_compared_within_their_prompt_alone():
+    asked = []
+
+    async def longer(left, right):
+        asked.append({left["prompt"], right["prompt"]})
+        return float(len(left["completion"]) > len(right["completion"]))
+
+    samples = [{"prompt": p, "completion": c} for p, c in [("x", "aa"), ("y", "a"), ("x", "a"), ("y", "aaa")]]
+    assert run(PairwiseReward(longer), samples) == [1.0, 0.0, 0.0, 1.0]
+    assert asked == [{"x"}, {"y"}]
+    with pytest.raises(RewardUnusable, match="between 0 and 1"):
+        run(PairwiseReward(lambda left, right: 2.0), samples)
+
+
+def test_scores_far_from_zero_are_warned_about_with_the_worst_of_them():
+    assert reward_range_warning([5.0, -5.0]) is None
+    assert "the furthest is -40" in reward_range_warning([1.0, 6.0, -40.0])
+
+
+def test_flat_rewards_are_hinted_at_by_the_share_of_what_their_range_allows():
+    assert "pairwise" in low_variance_hint([0.0, 1.0])
+    assert low_variance_hint([0.0, 1.0], score_range=ScoreRange(0, 1)) is None
+    assert low_variance_hint([0.0] * 9 + [1.0], score_range=ScoreRange(0, 1)) is not None
+    assert low_variance_hint([-2.0, 2.0]) is None
+    assert low_variance_hint([1.0]) is None
+
+
+def test_a_reward_is_checked_on_gold_and_on_wrong_answers():
+    items = [
+        GoldItem({"answer": "4"}, "#### 4", ("#### 5", ""), name="good"),
+        GoldItem({"answer": "4"}, "so 4", name="unmarked"),
+        GoldItem({"answer": "4"}, "#### 4", ("#### 4.0",)),
+        GoldItem({"answer": "many"}, "#### 4"),
+    ]
+    results = anyio.run(check_reward, GSM8kReward(), items)
+    assert [result.name for result in results] == ["good", "unmarked", "item 3", "item 4"]
+    assert [result.passed for result in results] == [True, False, False, False]
+    assert results[1].problems == ("the right answer 'so 4' earns 0, not 1",)
+    assert results[2].problems == ("the wrong answer '#### 4.0' earns 1 like a right one",)
+    assert "GoldUnparsable" in results[3].problems[0]
+    with pytest.raises(RewardUnusable, match="best"):
+        anyio.run(check_reward, length, items)
+
+
+def test_rewards_are_importable_fast_and_without_environments_or_heavy_libraries():
+    probe = (
+        "import sys, environments.rewards\n"
+        "heavy = {'torch', 'numpy', 'sympy', 'math_verify', 'transformers', 'environments.sdk'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_format_reward_is_one_of_the_protocol():
+    assert run(FormatReward(), []) == []

@@ -1,0 +1,175 @@
+"""Comparing mathematics: in children that are reused, limited in time and replaced, beside a free event loop."""
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from environments.rewards import MathVerifier, Outcome
+from environments.rewards.errors import MathVerifyUnavailable
+
+HANGS = "9^{9^{9^9}}"
+SLEEPER = """
+import json, sys, time
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    question = json.loads(line)
+    if question["gold"] == "sleep":
+        time.sleep(60)
+    print(json.dumps({"gold": True}), flush=True)
+    if question["answer"] == "sleep":
+        time.sleep(60)
+    if question["answer"] == "die":
+        sys.exit(7)
+    print(json.dumps({"verdict": "correct"}), flush=True)
+"""
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        (r"\frac{1}{2}", "0.5"),
+        ("1/2", r"\boxed{\dfrac{1}{2}}"),
+        ("0.5", r"50\%"),
+        ("1,234", "1234"),
+        ("-3", "−3"),
+        ("5", "x=5"),
+        (r"2\sqrt{2}", r"\sqrt{8}"),
+        ("x^2-1", "(x-1)(x+1)"),
+        (r"\{1,2\}", r"\{2,1\}"),
+        ("72", "The answer is 72."),
+        ("Evelyn", r"\text{Evelyn}"),
+    ],
+)
+def test_other_ways_of_writing_the_same_are_correct(verifier, gold, answer):
+    assert verifier.judge(gold, answer).outcome is Outcome.CORRECT
+
+
+@pytest.mark.parametrize(("gold", "answer"), [("5", "6"), ("5", r"\{5,6\}"), ("6", "1,2,3,4,5,6"), ("1/2", "2/1")])
+def test_other_values_and_lists_of_guesses_are_wrong(verifier, gold, answer):
+    assert verifier.judge(gold, answer).outcome is Outcome.WRONG
+
+
+def test_an_unreadable_gold_is_told_apart_from_a_wrong_and_from_a_missing_answer(verifier):
+    outcomes = [verifier.judge(*pair).outcome for pair in [("", "5"), ("5", ""), ("5", "6")]]
+    assert outcomes == [Outcome.GOLD_UNPARSABLE, Outcome.NO_ANSWER, Outcome.WRONG]
+
+
+def test_an_expression_that_makes_sympy_hang_is_given_up_and_its_child_replaced_while_the_loop_runs_on(verifier):
+    verifier.judge("1", "1")
+    (before,) = verifier.child_pids
+
+    async def judge_beside_a_clock():
+        ticks = 0
+        judging = asyncio.ensure_future(verifier.judge_all([("2", HANGS), ("2", "2")]))
+        while not judging.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return ticks, await judging
+
+    ticks, (hung, fine) = asyncio.run(judge_beside_a_clock())
+    assert (hung.outcome, fine.outcome) == (Outcome.UNDECIDED, Outcome.CORRECT)
+    assert ticks > 30
+    assert verifier.child_pids != [before]
+    assert not is_running(before)
+
+
+def test_children_are_used_again(verifier):
+    verifier.judge("1", "1")
+    before = verifier.child_pids
+    asyncio.run(verifier.judge_all([(str(number), "1") for number in range(20)]))
+    assert verifier.child_pids == before
+
+
+@pytest.fixture
+def sleeper():
+    command = (sys.executable, "-c", SLEEPER)
+    with MathVerifier(workers=1, time_limit_seconds=0.05, child_command=command) as verifier:
+        yield verifier
+
+
+def test_a_child_that_sleeps_is_killed_by_the_clock(sleeper):
+    assert sleeper.judge("1", "1").correct
+    (before,) = sleeper.child_pids
+    started = time.monotonic()
+    assert sleeper.judge("1", "sleep").outcome is Outcome.UNDECIDED
+    assert time.monotonic() - started < 5
+    assert sleeper.judge("1", "1").correct
+    assert sleeper.replaced == 1
+    assert not is_running(before)
+
+
+def test_a_gold_that_hangs_is_the_golds_fault(sleeper):
+    assert sleeper.judge("sleep", "1").outcome is Outcome.GOLD_UNPARSABLE
+
+
+def test_a_child_that_dies_is_replaced_and_asked_once_more(sleeper):
+    judgement = sleeper.judge("1", "die")
+    assert (judgement.outcome, judgement.reason) == (Outcome.UNDECIDED, "it ended with code 7")
+    assert sleeper.judge("1", "1").correct
+    assert sleeper.replaced == 2
+
+
+def test_only_decided_answers_are_remembered_and_no_more_than_asked():
+    command = (sys.executable, "-c", SLEEPER)
+    with MathVerifier(workers=1, time_limit_seconds=0.05, cache_size=2, child_command=command) as verifier:
+        for answer in ("a", "b", "c", "sleep"):
+            verifier.judge("1", answer)
+        assert list(verifier._cache) == [("1", "b"), ("1", "c")]
+        replaced = verifier.replaced
+        assert verifier.judge("1", "c").correct
+        # The child that slept would be replaced by another question; a remembered answer asks none.
+        assert verifier.replaced == replaced
+
+
+def test_closing_and_forgetting_a_verifier_leave_no_process():
+    command = (sys.executable, "-c", SLEEPER)
+    closed, forgotten = (MathVerifier(workers=1, child_command=command) for _ in range(2))
+    closed.judge("1", "1")
+    forgotten.judge("1", "1")
+    pids = closed.child_pids + forgotten.child_pids
+    closed.close()
+    del forgotten
+    gc.collect()
+    assert len(pids) == 2
+    assert not any(map(is_running, pids))
+
+
+def test_children_end_with_a_killed_parent():
+    script = (
+        "import os, signal\n"
+        "from environments.rewards import MathVerifier\n"
+        "v = MathVerifier(workers=1); v.judge('1', '1'); print(v.child_pids[0], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    pid = int(done.stdout)
+    deadline = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(pid)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("/no/such/program",), "does not start"),
+        ((sys.executable, "-c", "import sys; sys.exit(3)"), "ended with code 3"),
+        ((sys.executable, "-c", 'print(\'{"ready": false, "reason": "no math_verify"}\')'), "pip install"),
+    ],
+)
+def test_a_child_that_cannot_start_is_an_error_and_never_a_score(command, words):
+    with MathVerifier(workers=1, child_command=command) as verifier, pytest.raises(MathVerifyUnavailable, match=words):
+        verifier.judge("1", "1")
