@@ -10,18 +10,20 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import anyio
 
+from environments.rewards.gold import GoldItem
 from environments.sdk import checkpoint
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
 from environments.sdk.evaluation import EvaluationResult, format_metrics
 from environments.sdk.groups import group_items
 from environments.sdk.inference.manager import ServerManager
+from environments.sdk.inference.reasoning import Reasoning
 from environments.sdk.metrics import RolloutMetrics
 from environments.sdk.session.journal import current_journal
 from environments.sdk.tokenizer import load_tokenizer
@@ -83,9 +85,13 @@ class BaseEnv(ABC):
     Life cycle of `serve`: `setup`, register with the broker, then `get_next_item` and `collect_trajectories` for as
     many groups at once as the broker's pacing leaves room for, each followed by `postprocess_histories` and `cleanup`;
     `evaluate` each `steps_per_eval` trainer steps; when the run has finished the server exits with code 0.
+
+    With `gold_items` and `score_answer` as well, `python colours.py validate` checks the scores before anything is
+    trained on them, without a model: right answers must earn `best_score`, wrong ones less.
     """
 
     name: ClassVar[str | None] = None
+    best_score: ClassVar[float] = 1.0
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
 
     def __init__(
@@ -103,12 +109,15 @@ class BaseEnv(ABC):
             load_tokenizer=lambda: self.tokenizer,
             wait_timeout_seconds=config.wait_timeout,
             allow_truncated_sampling=config.allow_truncated_sampling,
+            reasoning=Reasoning.from_config(config),
+            tool_parser=config.tool_parser,
         )
         self.curr_step = 0
         self.max_token_len = -1
         self.checkpoint_dir = ""
         self.wandb_prepend: str | None = None
         self.process_mode = False
+        self.evaluation_only = False
         self.status_dict: dict[str, Any] = {}
         self.metrics = RolloutMetrics()
         self.rollouts_for_wandb: deque[list[tuple[str, float]]] = deque(maxlen=config.num_rollouts_to_keep)
@@ -161,6 +170,14 @@ class BaseEnv(ABC):
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Measure the model and report with `evaluate_log`. Requests made in here count as evaluation by themselves."""
 
+    def gold_items(self) -> Iterable[GoldItem]:
+        """For `validate`: items, each with a completion that must earn `best_score` and some that must earn less."""
+        raise NotImplementedError(f"{type(self).__name__} has no gold_items")
+
+    async def score_answer(self, item: Item, text: str) -> float:
+        """For `validate`: what the completion `text` is worth for `item`; let `collect_trajectories` use it as well."""
+        raise NotImplementedError(f"{type(self).__name__} has no score_answer")
+
     async def cleanup(self) -> None:  # noqa: B027 - most environments have nothing to clean up
         """Called after every group."""
 
@@ -179,7 +196,8 @@ class BaseEnv(ABC):
     async def wandb_log(self, metrics: dict[str, Any] | None = None) -> None:
         """Log the environment's metrics of the last trainer step; overriding methods add theirs and call this."""
         merged = {**self.metrics.summary(self.max_token_len), **(metrics or {})}
-        self.log_metrics({self._prefixed(key): value for key, value in merged.items()}, self.curr_step)
+        prefixed = {self._prefixed(key): value for key, value in merged.items()}
+        self.log_metrics({**prefixed, **self.server.metrics()}, self.curr_step)
 
     # What an environment uses.
 
@@ -238,7 +256,7 @@ class BaseEnv(ABC):
 
     @classmethod
     def cli(cls) -> NoReturn:
-        """The command line `serve | process | evaluate` of this environment."""
+        """The command line `serve | process | evaluate | validate` of this environment."""
         from atropos_api.common.cliconfig import run_cli
         from environments.sdk.cli import run_verb
 

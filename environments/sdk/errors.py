@@ -35,6 +35,10 @@ class SamplingNotTrainable(EnvironmentsError):
     """The sampling asked for has a distribution that the trainer does not recompute."""
 
 
+class ToolParserUnknown(EnvironmentsError):
+    """No parser of tool calls has the name that was asked for."""
+
+
 class TokenizerUnavailable(EnvironmentsError):
     """The tokenizer named in the configuration cannot be loaded."""
 

@@ -2,6 +2,8 @@
 
 A server that restarts, is paused for a publish or has no policy yet is normal here. While it is out, one request at a
 time probes it and all others wait for that one's outcome, so that an outage costs next to nothing and ends at once.
+Nothing but real requests is ever sent to find out whether a server is well. Where another server is up, a request
+leaves one that is out instead of waiting; one that is out is tried again now and then, by a single request each time.
 """
 
 from __future__ import annotations
@@ -9,82 +11,151 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
 import msgspec
 
 from environments.sdk.config import APIServerConfig
-from environments.sdk.errors import InferenceHostUnknown, InferenceRefused, InferenceUnavailable
+from environments.sdk.errors import EnvironmentsError, InferenceHostUnknown, InferenceRefused, InferenceUnavailable
 from environments.sdk.inference.generation import Split
+from environments.sdk.inference.limits import Limit
+from environments.sdk.inference.timings import Timings
 from environments.sdk.inference.transport import HttpTransport, Response, Transport
 
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.1, 0.5
+FIRST_AVOIDED_SECONDS, LONGEST_AVOIDED_SECONDS = 0.5, 5.0
+LOOK_ELSEWHERE_SECONDS = 0.5
 WAIT_LINE_SECONDS = 10.0
 RETRIED_STATUSES = frozenset({429, 500, 502, 503, 504})
 SERVER_ERROR_ATTEMPTS = 3  # a 500 that comes again is about the request, not about the moment
 
 Outcome = Response | OSError
+Elsewhere = Callable[[], bool] | None
+"""Whether another server could take the request; None where it must be this one."""
+
+
+class ServerOut(EnvironmentsError):
+    """The server is out and another one is up: told to the pool, which goes there. Environments never see it."""
+
+    ends_server = False
+
+
+@dataclass(slots=True)
+class _Call:
+    method: str
+    url: str
+    body: bytes | None
+    elsewhere: Elsewhere = None
+    attempts: int = 0
+
+    @property
+    def may_leave(self) -> bool:
+        return self.elsewhere is not None and self.elsewhere()
 
 
 class Channel:
-    """Posts JSON to one server. `in_flight` counts the requests under way."""
+    """Posts JSON to one server. `in_flight` counts the requests under way, those that wait for a place among them."""
 
     def __init__(
         self, config: APIServerConfig, *, wait_timeout_seconds: float, transport: Transport | None = None
     ) -> None:
         self.config = config
         self.in_flight = 0
+        self.limits: dict[Split, Limit] = {
+            "train": Limit(config.num_max_requests_at_once),
+            "eval": Limit(config.num_requests_for_eval),
+        }
+        self.timings: dict[Split, Timings] = {
+            "train": Timings(config.rolling_buffer_length),
+            "eval": Timings(config.rolling_buffer_length),
+        }
         self._wait_timeout_seconds = wait_timeout_seconds
         self._transport = transport or HttpTransport(_headers(config))
-        self._limits = {
-            "train": anyio.Semaphore(config.num_max_requests_at_once, fast_acquire=True),
-            "eval": anyio.Semaphore(config.num_requests_for_eval, fast_acquire=True),
-        }
         self._recovered: anyio.Event | None = None
+        self._avoided_seconds = 0.0
+        self._avoided_until = 0.0
 
-    async def post(self, url: str, body: bytes, split: Split) -> bytes:
+    @property
+    def up(self) -> bool:
+        """Nothing is known against it."""
+        return self._recovered is None and self._avoided_seconds == 0
+
+    @property
+    def worth_trying(self) -> bool:
+        """Up, or out for so long that a request may find out about it."""
+        return self._recovered is None and time.monotonic() >= self._avoided_until
+
+    async def post(self, url: str, body: bytes, split: Split, *, elsewhere: Elsewhere = None) -> bytes:
         """The body of a successful answer; waits for a server that is out, raises what waiting does not mend."""
-        async with self._limits[split]:
-            self.in_flight += 1
-            try:
-                return await self._through_outages("POST", url, body)
-            finally:
-                self.in_flight -= 1
+        self.in_flight += 1
+        try:
+            async with self.limits[split]:
+                if self._avoided_seconds:
+                    self._avoid()  # this request finds out; others keep away until it has
+                call = _Call("POST", url, body, elsewhere)
+                started = time.monotonic()
+                answer = await self._through_outages(call)
+                self.timings[split].note(time.monotonic() - started, call.attempts)
+                return answer
+        finally:
+            self.in_flight -= 1
 
-    async def get(self, url: str) -> bytes | None:
+    async def get(self, url: str, *, elsewhere: Elsewhere = None) -> bytes | None:
         """The body there, or None when the server, once it answers, has none."""
         try:
-            return await self._through_outages("GET", url, None)
+            return await self._through_outages(_Call("GET", url, None, elsewhere))
         except InferenceRefused:
             return None
 
     async def aclose(self) -> None:
         await self._transport.aclose()
 
-    async def _through_outages(self, method: str, url: str, body: bytes | None) -> bytes:
+    async def _through_outages(self, call: _Call) -> bytes:
         while True:
             if self._recovered is not None:
-                await self._recovered.wait()
+                await self._wait_for_recovery(call, self._recovered)
                 continue
-            outcome = await self._attempt(method, url, body)
+            outcome = await self._attempt(call)
             if _is_final(outcome):
-                return self._settle(outcome, url)
+                return self._settle(outcome, call.url)
+            self._leave_if_possible(call, outcome)
             if self._recovered is None:
-                return await self._probe(method, url, body, outcome)
+                return await self._probe(call, outcome)
 
-    async def _probe(self, method: str, url: str, body: bytes | None, outcome: Outcome) -> bytes:
+    async def _wait_for_recovery(self, call: _Call, recovered: anyio.Event) -> None:
+        if call.elsewhere is None:
+            await recovered.wait()
+            return
+        with anyio.move_on_after(LOOK_ELSEWHERE_SECONDS):
+            await recovered.wait()
+            return
+        self._leave_if_possible(call, None)
+
+    def _leave_if_possible(self, call: _Call, outcome: Outcome | None) -> None:
+        if call.may_leave and not (isinstance(outcome, Response) and outcome.status == 500):
+            self._avoid()
+            raise ServerOut(f"{self.config.root_url} is out")
+
+    def _avoid(self) -> None:
+        longer = max(FIRST_AVOIDED_SECONDS, self._avoided_seconds * 2)
+        self._avoided_seconds = min(LONGEST_AVOIDED_SECONDS, longer)
+        self._avoided_until = time.monotonic() + self._avoided_seconds
+
+    async def _probe(self, call: _Call, outcome: Outcome) -> bytes:
         """Repeat this request until the server answers it, on behalf of all."""
         recovered = self._recovered = anyio.Event()
         try:
-            return self._settle(await self._repeat(method, url, body, outcome), url)
+            return self._settle(await self._repeat(call, outcome), call.url)
         finally:
             self._recovered = None
             recovered.set()
 
-    async def _repeat(self, method: str, url: str, body: bytes | None, outcome: Outcome) -> Outcome:
+    async def _repeat(self, call: _Call, outcome: Outcome) -> Outcome:
         started = time.monotonic()
         next_line = started + WAIT_LINE_SECONDS
         server_errors = 0
@@ -99,7 +170,8 @@ class Channel:
                 next_line += WAIT_LINE_SECONDS
             await anyio.sleep(delay)
             delay = min(LONGEST_DELAY_SECONDS, delay * 1.5)
-            outcome = await self._attempt(method, url, body)
+            self._leave_if_possible(call, outcome)
+            outcome = await self._attempt(call)
             if _is_final(outcome):
                 return outcome
 
@@ -125,12 +197,16 @@ class Channel:
             f"no inference server answers at {url} ({type(error).__name__} {error}); start it or set --openai.base_url"
         )
 
-    async def _attempt(self, method: str, url: str, body: bytes | None) -> Outcome:
+    async def _attempt(self, call: _Call) -> Outcome:
+        call.attempts += 1
         try:
             with anyio.fail_after(self.config.timeout):
-                return await self._transport.request(method, url, body)
+                outcome = await self._transport.request(call.method, call.url, call.body)
         except OSError as error:  # among them the timeout
             return error
+        if outcome.status not in RETRIED_STATUSES:
+            self._avoided_seconds = self._avoided_until = 0.0
+        return outcome
 
 
 def _headers(config: APIServerConfig) -> dict[str, str]:

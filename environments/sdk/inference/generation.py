@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from atropos_api.wire.groups import Span
 from environments.sdk.config import APIServerConfig
 from environments.sdk.inference.sampling import Sampling
+
+if TYPE_CHECKING:
+    from environments.sdk.inference.channel import Elsewhere
 
 Split = Literal["train", "eval"]
 
@@ -18,27 +21,44 @@ class Sample:
 
     tokens: list[int]
     logprobs: list[float]
+    """One a token; empty when the server tells none, and then nothing of it can be trained on."""
     finish_reason: str
     versions: list[Span]
     """Spans over `tokens` alone, counted from 0; empty when the server tells none."""
 
 
-class InferenceServer(Protocol):
-    """One server of one kind."""
+@dataclass(slots=True)
+class PromptLogprobs:
+    """What a model thinks of each token of a given text; the first position has no entries."""
 
-    config: APIServerConfig
+    prompt_tokens: list[int]
+    token_ids: list[list[int]]
+    """At each position the most likely tokens, best first; the given token alone where none were asked for."""
+    logprobs: list[list[float]]
+
+    def as_mapping(self) -> dict[str, Any]:
+        """By Atropos' names."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_topk_token_ids": self.token_ids,
+            "prompt_topk_logprobs": self.logprobs,
+        }
+
+
+class InferenceServer(Protocol):
+    """One server, or several behind one object, that samples from prompts of tokens."""
 
     @property
-    def in_flight(self) -> int:
-        """Requests under way."""
-        ...
+    def config(self) -> APIServerConfig: ...
 
-    async def generate(self, prompt_tokens: list[int], sampling: Sampling, split: Split) -> list[Sample]:
+    async def generate(
+        self, prompt_tokens: list[int], sampling: Sampling, split: Split, *, elsewhere: Elsewhere = None
+    ) -> list[Sample]:
         """Sample from a prompt of tokens; raises `TokensUnavailable` where the server gives none."""
         ...
 
-    async def chat(self, messages: list[dict[str, Any]], kwargs: dict[str, Any], split: Split) -> dict[str, Any]:
-        """A chat completion in OpenAI's form, made by the server itself."""
+    async def prompt_logprobs(
+        self, prompt_tokens: list[int], top_k: int, split: Split, *, elsewhere: Elsewhere = None
+    ) -> PromptLogprobs:
+        """The logprobs of the prompt itself."""
         ...
-
-    async def aclose(self) -> None: ...

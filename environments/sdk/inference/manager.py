@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from environments.sdk.config import APIServerConfig
-from environments.sdk.inference.generation import InferenceServer, Split
+from environments.sdk.inference.generation import Split
 from environments.sdk.inference.openai import OpenAIServer
+from environments.sdk.inference.pool import Pinned, ServerPool
+from environments.sdk.inference.reasoning import Reasoning
 from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.server import HttpServer
+from environments.sdk.inference.sglang import SglangServer
 from environments.sdk.inference.transport import Transport
+from environments.sdk.inference.trl import TrlServer
 from environments.sdk.inference.vllm import VllmServer
-from environments.sdk.session.answers import ChatCompletion, Completion, read_openai_chat
+from environments.sdk.session.answers import ChatCompletion, Completion, read_openai_chat, read_openai_completion
+from environments.sdk.session.codec import Codec
+from environments.sdk.session.drift import DriftLog
 from environments.sdk.session.journal import current_split
 from environments.sdk.session.session import ManagedSession
 
-SERVER_KINDS: Mapping[str, type[VllmServer | OpenAIServer]] = {"vllm": VllmServer, "openai": OpenAIServer}
+SERVER_KINDS: Mapping[str, type[HttpServer]] = {
+    "vllm": VllmServer,
+    "sglang": SglangServer,
+    "trl": TrlServer,
+    "openai": OpenAIServer,
+}
+MAX_N_COMPLETIONS = 8
 
 
 class ServerManager:
-    """Sends each request to the server with the fewest under way; a session stays with the one it began on."""
+    """Sends each request to the healthy server with the fewest under way; a session stays with the one it began on."""
 
     def __init__(
         self,
@@ -29,64 +43,111 @@ class ServerManager:
         load_tokenizer: Callable[[], Any],
         wait_timeout_seconds: float = 600.0,
         allow_truncated_sampling: bool = False,
+        reasoning: Reasoning | None = None,
+        tool_parser: Any = "hermes",
+        max_n_completions: int = MAX_N_COMPLETIONS,
         transport: Transport | None = None,
     ) -> None:
-        self.servers: list[InferenceServer] = [
+        servers = [
             SERVER_KINDS[config.server_type](config, wait_timeout_seconds=wait_timeout_seconds, transport=transport)
             for config in configs
         ]
+        for server in servers:
+            server.reasoning = reasoning or Reasoning()
+            if isinstance(server, TrlServer):
+                server.decode = lambda tokens: self._codec().decode(tokens)
+        self.tool_parser = tool_parser
+        self.drift = DriftLog()
+        self.pool = ServerPool(servers, max_n_completions=max_n_completions, wait_timeout_seconds=wait_timeout_seconds)
         self._load_tokenizer = load_tokenizer
         self._allow_truncated = allow_truncated_sampling
+        self._codecs: dict[int, Codec] = {}
+
+    @property
+    def config(self) -> APIServerConfig:
+        """The config of the first server, which is the only one of a dedicated server."""
+        return self.servers[0].config
+
+    @property
+    def servers(self) -> list[HttpServer]:
+        return self.pool.servers
 
     @asynccontextmanager
     async def managed_server(self, tokenizer: Any = None, **options: Any) -> AsyncIterator[ManagedSession]:
-        """A session that keeps exact tokens, masks, logprobs and versions."""
+        """A session that keeps exact tokens, masks, logprobs and versions; `options` as `ManagedSession` takes them."""
         yield ManagedSession(
-            self.least_loaded(),
-            tokenizer or self._load_tokenizer(),
+            self.pool.pinned(),
+            self._codec(tokenizer),
             allow_truncated_sampling=self._allow_truncated,
-            **options,
+            drift=self.drift,
+            **{"tool_parser": self.tool_parser, **options},
         )
 
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[ServerManager]:
-        """The same manager narrowed to one server, for calls that must all go to the same one."""
-        narrowed = ServerManager(
-            [], load_tokenizer=self._load_tokenizer, allow_truncated_sampling=self._allow_truncated
-        )
-        narrowed.servers = [self.least_loaded()]
+        """The same manager with one server alone, for calls that must all go to the same one."""
+        narrowed = copy.copy(self)
+        narrowed.pool = self.pool.narrowed()
         yield narrowed
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """Answer a chat without keeping its tokens."""
-        server = self.least_loaded()
-        if server.config.server_type == "openai":
-            split: Split = kwargs.pop("split", None) or current_split()
-            messages = list(kwargs.pop("messages"))
-            return read_openai_chat(await server.chat(messages, kwargs, split))
-        return await self._untracked(server).chat_completion(**kwargs)
+        return await self._chat(self.pool.pinned(), kwargs)
 
     async def completion(self, **kwargs: Any) -> Completion:
         """Go on with a text without keeping its tokens."""
-        return await self._untracked(self.least_loaded()).completion(**kwargs)
+        return await self._complete(self.pool.pinned(), kwargs)
 
     async def tokens_and_logprobs_completion(
         self, **kwargs: Any
     ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
         """Prompt tokens, and for each sample its tokens, their logprobs and why it ended."""
         split: Split = kwargs.pop("split", None) or current_split()
-        prompt = kwargs.get("input_ids") or self._load_tokenizer().encode(kwargs.get("prompt", ""))
+        prompt = kwargs.get("input_ids") or self._codec().encode(kwargs.get("prompt", ""))
         sampling = {name: value for name, value in kwargs.items() if name not in {"prompt", "input_ids"}}
-        samples = await self.least_loaded().generate(prompt, Sampling.from_kwargs(sampling), split)
+        samples = await self.pool.pinned().generate(prompt, Sampling.from_kwargs(sampling), split)
         return prompt, [s.tokens for s in samples], [s.logprobs for s in samples], [s.finish_reason for s in samples]
 
-    def least_loaded(self) -> InferenceServer:
-        return min(self.servers, key=lambda server: server.in_flight)
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """The logprobs of a given `prompt`, `messages` or `input_ids`: `top_k` at each position."""
+        return await self._untracked(self.pool.pinned()).get_logprobs(**kwargs)
+
+    def update_weight(self, weight: float) -> None:
+        """Use only this share of the training requests that each server may have in flight."""
+        for server in self.servers:
+            server.channel.limits["train"].weigh(weight)
+
+    def metrics(self) -> dict[str, float]:
+        """What all servers took, each under its own number, and how many chats had drifted."""
+        found = {
+            name: value for index, server in enumerate(self.servers) for name, value in server.metrics(index).items()
+        }
+        return {**found, "server/drifted_chats": self.drift.count} if self.drift.count else found
 
     async def aclose(self) -> None:
         for server in self.servers:
             await server.aclose()
 
-    def _untracked(self, server: InferenceServer) -> ManagedSession:
+    async def _chat(self, pinned: Pinned, kwargs: dict[str, Any]) -> ChatCompletion:
+        if pinned.config.server_type != "openai":
+            return await self._untracked(pinned).chat_completion(**kwargs)
+        split: Split = kwargs.pop("split", None) or current_split()
+        messages = list(kwargs.pop("messages"))
+        return read_openai_chat(await pinned.chat(messages, kwargs, split))
+
+    async def _complete(self, pinned: Pinned, kwargs: dict[str, Any]) -> Completion:
+        if pinned.config.server_type != "openai":
+            return await self._untracked(pinned).completion(**kwargs)
+        split: Split = kwargs.pop("split", None) or current_split()
+        return read_openai_completion(await pinned.complete(kwargs.pop("prompt"), kwargs, split))
+
+    def _codec(self, tokenizer: Any = None) -> Codec:
+        tokenizer = tokenizer or self._load_tokenizer()
+        codec = self._codecs.get(id(tokenizer))
+        if codec is None or codec.tokenizer is not tokenizer:
+            codec = self._codecs[id(tokenizer)] = Codec(tokenizer)
+        return codec
+
+    def _untracked(self, pinned: Pinned) -> ManagedSession:
         # Nothing of it is trained on, so any sampling is allowed.
-        return ManagedSession(server, self._load_tokenizer(), trainable=False)
+        return ManagedSession(pinned, self._codec(), trainable=False, tool_parser=self.tool_parser, drift=self.drift)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from environments.sdk.errors import SamplingNotTrainable
 
 LENGTH_NAMES = ("max_tokens", "max_completion_tokens", "max_new_tokens")
-NOT_SENT = frozenset({"model", "logprobs", "stream", "split", "n", "temperature", "stop", *LENGTH_NAMES})
+# Arguments of OpenAI's library about the call itself; no server is told them.
+OPENAI_ONLY = frozenset({"split", "skip_reasoning", "extra_body", "extra_headers", "extra_query", "timeout", "stream"})
+# Fields of its chat API that say nothing about which tokens are sampled.
+CHAT_ONLY = frozenset(
+    {"user", "metadata", "store", "top_logprobs", "parallel_tool_calls", "stream_options", "service_tier", "reasoning"}
+    | {"reasoning_effort", "modalities", "prompt_cache_key", "safety_identifier", "verbosity", "echo", "best_of"}
+)
+NOT_SENT = OPENAI_ONLY | CHAT_ONLY | {"model", "logprobs", "n", "temperature", "stop", *LENGTH_NAMES}
 
 # Fields that change the distribution sampled from, with the values that leave it alone.
 TRUNCATING: Mapping[str, tuple[Any, ...]] = {
@@ -41,6 +48,7 @@ class Sampling:
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> Sampling:
         """From the keyword arguments of an OpenAI-style call; the three names of the length limit mean the same."""
+        kwargs = {**kwargs, **(kwargs.get("extra_body") or {})} if "extra_body" in kwargs else kwargs
         limit = next((kwargs[name] for name in LENGTH_NAMES if kwargs.get(name) is not None), None)
         stop = kwargs.get("stop") or ()
         temperature = kwargs.get("temperature")
@@ -63,6 +71,16 @@ class Sampling:
         if self.stop:
             fields["stop"] = list(self.stop)
         return fields
+
+    def with_n(self, n: int) -> Sampling:
+        return self if n == self.n else replace(self, n=n)
+
+    def cut_at_stop(self, text: str) -> str:
+        """The text before the first stop string: the tokens include it, the answer does not unless asked to."""
+        if not self.stop or self.more.get("include_stop_str_in_output"):
+            return text
+        ends = [found for stop in self.stop if stop and (found := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else text
 
     def truncations(self) -> list[str]:
         """Names of the given fields that make the sampled distribution another than the model's own."""

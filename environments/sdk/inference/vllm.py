@@ -10,9 +10,10 @@ import msgspec
 from atropos_api.wire.groups import Span
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceRefused
-from environments.sdk.inference.channel import Channel
-from environments.sdk.inference.generation import Sample, Split
+from environments.sdk.inference.channel import Elsewhere
+from environments.sdk.inference.generation import PromptLogprobs, Sample, Split
 from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.server import HttpServer
 from environments.sdk.inference.transport import Transport
 
 
@@ -34,50 +35,60 @@ class AtroposReply(msgspec.Struct):
     policy_versions: list[list[Span]] | None = None
 
 
-class VllmServer:
+class PromptReply(msgspec.Struct):
+    """What is read of an answer with prompt logprobs; some servers nest the positions in one more list."""
+
+    prompt_logprobs: list[Any] | None = None
+
+
+class VllmServer(HttpServer):
     """One vLLM server with a `/generate` route."""
 
     def __init__(
         self, config: APIServerConfig, *, wait_timeout_seconds: float = 600.0, transport: Transport | None = None
     ) -> None:
-        self.config = config
-        self._channel = Channel(config, wait_timeout_seconds=wait_timeout_seconds, transport=transport)
+        super().__init__(config, wait_timeout_seconds=wait_timeout_seconds, transport=transport)
         self._url = f"{config.root_url}/generate"
         self._compact: bool | None = None
         self._asking = anyio.Lock()
         self._encoder = msgspec.json.Encoder()
         self._decoders = msgspec.json.Decoder(CompactReply), msgspec.json.Decoder(AtroposReply)
 
-    @property
-    def in_flight(self) -> int:
-        return self._channel.in_flight
-
-    async def generate(self, prompt_tokens: list[int], sampling: Sampling, split: Split) -> list[Sample]:
+    async def generate(
+        self, prompt_tokens: list[int], sampling: Sampling, split: Split, *, elsewhere: Elsewhere = None
+    ) -> list[Sample]:
         if self._compact is None:
-            await self._learn_dialect()
+            await self._learn_dialect(elsewhere)
         fields: dict[str, Any] = {"prompt": {"prompt_token_ids": prompt_tokens}, "logprobs": 0, **sampling.payload()}
         if self._compact:
             fields["compact"] = True
-        body = await self._channel.post(self._url, self._encoder.encode(fields), split)
+        body = await self.channel.post(self._url, self._encoder.encode(fields), split, elsewhere=elsewhere)
         return self._read(body)
 
-    async def chat(self, messages: list[dict[str, Any]], kwargs: dict[str, Any], split: Split) -> dict[str, Any]:
-        """The server's own chat route; sessions and the manager prefer `generate`."""
-        fields = {**kwargs, "messages": messages, "model": self.config.model_name}
-        answer = await self._channel.post(
-            f"{self.config.root_url}/v1/chat/completions", self._encoder.encode(fields), split
-        )
-        return msgspec.json.decode(answer, type=dict[str, Any])
+    async def prompt_logprobs(
+        self, prompt_tokens: list[int], top_k: int, split: Split, *, elsewhere: Elsewhere = None
+    ) -> PromptLogprobs:
+        fields = {
+            "prompt": {"prompt_token_ids": prompt_tokens},
+            "prompt_logprobs": max(1, top_k),
+            "logprobs": 0,
+            "n": 1,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "top_p": 1.0,
+        }
+        body = await self.channel.post(self._url, self._encoder.encode(fields), split, elsewhere=elsewhere)
+        found = msgspec.json.decode(body, type=PromptReply).prompt_logprobs
+        if found is None:
+            raise InferenceRefused(f"{self._url} answered without prompt_logprobs; that server cannot be a teacher")
+        return top_of_prompt(prompt_tokens, found, top_k, self._url)
 
-    async def aclose(self) -> None:
-        await self._channel.aclose()
-
-    async def _learn_dialect(self) -> None:
+    async def _learn_dialect(self, elsewhere: Elsewhere) -> None:
         """Find out whether the server knows the compact form: only ours does, and only ours tells a boot id."""
         async with self._asking:
             if self._compact is not None:
                 return
-            info = await self._channel.get(f"{self.config.root_url}/bridge/info")
+            info = await self.channel.get(f"{self.config.root_url}/bridge/info", elsewhere=elsewhere)
             self._compact = info is not None and b'"boot_id"' in info
 
     def _read(self, body: bytes) -> list[Sample]:
@@ -103,3 +114,31 @@ def _from_atropos(reply: AtroposReply) -> list[Sample]:
             Sample(tokens, [logprob for _, logprob in chosen], reply.finish_reasons[index] or "stop", versions)
         )
     return samples
+
+
+def top_of_prompt(prompt_tokens: list[int], positions: list[Any], top_k: int, url: str) -> PromptLogprobs:
+    """At each position the `top_k` most likely tokens; with 0 or less the prompt's own token alone."""
+    if len(positions) == 1 and isinstance(positions[0], list) and len(prompt_tokens) != 1:
+        positions = positions[0]
+    if len(positions) != len(prompt_tokens):
+        raise InferenceRefused(f"{url} told logprobs of {len(positions)} positions of {len(prompt_tokens)}")
+    ids, logprobs = [], []
+    for own, entry in zip(prompt_tokens, positions, strict=True):
+        known = _entries(entry)
+        if top_k > 0:
+            best = sorted(known.items(), key=lambda pair: pair[1], reverse=True)[:top_k]
+        else:
+            best = [(own, known[own])] if own in known else []
+        ids.append([token for token, _ in best])
+        logprobs.append([value for _, value in best])
+    return PromptLogprobs(prompt_tokens, ids, logprobs)
+
+
+def _entries(entry: Any) -> dict[int, float]:
+    """One position: null, `{id: logprob}`, a list of such, or vLLM's own `{id: {"logprob": …}}`."""
+    parts = entry if isinstance(entry, list) else [entry or {}]
+    return {
+        int(token): float(value["logprob"] if isinstance(value, dict) else value)
+        for part in parts
+        for token, value in (part or {}).items()
+    }

@@ -7,22 +7,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from environments.sdk.tools import FunctionCall, ToolCall
+
 
 @dataclass(slots=True)
 class AssistantMessage:
-    content: str
+    content: str | None
     role: str = "assistant"
     tool_calls: list[Any] | None = None
+    refusal: str | None = None
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        """The message to put into the next request."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call if isinstance(call, dict) else call.model_dump() for call in self.tool_calls]
+        return message
 
 
 @dataclass(slots=True)
 class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    total_tokens: int = 0
 
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
+    def __post_init__(self) -> None:
+        self.total_tokens = self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(slots=True)
@@ -30,6 +40,7 @@ class ChatChoice:
     index: int
     message: AssistantMessage
     finish_reason: str
+    logprobs: Any = None
 
 
 @dataclass(slots=True)
@@ -37,6 +48,7 @@ class TextChoice:
     index: int
     text: str
     finish_reason: str
+    logprobs: Any = None
 
 
 @dataclass(slots=True)
@@ -48,7 +60,7 @@ class ChatCompletion:
     object: str = "chat.completion"
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def model_dump(self) -> dict[str, Any]:
+    def model_dump(self, **_: Any) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -61,7 +73,7 @@ class Completion:
     object: str = "text_completion"
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def model_dump(self) -> dict[str, Any]:
+    def model_dump(self, **_: Any) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -70,16 +82,35 @@ def read_openai_chat(answer: Mapping[str, Any]) -> ChatCompletion:
     choices = [
         ChatChoice(
             index=int(choice.get("index", index)),
-            message=AssistantMessage(
-                content=choice["message"].get("content") or "", tool_calls=choice["message"].get("tool_calls")
-            ),
+            message=_read_message(choice.get("message") or {}),
             finish_reason=choice.get("finish_reason") or "stop",
         )
         for index, choice in enumerate(_items(answer, "choices"))
     ]
+    return ChatCompletion(choices, _read_usage(answer), model=str(answer.get("model", "default")))
+
+
+def read_openai_completion(answer: Mapping[str, Any]) -> Completion:
+    """The text completion that a foreign server answered."""
+    choices = [
+        TextChoice(int(choice.get("index", index)), choice.get("text") or "", choice.get("finish_reason") or "stop")
+        for index, choice in enumerate(_items(answer, "choices"))
+    ]
+    return Completion(choices, _read_usage(answer), model=str(answer.get("model", "default")))
+
+
+def _read_message(message: Mapping[str, Any]) -> AssistantMessage:
+    calls = [
+        ToolCall(FunctionCall(call["function"]["name"], call["function"]["arguments"]), id=call["id"])
+        for call in message.get("tool_calls") or []
+    ]
+    content = message.get("content")
+    return AssistantMessage(content if calls else content or "", tool_calls=calls or None)
+
+
+def _read_usage(answer: Mapping[str, Any]) -> Usage:
     usage = answer.get("usage") or {}
-    counts = Usage(int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
-    return ChatCompletion(choices, counts, model=str(answer.get("model", "default")))
+    return Usage(int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
 
 
 def _items(answer: Mapping[str, Any], name: str) -> Sequence[Any]:

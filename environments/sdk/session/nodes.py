@@ -8,6 +8,7 @@ from typing import Any
 
 from atropos_api.wire.groups import Span
 from environments.sdk.inference.generation import Sample
+from environments.sdk.session.history import Conversation
 
 NOT_TRAINED = -100
 NO_LOGPROB = 1.0
@@ -29,8 +30,10 @@ class SequenceNode:
     metadata: dict[str, Any] = field(default_factory=dict)
     texts: tuple[str, ...] = ()
     """The sequence as text without its end token: as sampled, and as a client sees it. What a next turn begins with."""
-    end_text: str = ""
-    """The text of the end token that `tokens` already has after `texts`; empty when the sequence was cut off."""
+    ended: bool = False
+    """Whether the last token is an end token, which `texts` leaves out."""
+    conversation: Conversation | None = None
+    """The chat that the sequence holds; None after a completion of plain text."""
 
     @property
     def finish_reason(self) -> str:
@@ -41,10 +44,10 @@ class SequenceNode:
         return len(self.masked_tokens) - self.masked_tokens.count(NOT_TRAINED)
 
     def tail_after(self, text: str) -> str | None:
-        """What `text` adds to this sequence, the end token it already has left out; None if it does not continue it."""
+        """What `text` adds to this sequence, from its end token on; None if it does not continue it."""
         for known in self.texts:
             if text.startswith(known):
-                return text[len(known) :].removeprefix(self.end_text)
+                return text[len(known) :]
         return None
 
 
@@ -57,7 +60,7 @@ def grow(base: SequenceNode | None, prompt_tokens: Sequence[int], sample: Sample
         full_text="",
         tokens=[*prompt_tokens, *sample.tokens],
         masked_tokens=[NOT_TRAINED] * new + sample.tokens,
-        logprobs=[NO_LOGPROB] * new + sample.logprobs,
+        logprobs=[NO_LOGPROB] * new + (sample.logprobs or [NO_LOGPROB] * len(sample.tokens)),
         policy_versions=[(first + start, last + start, version) for first, last, version in sample.versions],
         metadata={"finish_reason": sample.finish_reason},
     )

@@ -2,17 +2,19 @@
 
 Each call adds sequences or, when its prompt continues one, extends it. A continued sequence keeps the very tokens that
 were sampled: only the text that the next turn adds is encoded, and never with an end token that is already there.
+A second call that goes on from the same place becomes a branch: a sequence of its own, with the same tokens before it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from environments.sdk.inference.generation import InferenceServer, Sample, Split
 from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.server import refuse_for_training
 from environments.sdk.session.answers import (
     AssistantMessage,
     ChatChoice,
@@ -21,24 +23,30 @@ from environments.sdk.session.answers import (
     TextChoice,
     Usage,
 )
+from environments.sdk.session.codec import Codec
+from environments.sdk.session.drift import DriftLog
 from environments.sdk.session.journal import current_split, record
 from environments.sdk.session.nodes import SequenceNode, grow
+from environments.sdk.session.prompts import Chat, Prompt, Prompter
+from environments.sdk.tools import JsonParser, ParsedText, ToolParser, expected_call, tool_parser
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Turn:
-    """One call to the server: its prompt in text and tokens, what it continues, and where its sequences go.
+    """One call to the server and where its sequences go.
 
     The place is reserved when the call starts, so that the order of sequences never depends on who ends first.
     """
 
-    text: str
-    tokens: list[int]
-    base: SequenceNode | None
+    prompt: Prompt
     place: list[SequenceNode]
+    replaces: bool
     sampling: Sampling
+    split: Split
+    parser: ToolParser | None = None
+    call_expected: bool = False
 
 
 class ManagedSession:
@@ -51,40 +59,78 @@ class ManagedSession:
         *,
         trainable: bool = True,
         allow_truncated_sampling: bool = False,
+        preserve_think_blocks: bool = True,
+        tool_parser: Any = None,
+        tool_call_parser: Any = None,
+        drift: DriftLog | None = None,
         **unused: Any,
     ) -> None:
         if unused:
             logger.debug("managed session: ignored %s", ", ".join(sorted(unused)))
         self._server = server
-        self._tokenizer = tokenizer
+        self._codec = tokenizer if isinstance(tokenizer, Codec) else Codec(tokenizer)
         self._trainable = trainable
         self._allow_truncated = allow_truncated_sampling
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._parser_wanted = tool_call_parser or tool_parser or "hermes"
+        self._parser: ToolParser | None = None
+        self._prompter = Prompter(self._codec, drift or DriftLog(), preserve_think_blocks=preserve_think_blocks)
         self._places: list[list[SequenceNode]] = []
-        self._being_extended: set[SequenceNode | None] = set()
+        self._superseded: list[SequenceNode] = []
+        self._being_extended: set[SequenceNode] = set()
 
-    async def chat_completion(self, *, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> ChatCompletion:
+    async def chat_completion(self, *, messages: Sequence[Any], **kwargs: Any) -> ChatCompletion:
         """Answer a chat; keyword arguments as OpenAI's and vLLM's, and `split="eval"`."""
-        continues_assistant = bool(messages) and messages[-1].get("role") == "assistant"
-        text = self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=kwargs.pop("tools", None),
-            tokenize=False,
-            add_generation_prompt=not continues_assistant,
-            **kwargs.pop("chat_template_kwargs", {}),
+        tools, choice = kwargs.pop("tools", None), kwargs.pop("tool_choice", None) or "auto"
+        options = kwargs.pop("chat_template_kwargs", None) or {}
+        input_ids = kwargs.pop("input_ids", None)
+        chat = Chat.read(messages, tools, options)
+        split, sampling = self._read(kwargs)
+        prompt = (
+            self._prompter.for_chat(chat, self._known())
+            if input_ids is None
+            else self._prompter.for_tokens(input_ids, self._known())
         )
-        nodes, usage = await self._sample(str(text), kwargs, template=True)
+        prompt.chat = chat
+        turn = self._begin(prompt, sampling, split)
+        if tools and choice != "none":
+            turn.parser, turn.call_expected = self._tool_parser(), expected_call(choice)
+        nodes = await self._sample(turn)
         choices = [
-            ChatChoice(index, AssistantMessage(node.metadata["content"]), node.finish_reason)
+            ChatChoice(index, node.metadata["message"], node.metadata["choice_finish_reason"])
             for index, node in enumerate(nodes)
         ]
-        return ChatCompletion(choices, usage, model=self._server.config.model_name)
+        return ChatCompletion(choices, _usage(turn, nodes), model=self._server.config.model_name)
 
-    async def completion(self, *, prompt: str, **kwargs: Any) -> Completion:
-        """Go on with a text."""
-        nodes, usage = await self._sample(prompt, kwargs, template=False)
+    async def completion(self, *, prompt: str = "", **kwargs: Any) -> Completion:
+        """Go on with a text, or with the tokens given as `input_ids`."""
+        input_ids = kwargs.pop("input_ids", None)
+        split, sampling = self._read(kwargs)
+        known = self._known()
+        made = self._prompter.for_tokens(input_ids, known) if input_ids else self._prompter.for_text(prompt, known)
+        turn = self._begin(made, sampling, split)
+        nodes = await self._sample(turn)
         choices = [TextChoice(index, n.metadata["content"], n.finish_reason) for index, n in enumerate(nodes)]
-        return Completion(choices, usage, model=self._server.config.model_name)
+        return Completion(choices, _usage(turn, nodes), model=self._server.config.model_name)
+
+    async def get_logprobs(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Sequence[Any] | None = None,
+        input_ids: list[int] | None = None,
+        top_k: int = 1,
+        split: Split | None = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """What the model thinks of each token of a text; nothing is sampled and no sequence is kept."""
+        if input_ids is None:
+            input_ids = (
+                self._codec.encode_part(Chat.read(messages, None, {}).render(self._codec, list(messages)))
+                if messages is not None
+                else self._codec.encode(prompt or "")
+            )
+        found = await self._server.prompt_logprobs(input_ids, top_k, split or current_split())
+        return found.as_mapping()
 
     @property
     def nodes(self) -> list[SequenceNode]:
@@ -95,91 +141,106 @@ class ManagedSession:
         return {"nodes": self.nodes}
 
     def reset(self) -> None:
+        """Forget all sequences."""
         self._places.clear()
+        self._superseded.clear()
 
-    async def _sample(self, text: str, kwargs: dict[str, Any], *, template: bool) -> tuple[list[SequenceNode], Usage]:
+    def _read(self, kwargs: dict[str, Any]) -> tuple[Split, Sampling]:
         split: Split = kwargs.pop("split", None) or current_split()
-        input_ids = kwargs.pop("input_ids", None)
         sampling = Sampling.from_kwargs(kwargs)
         if split == "train" and self._trainable:
             sampling.require_trainable(allow_truncated=self._allow_truncated)
-        turn = self._begin(text, input_ids, sampling, template=template)
+        return split, sampling
+
+    def _known(self) -> Iterator[SequenceNode]:
+        """Sequences that may be continued, those first that no other call has gone on from."""
+        nodes = self.nodes
+        yield from (node for node in nodes if node not in self._being_extended)
+        yield from (node for node in nodes if node in self._being_extended)
+        yield from self._superseded
+
+    def _begin(self, prompt: Prompt, sampling: Sampling, split: Split) -> _Turn:
+        base = prompt.base
+        if base is not None and base not in self._being_extended:
+            for place in self._places:
+                if base in place:
+                    self._being_extended.add(base)
+                    return _Turn(prompt, place, True, sampling, split)
+        place = []
+        self._places.append(place)
+        return _Turn(prompt, place, False, sampling, split)
+
+    async def _sample(self, turn: _Turn) -> list[SequenceNode]:
+        base = turn.prompt.base
         try:
-            samples = await self._server.generate(turn.tokens, sampling, split)
+            samples = await self._server.generate(turn.prompt.tokens, turn.sampling, turn.split)
         finally:
-            self._being_extended.discard(turn.base)
+            if turn.replaces and base is not None:
+                self._being_extended.discard(base)
+        if turn.split == "train" and self._trainable and any(s.tokens and not s.logprobs for s in samples):
+            refuse_for_training(self._server.config)
         nodes = [self._finish(turn, sample) for sample in samples]
         self._put(turn, nodes)
-        record(nodes, split if self._trainable else "eval")
-        return nodes, Usage(len(turn.tokens), sum(len(sample.tokens) for sample in samples))
-
-    def _begin(self, text: str, input_ids: list[int] | None, sampling: Sampling, *, template: bool) -> _Turn:
-        found = None if input_ids is not None else self._find_base(text)
-        if found is None:
-            self._warn_of_drift(text)
-            place: list[SequenceNode] = []
-            self._places.append(place)
-            return _Turn(text, input_ids or self._encode(text, template=template), None, place, sampling)
-        place, base, tail = found
-        self._being_extended.add(base)
-        return _Turn(text, base.tokens + self._encode(tail, template=True), base, place, sampling)
-
-    def _find_base(self, text: str) -> tuple[list[SequenceNode], SequenceNode, str] | None:
-        """The longest sequence that `text` continues and that no other call is extending."""
-        candidates = [
-            (place, node, tail)
-            for place in self._places
-            for node in place
-            if node not in self._being_extended and (tail := node.tail_after(text)) is not None
-        ]
-        return max(candidates, key=lambda found: len(found[1].tokens), default=None)
-
-    def _encode(self, text: str, *, template: bool) -> list[int]:
-        """Templates write special tokens themselves; for plain text the tokenizer adds its own, but never twice."""
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=not template)
-        bos = self._tokenizer.bos_token_id
-        return tokens[1:] if bos is not None and tokens[:2] == [bos, bos] else tokens
+        record(nodes, turn.split if self._trainable else "eval")
+        return nodes
 
     def _finish(self, turn: _Turn, sample: Sample) -> SequenceNode:
         """The grown sequence with its texts: what was sampled, and what a client sees of it."""
-        node = grow(turn.base, turn.tokens, sample)
-        ended = sample.finish_reason == "stop" and bool(sample.tokens) and sample.tokens[-1] in self._special_ids
-        body = sample.tokens[:-1] if ended else sample.tokens
-        sampled = content = str(self._tokenizer.decode(body, skip_special_tokens=False))
-        if not self._special_ids.isdisjoint(body):
-            content = str(self._tokenizer.decode(body, skip_special_tokens=True))
-        content = _cut_at_stop(content, turn.sampling.stop)
-        node.end_text = self._text_of_special(sample.tokens[-1]) if ended else ""
-        node.texts = (turn.text + sampled,) if content == sampled else (turn.text + sampled, turn.text + content)
-        node.full_text = turn.text + sampled + node.end_text
+        node = grow(turn.prompt.base, turn.prompt.tokens, sample)
+        node.ended = self._has_end_token(sample, turn.sampling)
+        body = sample.tokens[:-1] if node.ended else sample.tokens
+        special = not self._codec.special_ids.isdisjoint(body)
+        sampled = content = self._codec.decode(body)
+        if special and turn.parser is None:
+            content = self._codec.visible(body)
+        content = turn.sampling.cut_at_stop(content)
+        text = turn.prompt.text
+        node.texts = (text + sampled,) if content == sampled else (text + sampled, text + content)
+        node.full_text = text + sampled + (self._codec.text_of(sample.tokens[-1]) if node.ended else "")
         node.metadata["content"] = content
         node.metadata["generation_params"] = turn.sampling.generation_params()
+        if turn.prompt.chat is not None:
+            self._answer_chat(turn, turn.prompt.chat, node, content)
         return node
 
-    def _text_of_special(self, token: int) -> str:
-        if token == self._tokenizer.eos_token_id:
-            return str(self._tokenizer.eos_token)
-        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+    def _answer_chat(self, turn: _Turn, chat: Chat, node: SequenceNode, said: str) -> None:
+        """The message that the client gets, and by which it will be recognised when it comes back."""
+        message, reason = AssistantMessage(said), node.finish_reason
+        if turn.parser is not None:
+            parsed = self._parse(turn, said)
+            if parsed.calls:
+                message = AssistantMessage(parsed.content or None, tool_calls=parsed.calls)
+                reason = "tool_calls" if reason == "stop" else reason
+        node.metadata["message"] = message
+        node.metadata["choice_finish_reason"] = reason
+        answer = {"role": "assistant", "content": message.content, "tool_calls": message.tool_calls}
+        node.conversation = chat.completed(answer, said, turn.prompt)
+
+    def _parse(self, turn: _Turn, text: str) -> ParsedText:
+        assert turn.parser is not None
+        parsed = turn.parser.parse(text)
+        return JsonParser().parse(text) if turn.call_expected and not parsed.calls else parsed
+
+    def _tool_parser(self) -> ToolParser:
+        if self._parser is None:
+            self._parser = tool_parser(self._parser_wanted, self._codec.tokenizer)
+        return self._parser
+
+    def _has_end_token(self, sample: Sample, sampling: Sampling) -> bool:
+        if sample.finish_reason != "stop" or not sample.tokens:
+            return False
+        last = sample.tokens[-1]
+        return last in self._codec.special_ids or last in (sampling.more.get("stop_token_ids") or ())
 
     def _put(self, turn: _Turn, nodes: list[SequenceNode]) -> None:
         """An extended sequence is replaced where it stood; further samples of the same prompt follow it."""
         place = turn.place
-        start = next((i for i, node in enumerate(place) if node is turn.base), len(place))
-        place[start : start + (turn.base is not None)] = nodes
-
-    def _warn_of_drift(self, text: str) -> None:
-        """Say when a prompt almost continues a sequence: rewritten history cannot be trained as one sequence."""
-        for node in self.nodes:
-            prompt = node.texts[0][: len(node.texts[0]) - len(node.metadata["content"])]
-            if text.startswith(prompt) and len(text) > len(node.full_text):
-                logger.warning(
-                    "a chat's next turn does not continue what was sampled (the template or the client changed the "
-                    "assistant's text); it becomes a sequence of its own"
-                )
-                return
+        start = next((i for i, node in enumerate(place) if node is turn.prompt.base), len(place))
+        replaced = place[start : start + turn.replaces]
+        self._superseded.extend(replaced)
+        place[start : start + len(replaced)] = nodes
 
 
-def _cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string: the tokens include it, the answer does not."""
-    ends = [found for stop in stops if stop and (found := text.find(stop)) >= 0]
-    return text[: min(ends)] if ends else text
+def _usage(turn: _Turn, nodes: Sequence[SequenceNode]) -> Usage:
+    prompt = len(turn.prompt.tokens)
+    return Usage(prompt, sum(len(node.tokens) - prompt for node in nodes))

@@ -1,0 +1,174 @@
+"""Several inference servers as one: the least loaded healthy one is asked, and requests for many samples are split."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import anyio
+
+from environments.sdk.config import APIServerConfig
+from environments.sdk.inference.channel import Elsewhere, ServerOut
+from environments.sdk.inference.generation import PromptLogprobs, Sample, Split
+from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.server import HttpServer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ServerPool:
+    """The servers of an environment. A request that its server cannot take goes to another one."""
+
+    def __init__(self, servers: list[HttpServer], *, max_n_completions: int, wait_timeout_seconds: float) -> None:
+        self.servers = servers
+        self.max_n_completions = max_n_completions
+        self._wait_timeout_seconds = wait_timeout_seconds
+
+    def least_loaded(self, avoid: Sequence[HttpServer] = ()) -> HttpServer:
+        """Of the servers that may answer the one with the fewest requests; of those alone when none may."""
+        usable = [server for server in self.servers if server.channel.worth_trying and server not in avoid]
+        return min(usable or self.servers, key=lambda server: server.in_flight)
+
+    def pinned(self) -> Pinned:
+        """For calls that belong together, which find their prefix in the cache of one server."""
+        return Pinned(self, self.least_loaded())
+
+    def narrowed(self) -> ServerPool:
+        """The least loaded server alone."""
+        return ServerPool(
+            [self.least_loaded()],
+            max_n_completions=self.max_n_completions,
+            wait_timeout_seconds=self._wait_timeout_seconds,
+        )
+
+    async def ask(
+        self, server: HttpServer, call: Callable[[HttpServer, Elsewhere], Awaitable[T]]
+    ) -> tuple[HttpServer, T]:
+        """`call` on `server`, or on another when it is out; which one it was, and the result."""
+        if len(self.servers) == 1:
+            return server, await call(server, None)
+        deadline = time.monotonic() + self._wait_timeout_seconds
+        avoided: list[HttpServer] = []
+        while True:
+            late = time.monotonic() > deadline
+            try:
+                return server, await call(server, None if late else self._elsewhere(server))
+            except ServerOut:
+                avoided.append(server)
+                logger.debug("%s is out; a request goes to another server", server.config.root_url)
+                server = self.least_loaded(avoided)
+
+    def _elsewhere(self, server: HttpServer) -> Elsewhere:
+        return lambda: any(other is not server and other.channel.up for other in self.servers)
+
+    async def split(self, config: APIServerConfig, n: int, ask: Callable[[int], Awaitable[list[T]]]) -> list[T]:
+        """`n` results from calls for at most as many as may be asked at once, in order; what is missing is asked again.
+
+        A provider that gives fewer than asked for ignores `n`; that is kept in its config.
+        """
+        most = 1 if config.n_kwarg_is_ignored else self.max_n_completions
+        found = await ask(n) if n <= most else await _gather(ask, _sizes(n, most))
+        if len(found) < n:
+            if not config.n_kwarg_is_ignored:
+                config.n_kwarg_is_ignored = True
+                logger.info("%s ignores n; samples are asked for one by one", config.base_url)
+            found += await _gather(ask, [1] * (n - len(found)))
+        return found[:n]
+
+
+class Pinned:
+    """An `InferenceServer` that stays with one server of a pool for as long as that one answers."""
+
+    def __init__(self, pool: ServerPool, server: HttpServer) -> None:
+        self._pool = pool
+        self._server = server
+
+    @property
+    def config(self) -> APIServerConfig:
+        return self._server.config
+
+    async def generate(
+        self,
+        prompt_tokens: list[int],
+        sampling: Sampling,
+        split: Split,
+        *,
+        elsewhere: Elsewhere = None,  # noqa: ARG002 - the pool knows
+    ) -> list[Sample]:
+        async def ask(n: int) -> list[Sample]:
+            part = sampling.with_n(n)
+            self._server, found = await self._pool.ask(
+                self._server, lambda server, other: server.generate(prompt_tokens, part, split, elsewhere=other)
+            )
+            return found
+
+        return await self._pool.split(self.config, sampling.n, ask)
+
+    async def prompt_logprobs(
+        self,
+        prompt_tokens: list[int],
+        top_k: int,
+        split: Split,
+        *,
+        elsewhere: Elsewhere = None,  # noqa: ARG002 - the pool knows
+    ) -> PromptLogprobs:
+        self._server, found = await self._pool.ask(
+            self._server, lambda server, other: server.prompt_logprobs(prompt_tokens, top_k, split, elsewhere=other)
+        )
+        return found
+
+    async def chat(self, messages: list[dict[str, Any]], kwargs: dict[str, Any], split: Split) -> dict[str, Any]:
+        """The server's own chat completion."""
+        return await self._openai_form(
+            kwargs, lambda fields: lambda server, other: server.chat(messages, fields, split, elsewhere=other)
+        )
+
+    async def complete(self, prompt: str, kwargs: dict[str, Any], split: Split) -> dict[str, Any]:
+        """The server's own text completion."""
+        return await self._openai_form(
+            kwargs, lambda fields: lambda server, other: server.complete(prompt, fields, split, elsewhere=other)
+        )
+
+    async def _openai_form(
+        self,
+        kwargs: dict[str, Any],
+        call: Callable[[dict[str, Any]], Callable[[HttpServer, Elsewhere], Awaitable[dict[str, Any]]]],
+    ) -> dict[str, Any]:
+        """One answer with all choices, however many requests they took."""
+        answers: list[dict[str, Any]] = []
+
+        async def ask(n: int) -> list[dict[str, Any]]:
+            fields = {**kwargs, "n": n} if "n" in kwargs else kwargs
+            self._server, answer = await self._pool.ask(self._server, call(fields))
+            answers.append(answer)
+            return list(answer.get("choices") or [])
+
+        choices = await self._pool.split(self.config, int(kwargs.get("n") or 1), ask)
+        numbered = [{**choice, "index": index} for index, choice in enumerate(choices)]
+        return {**answers[0], "choices": numbered, "usage": _sum_usage(answers)}
+
+
+def _sizes(n: int, most: int) -> list[int]:
+    return [min(most, n - start) for start in range(0, n, most)]
+
+
+async def _gather(ask: Callable[[int], Awaitable[list[T]]], sizes: list[int]) -> list[T]:
+    parts: list[list[T]] = [[] for _ in sizes]
+
+    async def fill(index: int) -> None:
+        parts[index] = await ask(sizes[index])
+
+    async with anyio.create_task_group() as group:
+        for index in range(len(sizes)):
+            group.start_soon(fill, index)
+    return [found for part in parts for found in part]
+
+
+def _sum_usage(answers: list[dict[str, Any]]) -> dict[str, int]:
+    """Completion tokens add up; the prompt is the same each time and counts as often as it was sent."""
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    return {name: sum(int((answer.get("usage") or {}).get(name) or 0) for answer in answers) for name in names}

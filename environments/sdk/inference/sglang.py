@@ -1,0 +1,116 @@
+"""SGLang's own `/generate`: token ids in, `[logprob, token id, text]` triples out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from atropos_api.wire.groups import Span
+from environments.sdk.errors import InferenceRefused
+from environments.sdk.inference.channel import Elsewhere
+from environments.sdk.inference.generation import PromptLogprobs, Sample, Split
+from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.server import HttpServer
+
+Triple = tuple[float | None, int, str | None]
+
+
+class MetaInfo(msgspec.Struct):
+    """What is read of each output's description."""
+
+    finish_reason: dict[str, Any] | str | None = None
+    output_token_logprobs: list[Triple] | None = None
+    input_token_logprobs: list[Triple] | None = None
+    input_top_logprobs: list[list[Triple] | None] | None = None
+    weight_version: str | None = None
+
+
+class Output(msgspec.Struct):
+    meta_info: MetaInfo
+
+
+class SglangServer(HttpServer):
+    """One SGLang server; the version of its weights is known where somebody has set it to a number."""
+
+    async def generate(
+        self, prompt_tokens: list[int], sampling: Sampling, split: Split, *, elsewhere: Elsewhere = None
+    ) -> list[Sample]:
+        outputs = await self._ask(prompt_tokens, _parameters(sampling), {}, split, elsewhere)
+        return [self._sample(output.meta_info) for output in outputs]
+
+    async def prompt_logprobs(
+        self, prompt_tokens: list[int], top_k: int, split: Split, *, elsewhere: Elsewhere = None
+    ) -> PromptLogprobs:
+        more = {"logprob_start_len": 0, "top_logprobs_num": max(0, top_k)}
+        parameters = {"max_new_tokens": 1, "temperature": 0.0}
+        (output,) = await self._ask(prompt_tokens, parameters, more, split, elsewhere)
+        info = output.meta_info
+        if top_k > 0:
+            positions = [position or [] for position in info.input_top_logprobs or []]
+        else:
+            positions = [[triple] for triple in info.input_token_logprobs or []]
+        if len(positions) != len(prompt_tokens):
+            raise InferenceRefused(f"{self._url} told no logprobs of the prompt's {len(prompt_tokens)} tokens")
+        known = [[(token, value) for value, token, _ in position if value is not None] for position in positions]
+        return PromptLogprobs(
+            prompt_tokens,
+            [[token for token, _ in position] for position in known],
+            [[value for _, value in position] for position in known],
+        )
+
+    @property
+    def _url(self) -> str:
+        return f"{self.config.root_url}/generate"
+
+    async def _ask(
+        self,
+        prompt_tokens: list[int],
+        parameters: dict[str, Any],
+        more: dict[str, Any],
+        split: Split,
+        elsewhere: Elsewhere,
+    ) -> list[Output]:
+        fields = {
+            "input_ids": prompt_tokens,
+            "sampling_params": parameters,
+            "return_logprob": True,
+            "return_text_in_logprobs": False,
+            **more,
+        }
+        body = await self.channel.post(self._url, msgspec.json.encode(fields), split, elsewhere=elsewhere)
+        try:
+            if body.lstrip()[:1] == b"[":
+                return msgspec.json.decode(body, type=list[Output])
+            return [msgspec.json.decode(body, type=Output)]
+        except msgspec.ValidationError as error:
+            raise InferenceRefused(f"{self._url} answered something unexpected: {error}") from error
+
+    def _sample(self, info: MetaInfo) -> Sample:
+        triples = info.output_token_logprobs
+        if triples is None or any(value is None for value, _, _ in triples):
+            raise InferenceRefused(f"{self._url} answered without output_token_logprobs")
+        reason = info.finish_reason
+        if isinstance(reason, dict):
+            reason = str(reason.get("type", "stop"))
+        return Sample(
+            [token for _, token, _ in triples],
+            [float(value) for value, _, _ in triples if value is not None],
+            reason or "stop",
+            _spans(info.weight_version, len(triples)),
+        )
+
+
+def _parameters(sampling: Sampling) -> dict[str, Any]:
+    """The same sampling by SGLang's names."""
+    fields = sampling.payload()
+    limit = fields.pop("max_tokens")
+    if limit is not None:
+        fields["max_new_tokens"] = limit
+    if "seed" in fields:
+        fields["sampling_seed"] = fields.pop("seed")
+    return fields
+
+
+def _spans(version: str | None, count: int) -> list[Span]:
+    return [(0, count, int(version))] if version is not None and version.isdecimal() and count else []

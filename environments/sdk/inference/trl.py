@@ -1,0 +1,65 @@
+"""TRL's generation server: texts in, token ids out.
+
+Only where it tells logprobs, and has read the prompt as the very tokens that were meant, can its samples be trained on;
+otherwise they come without logprobs, and sessions that collect for training refuse them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from environments.sdk.errors import InferenceRefused
+from environments.sdk.inference.channel import Elsewhere
+from environments.sdk.inference.generation import Sample, Split
+from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.server import HttpServer, refuse_for_training
+
+DEFAULT_MAX_TOKENS = 1024
+
+
+class TrlReply(msgspec.Struct):
+    completion_ids: list[list[int]]
+    prompt_ids: list[list[int]] | None = None
+    logprobs: list[list[float]] | None = None
+
+
+class TrlServer(HttpServer):
+    """One TRL server. `decode` turns prompts of tokens into the text that it takes; the pool sets it."""
+
+    decode: Callable[[Sequence[int]], str] | None = None
+
+    async def generate(
+        self, prompt_tokens: list[int], sampling: Sampling, split: Split, *, elsewhere: Elsewhere = None
+    ) -> list[Sample]:
+        if self.decode is None:
+            refuse_for_training(self.config)
+        reply = await self._ask(self.decode(prompt_tokens), sampling, split, elsewhere)
+        trainable = reply.logprobs is not None and (reply.prompt_ids or [[]])[0] == prompt_tokens
+        logprobs = reply.logprobs if trainable and reply.logprobs is not None else [[] for _ in reply.completion_ids]
+        limit = sampling.max_tokens or DEFAULT_MAX_TOKENS
+        return [
+            Sample(tokens, known, "length" if len(tokens) >= limit else "stop", [])
+            for tokens, known in zip(reply.completion_ids, logprobs, strict=True)
+        ]
+
+    async def _ask(self, prompt: str, sampling: Sampling, split: Split, elsewhere: Elsewhere) -> TrlReply:
+        more = sampling.more
+        fields: dict[str, Any] = {
+            "prompts": [prompt],
+            "n": sampling.n,
+            "repetition_penalty": more.get("repetition_penalty", 1.0),
+            "temperature": sampling.temperature,
+            "top_p": more.get("top_p", 1.0),
+            "top_k": more.get("top_k", -1),
+            "min_p": more.get("min_p", 0.0),
+            "max_tokens": sampling.max_tokens or DEFAULT_MAX_TOKENS,
+        }
+        url = f"{self.config.base_url.rstrip('/')}/generate/"
+        body = await self.channel.post(url, msgspec.json.encode(fields), split, elsewhere=elsewhere)
+        try:
+            return msgspec.json.decode(body, type=TrlReply)
+        except msgspec.ValidationError as error:
+            raise InferenceRefused(f"{url} answered something unexpected: {error}") from error

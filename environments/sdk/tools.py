@@ -1,0 +1,194 @@
+"""How a model writes tool calls: texts parsed into calls, by parsers of our own or vLLM's.
+
+Parsing changes only what a client sees; the sequence that is trained on keeps the text as it was sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from environments.sdk.errors import ToolParserUnknown
+
+
+@dataclass(slots=True)
+class FunctionCall:
+    """A function and its arguments, these as JSON text like in OpenAI's objects."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One call with the id by which its result refers to it."""
+
+    function: FunctionCall
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    type: str = "function"
+
+    def model_dump(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class ParsedText:
+    """The text outside of all calls, and the calls in order."""
+
+    content: str
+    calls: list[ToolCall]
+
+
+class ToolParser(Protocol):
+    """What reads tool calls out of a sampled text."""
+
+    def parse(self, text: str) -> ParsedText: ...
+
+
+class HermesParser:
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen models write it."""
+
+    _block = re.compile(r"<tool_call>\s*(?P<body>.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+    def parse(self, text: str) -> ParsedText:
+        calls: list[ToolCall] = []
+
+        def take(block: re.Match[str]) -> str:
+            found = read_calls(block["body"])
+            calls.extend(found)
+            return "" if found else block[0]  # what cannot be read stays visible
+
+        content = self._block.sub(take, text)
+        return ParsedText(content.strip() if calls else text, calls)
+
+
+class JsonParser:
+    """A text that is one call or a list of calls in JSON, in a code fence or not, as Llama models write it."""
+
+    _fence = re.compile(r"\A```(?:json)?\s*(?P<body>.*?)\s*```\Z", re.DOTALL)
+
+    def parse(self, text: str) -> ParsedText:
+        body = text.strip().removeprefix("<|python_tag|>").strip()
+        fenced = self._fence.match(body)
+        calls = read_calls(fenced["body"] if fenced else body)
+        return ParsedText("" if calls else text, calls)
+
+
+class VllmParser:
+    """One of vLLM's own parsers."""
+
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+
+    def parse(self, text: str) -> ParsedText:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        found = self._parser.extract_tool_calls(text, ChatCompletionRequest(messages=[], model="default"))
+        if not found.tools_called:
+            return ParsedText(text, [])
+        calls = [ToolCall(FunctionCall(call.function.name, call.function.arguments)) for call in found.tool_calls]
+        return ParsedText(found.content or "", calls)
+
+
+class ForeignParser:
+    """A parser object that an environment brought along: `parse(text)` gives content and calls."""
+
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+
+    def parse(self, text: str) -> ParsedText:
+        content, calls = self._parser.parse(text)
+        return ParsedText(content or "", [_as_call(call) for call in calls or []])
+
+
+OWN_PARSERS: Mapping[str, type[HermesParser | JsonParser]] = {"hermes": HermesParser, "json": JsonParser}
+
+
+def tool_parser(wanted: Any, tokenizer: Any) -> ToolParser:
+    """A parser by name, ours before vLLM's, or around an object that parses."""
+    if isinstance(wanted, HermesParser | JsonParser | VllmParser):
+        return wanted
+    if not isinstance(wanted, str):
+        return ForeignParser(wanted)
+    if wanted in OWN_PARSERS:
+        return OWN_PARSERS[wanted]()
+    try:
+        from vllm.tool_parsers import ToolParserManager
+
+        return VllmParser(ToolParserManager.get_tool_parser(wanted)(tokenizer))
+    except ImportError:
+        reason = "parsers of other names are vLLM's, which is not installed here"
+    except KeyError:
+        reason = "vLLM has none of that name either"
+    raise ToolParserUnknown(f"no tool parser {wanted!r}: {reason}; set --env.tool_parser to {' or '.join(OWN_PARSERS)}")
+
+
+def read_calls(text: str) -> list[ToolCall]:
+    """The calls in a JSON text: one, several one after another, or a list; none where anything else is in it."""
+    decoder = json.JSONDecoder()
+    position, values = 0, []
+    while position < len(text):
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except (json.JSONDecodeError, RecursionError):
+            return []
+        values.extend(value if isinstance(value, list) else [value])
+        while position < len(text) and text[position] in " \t\r\n;,":
+            position += 1
+    calls = [_read_call(value) for value in values]
+    return [call for call in calls if call is not None] if None not in calls else []
+
+
+def _read_call(value: Any) -> ToolCall | None:
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(FunctionCall(value["name"], text))
+
+
+def _as_call(call: Any) -> ToolCall:
+    """A call of any library: ours, a mapping, or an object with the attributes of OpenAI's."""
+    if isinstance(call, ToolCall):
+        return call
+    if isinstance(call, Mapping):
+        function = call["function"]
+        given = ToolCall(FunctionCall(function["name"], function["arguments"]))
+        call_id = call.get("id")
+    else:
+        given = ToolCall(FunctionCall(call.function.name, call.function.arguments))
+        call_id = getattr(call, "id", None)
+    if call_id:
+        given.id = str(call_id)
+    return given
+
+
+def expected_call(tool_choice: Any) -> bool:
+    """Whether the client insists on a call: "required", or a function named."""
+    return tool_choice == "required" or isinstance(tool_choice, Mapping)
+
+
+def with_parsed_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For chat templates, which want the arguments of calls as objects; OpenAI's form has them as text."""
+    return [
+        {**message, "tool_calls": [_for_template(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _for_template(call: Any) -> dict[str, Any]:
+    as_dict = call.model_dump() if hasattr(call, "model_dump") else dict(call)
+    function = dict(as_dict.get("function") or {})
+    try:
+        function["arguments"] = json.loads(function["arguments"])
+    except (KeyError, TypeError, json.JSONDecodeError):
+        return as_dict
+    return {**as_dict, "function": function}
