@@ -57,6 +57,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unread_since: float | None = None
         self._unread_bytes = 0
         self._gone: asyncio.Future[None] | None = None
+        self.unwritten = False
+        """The transport holds bytes that the kernel has not taken; only known while it may hold none."""
 
     @property
     def is_open(self) -> bool:
@@ -84,6 +86,15 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(None)
+
+    def pause_writing(self) -> None:
+        self.unwritten = True
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        # A lost connection resumes the writers too, but not by this call.
+        self.unwritten = False
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         self._unparsed_bytes += len(data)

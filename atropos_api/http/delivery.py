@@ -10,6 +10,8 @@ from typing import Any, Final
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from atropos_api.http.connections import GuardedProtocol
+
 logger = logging.getLogger(__name__)
 
 TRANSPORT_KEY: Final = "atropos.transport"
@@ -97,15 +99,19 @@ class TrackedResponse(PiecesResponse):
 
 
 async def _wait_until_written(transport: asyncio.Transport | None, send: Send) -> bool:
-    """Return once the kernel has every byte (True), or the connection is gone."""
+    """Return once the kernel has every byte (True), or the connection broke before it had (False).
+
+    What a peer does with the connection after the last byte says nothing: many close it at once.
+    """
     if transport is None:
         return True
-    # What was written in one turn of the loop leaves at its end.
-    await asyncio.sleep(0)
-    if not transport.is_closing() and transport.get_write_buffer_size() > 0:
-        # With no room to buffer, sending waits.
-        transport.set_write_buffer_limits(high=0)
-        await send({"type": "http.response.body", "body": b"", "more_body": True})
-        if not transport.is_closing():
-            transport.set_write_buffer_limits()
-    return not transport.is_closing() and transport.get_write_buffer_size() == 0
+    if transport.is_closing():
+        return False
+    # With no room to buffer, the protocol is paused while anything is unwritten, and sending waits for it.
+    transport.set_write_buffer_limits(high=0)
+    await send({"type": "http.response.body", "body": b"", "more_body": True})
+    protocol = transport.get_protocol()
+    if not transport.is_closing():
+        transport.set_write_buffer_limits()
+        return transport.get_write_buffer_size() == 0
+    return isinstance(protocol, GuardedProtocol) and not protocol.unwritten
