@@ -1,0 +1,92 @@
+"""What a long queue costs: status polls, the first batch, memory."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import orjson
+
+from benchmarks.broker.client import Client, new_key
+from benchmarks.broker.drivers import ENVIRONMENTS, JSON, register_legacy
+from benchmarks.broker.servers import Server
+from benchmarks.broker.workload import SentGroup, Shape, compare, make_groups
+
+SMALL = Shape(4, 64, groups_per_batch=4)
+LARGE = Shape(8, 2048, groups_per_batch=8)
+DISTINCT = 100
+PER_LIST = 100
+POLLS = 200
+LATER_BATCHES = 20
+
+
+class Resident(NamedTuple):
+    """Bytes of memory for each queued group, and how many its JSON has."""
+
+    bytes_per_group: float
+    json_bytes: float
+
+
+@dataclass(frozen=True)
+class Queued:
+    """One server with so many groups queued; milliseconds."""
+
+    groups: int
+    status_env_ms: float
+    first_batch_ms: float
+    later_batch_ms: float
+
+
+def measure_queue(server: Server, queued: int) -> Queued:
+    """Queue small groups, then time polls and batches, first among them the one that meets the full queue."""
+    client = Client(server.port)
+    env_ids = register_legacy(client, SMALL)
+    sent = make_groups(SMALL, DISTINCT, environments=ENVIRONMENTS)
+    _fill_with_lists(client, sent, queued)
+    question = json.dumps({"env_id": env_ids[0]}).encode()
+    polls = [_time(client, "GET", "/status-env", question)[0] for _ in range(POLLS)]
+    first_ms, body = _time(client, "GET", "/batch")
+    batch = orjson.loads(body)["batch"]
+    marks = {item["tokens"][0][0] for item in batch}
+    compare([group for group in sent if group.mark in marks], batch)
+    later = [_time(client, "GET", "/batch")[0] for _ in range(LATER_BATCHES)]
+    return Queued(queued, statistics.median(polls), first_ms, statistics.median(later))
+
+
+def measure_memory(server: Server, shape: Shape, count: int, *, keyed: bool = True) -> Resident:
+    """Resident memory for each of `count` groups that came one by one and wait."""
+    client = Client(server.port)
+    register_legacy(client, shape)
+    sent = make_groups(shape, ENVIRONMENTS, environments=ENVIRONMENTS)
+    with ThreadPoolExecutor(ENVIRONMENTS) as pool:
+        _submit(client, sent, ENVIRONMENTS * 4, pool, keyed=keyed)
+        before = server.resident_bytes()
+        _submit(client, sent, count, pool, keyed=keyed)
+        grown = server.resident_bytes() - before
+    return Resident(grown / count, statistics.mean(len(group.text) for group in sent))
+
+
+def _submit(client: Client, sent: Sequence[SentGroup], count: int, pool: ThreadPoolExecutor, *, keyed: bool) -> None:
+    def submit(index: int) -> None:
+        headers = {"idempotency_key": new_key()} if keyed else {}
+        client.request("POST", "/scored_data", sent[index % len(sent)].text, content_type=JSON, **headers)
+
+    list(pool.map(submit, range(count)))
+
+
+def _fill_with_lists(client: Client, sent: Sequence[SentGroup], count: int) -> None:
+    for start in range(0, count, PER_LIST):
+        texts = [sent[index % len(sent)].text for index in range(start, min(count, start + PER_LIST))]
+        body = b"[%b]" % b",".join(texts)
+        client.request("POST", "/scored_data_list", body, content_type=JSON, idempotency_key=new_key())
+
+
+def _time(client: Client, method: str, path: str, body: bytes | None = None) -> tuple[float, bytes]:
+    began = time.perf_counter()
+    answer = client.request(method, path, body, content_type=JSON)
+    return 1e3 * (time.perf_counter() - began), answer.body
