@@ -143,9 +143,9 @@ class SqliteLedger:
                 "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [_values_of(row) for row in rows],
             )
-            if rows:
-                self._execute("UPDATE places SET next_seq = ?", (rows[-1].seq + 1,))
-            self._execute("UPDATE places SET answered_seq = ?", (answered_seq,))
+            next_seq = rows[-1].seq + 1 if rows else 0
+            places = "UPDATE places SET next_seq = max(next_seq, ?), answered_seq = ?"
+            self._execute(places, (next_seq, answered_seq))
 
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         with self.transaction():
