@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "mutated_bodies"
-MUTANTS = int(os.environ.get("ATROPOS_MUTANTS", "300"))
+MUTANTS = int(os.environ.get("ATROPOS_MUTANTS", "150"))
 
 
 def test_mutants_cost_their_neighbours_nothing():
-    options = ["--count", str(MUTANTS), "--rounds", "2", "--rate", "150", "--seed", str(os.getpid()), "--json"]
+    options = ["--count", str(MUTANTS), "--rounds", "1", "--rate", "100", "--seed", str(os.getpid()), "--json"]
     command = [sys.executable, str(SCRIPT), *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
     assert result.returncode == 0, f"seed {os.getpid()}: {result.stderr}"

@@ -28,7 +28,7 @@ from atropos_api.http.openapi import errors_of, known_problems
 from atropos_api.http.problems import STATUS_BY_KIND, TYPE_PREFIX
 from atropos_api.testing import make_memory_app, serve_in_thread
 
-EXAMPLES = int(os.environ.get("ATROPOS_SCHEMA_EXAMPLES", "3"))
+EXAMPLES = int(os.environ.get("ATROPOS_SCHEMA_EXAMPLES", "2"))
 OPERATIONS = [operation for operations in SECTIONS.values() for operation in operations]
 CHECKS = [
     status_code_conformance,
