@@ -1,4 +1,4 @@
-"""The command line every environment has: `serve`, `process` and `evaluate`, their flags following from its config."""
+"""The command line every environment has: `serve`, `process`, `evaluate` and `validate`, with flags from its config."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from atropos_api.common.logs import setup_logging
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, as_server_list
 from environments.sdk.env import BaseEnv
 
-Verb = Literal["serve", "process", "evaluate"]
+Verb = Literal["serve", "process", "evaluate", "validate"]
 
 VERBS: dict[Verb, str] = {
     "serve": "generate rollouts for a trainer, through the broker",
     "process": "collect groups into a file, without a trainer",
     "evaluate": "measure the model once",
+    "validate": "check the rewards on gold answers, without a model",
 }
 PRESETS: dict[Verb, dict[str, Any]] = {
     "serve": {},
     "process": {"ensure_scores_are_not_same": False, "include_messages": True},
     "evaluate": {},
+    "validate": {},
 }
 
 
@@ -51,8 +53,7 @@ def run_verb(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
         _require_trainable(command.servers)
     setup_logging(env_cls.name or env_cls.__name__)
     env = env_cls(command.env, command.servers, slurm=command.slurm, testing=command.testing)
-    _run(_main_of(verb), env)
-    return 0
+    return _run(_main_of(verb), env)
 
 
 def read_command(env_cls: type[BaseEnv], verb: Verb, argv: Sequence[str]) -> EnvironmentCommand:
@@ -97,11 +98,18 @@ def _require_trainable(servers: Sequence[APIServerConfig]) -> None:
             refuse_for_training(server)
 
 
-def _main_of(verb: Verb) -> Callable[[BaseEnv], Awaitable[None]]:
+def _main_of(verb: Verb) -> Callable[[BaseEnv], Awaitable[int | None]]:
     from environments.sdk.evaluate import evaluate_alone
     from environments.sdk.process import process
+    from environments.sdk.validate import validate
 
-    return {"serve": _serve, "process": process, "evaluate": evaluate_alone}[verb]
+    verbs: dict[Verb, Callable[[BaseEnv], Awaitable[int | None]]] = {
+        "serve": _serve,
+        "process": process,
+        "evaluate": evaluate_alone,
+        "validate": validate,
+    }
+    return verbs[verb]
 
 
 async def _serve(env: BaseEnv) -> None:
@@ -113,20 +121,20 @@ async def _serve(env: BaseEnv) -> None:
         await EnvironmentWorker(env, client).serve()
 
 
-def _run(main: Callable[[BaseEnv], Awaitable[None]], env: BaseEnv) -> None:
-    """Run in an event loop; of errors that happened together the first one is reported."""
+def _run(main: Callable[[BaseEnv], Awaitable[int | None]], env: BaseEnv) -> int:
+    """Run in an event loop; the exit code. Of errors that happened together the first one is reported."""
     import anyio
 
     from atropos_api.common.errors import AtroposError
 
-    async def run_and_close() -> None:
+    async def run_and_close() -> int:
         try:
-            await main(env)
+            return await main(env) or 0
         finally:
             await env.server.aclose()
 
     try:
-        anyio.run(run_and_close, backend_options={"use_uvloop": True})
+        return anyio.run(run_and_close, backend_options={"use_uvloop": True})
     except BaseExceptionGroup as errors:
         known = errors.subgroup(AtroposError)
         while known is not None:
