@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,17 @@ from typing import Any
 import anyio
 from pydantic import Field
 
+from environments.rewards.gold import GoldItem
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, scored_group
-from environments.tasks.arithmetic import Problem, TaskName, extract_answer, grade, held_out_problems, problem_stream
+from environments.tasks.arithmetic import (
+    Problem,
+    TaskName,
+    extract_answer,
+    final_line,
+    grade,
+    held_out_problems,
+    problem_stream,
+)
 from environments.tasks.questions import DataUnusable, Question, read_questions
 
 
@@ -88,8 +97,16 @@ class ArithmeticEnv(BaseEnv):
                 max_tokens=self.config.max_new_tokens,
                 temperature=1.0,
             )
-            scores = [grade(choice.message.content, item.answer) for choice in completion.choices]
+            scores = [await self.score_answer(item, choice.message.content) for choice in completion.choices]
             return scored_group(session.nodes, scores), []
+
+    async def score_answer(self, item: Problem | WordProblem, text: str) -> float:
+        return grade(text, item.answer)
+
+    def gold_items(self) -> Iterable[GoldItem]:
+        for problem in self.held_out:
+            wrong = (final_line(problem.answer + 1), str(problem.answer), "")
+            yield GoldItem(problem, final_line(problem.answer), wrong, name=problem.question)
 
     async def evaluate(self, *_: Any, **__: Any) -> None:
         started = time.time()
