@@ -7,11 +7,10 @@ A rollout earns 1 for the right number after `####` and 0 otherwise. Evaluation 
 
 from __future__ import annotations
 
-import random
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -28,18 +27,20 @@ from environments.tasks.arithmetic import (
     held_out_problems,
     problem_stream,
 )
-from environments.tasks.questions import DataUnusable, Question, read_questions
+from environments.tasks.data import DataFields, DataUnusable, Draws, Question
 
 
-class ArithmeticEnvConfig(BaseEnvConfig):
+class ArithmeticEnvConfig(DataFields, BaseEnvConfig):
     """What can be set beyond what every environment has."""
 
     task: TaskName = Field("chain", description="chain: three events to follow; add: one two-digit operation")
-    seed: int = Field(0, description="seed of the stream of training problems")
     eval_problems: int = Field(200, ge=1, description="held-out problems in an evaluation")
     max_new_tokens: int = Field(34, ge=1, description="longest answer")
-    data_path: Path | None = Field(None, description="JSON Lines of question and answer to train on, instead of task")
-    val_data_path: Path | None = Field(None, description="JSON Lines of question and answer to evaluate on")
+
+    @property
+    def has_data(self) -> bool:
+        """Whether questions are read instead of made."""
+        return self.data_path is not None or self.dataset_name is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +77,14 @@ class ArithmeticEnv(BaseEnv):
     async def setup(self) -> None:
         config = self.config
         self.problems: Iterator[Problem | WordProblem] = (
-            problem_stream(config.task, seed=config.seed)
-            if config.data_path is None
-            else shuffled_for_ever(read_word_problems(config.data_path), random.Random(config.seed))
+            drawn_for_ever(as_word_problems(config.training_questions()), config.seed)
+            if config.has_data
+            else problem_stream(config.task, seed=config.seed)
         )
         self.held_out: Sequence[Problem | WordProblem] = (
-            held_out_problems(config.task, config.eval_problems)
-            if config.val_data_path is None
-            else read_word_problems(config.val_data_path)[: config.eval_problems]
+            as_word_problems(config.evaluation_questions())[: config.eval_problems]
+            if config.val_data_path is not None or config.dataset_name is not None
+            else held_out_problems(config.task, config.eval_problems)
         )
 
     async def get_next_item(self) -> Problem | WordProblem:
@@ -153,23 +154,23 @@ class ArithmeticEnv(BaseEnv):
             }
 
 
-def read_word_problems(path: Path) -> list[WordProblem]:
-    """The file's questions; an answer is a whole number, alone or after the last `####`."""
-    return [WordProblem(item.question, _whole_number(item, path)) for item in read_questions(path)]
+def as_word_problems(questions: Sequence[Question]) -> list[WordProblem]:
+    """Questions whose answers are whole numbers, alone or after the last `####`."""
+    return [WordProblem(item.question, _whole_number(item.answer)) for item in questions]
 
 
-def shuffled_for_ever(problems: Sequence[WordProblem], rng: random.Random) -> Iterator[WordProblem]:
-    while True:
-        yield from rng.sample(problems, len(problems))
+def drawn_for_ever(problems: Sequence[WordProblem], seed: int) -> Iterator[WordProblem]:
+    draws = Draws(problems, seed)
+    return (draws[number] for number in itertools.count())
 
 
-def _whole_number(item: Question, path: Path) -> int:
-    found = extract_answer(item.answer)
+def _whole_number(answer: str) -> int:
+    found = extract_answer(answer)
     if found is None:
         try:
-            found = int(item.answer)
+            found = int(answer)
         except ValueError:
-            raise DataUnusable(f"{path}: the answer {item.answer[:80]!r} holds no whole number") from None
+            raise DataUnusable(f"the answer {answer[:80]!r} holds no whole number, which --env.task needs") from None
     return found
 
 

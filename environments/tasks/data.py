@@ -1,0 +1,278 @@
+"""Questions with reference answers: from a file, a folder of files, or a Hugging Face data set, reproducibly drawn.
+
+Files are JSON Lines (`.jsonl`), JSON (a list of objects) or Parquet. Several forms of record are read, among them
+`question`/`answer` and `prompt`/`response`; other columns are left alone. `datasets` and `pyarrow` are loaded only when
+something of theirs is read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, Field
+
+from atropos_api.common.errors import AtroposError
+
+logger = logging.getLogger(__name__)
+
+FORMS = (
+    ("question", "answer"),
+    ("prompt", "response"),
+    ("problem", "answer"),
+    ("question", "final_answer"),
+    ("problem", "solution"),
+)
+SUFFIXES = (".jsonl", ".json", ".parquet")
+SPLIT_NAMES: Mapping[str, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "test": ("test", "validation", "valid", "val", "eval", "dev"),
+}
+
+Split = Literal["train", "test"]
+T = TypeVar("T")
+
+
+class DataUnusable(AtroposError):
+    """Questions that cannot be read: no such data, or records without a question and an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    question: str
+    answer: str
+
+
+class DataFields(BaseModel):
+    """The settings by which environments are told where their questions come from."""
+
+    data_path: Path | None = Field(
+        None, description="questions to train on: a .jsonl, .json or .parquet file, or a folder of them"
+    )
+    val_data_path: Path | None = Field(
+        None, description="questions to evaluate on; default: the test files of data_path's folder, else dataset_name's"
+    )
+    dataset_name: str | None = Field(
+        None, description="Hugging Face data set, NAME or NAME:CONFIG, used where no path is given"
+    )
+    seed: int = Field(0, description="seed of the order of the training questions")
+
+    def training_questions(self) -> list[Question]:
+        if self.data_path is not None:
+            return load_questions(self.data_path, "train")
+        if self.dataset_name is None:
+            raise DataUnusable("there are no questions to train on; set --env.data_path or --env.dataset_name")
+        return load_questions(self.dataset_name, "train")
+
+    def evaluation_questions(self) -> list[Question]:
+        if self.val_data_path is not None:
+            return load_questions(self.val_data_path, "test")
+        if self.data_path is not None and self.data_path.is_dir():
+            return load_questions(self.data_path, "test")
+        if self.data_path is not None or self.dataset_name is None:
+            raise DataUnusable(
+                "there are no questions to evaluate on; set --env.val_data_path, or --env.steps_per_eval 0 for none"
+            )
+        return load_questions(self.dataset_name, "test")
+
+
+class Draws(Generic[T]):
+    """`draws[n]` is the n-th draw: each item once in a shuffled order, then each again in another, for ever.
+
+    The same for the same items and seed on every machine, so that a resumed run goes on where it was.
+    """
+
+    def __init__(self, items: Sequence[T], seed: int | str) -> None:
+        self._items = items
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def __getitem__(self, number: int) -> T:
+        epoch, place = divmod(number, len(self._items))
+        if epoch != self._epoch:
+            self._order = random.Random(f"{self._seed}/{epoch}").sample(range(len(self._items)), len(self._items))
+            self._epoch = epoch
+        return self._items[self._order[place]]
+
+
+def load_questions(source: str | Path, split: Split) -> list[Question]:
+    """All questions of `source` in its order: a path, or the name of a Hugging Face data set."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return [question for file in files_of_split(path, split) for question in read_questions(file)]
+    if path.is_file():
+        return read_questions(path)
+    if isinstance(source, Path) or _looks_like_path(source):
+        raise DataUnusable(f"{source}: cannot be read, there is no such file or folder")
+    return _read_hub(source, split)
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Every question of one file, in its order."""
+    reader = _READERS.get(path.suffix)
+    if reader is None:
+        raise DataUnusable(f"{path}: its kind is not known from its name; readable are {', '.join(SUFFIXES)}")
+    try:
+        return _collect(reader(path), f"{path}:")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataUnusable(f"{path}: cannot be read ({error})") from error
+
+
+def files_of_split(folder: Path, split: Split) -> list[Path]:
+    """The folder's files whose names (or whose own folders' names) tell that split; all, where no name tells any."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    named = {path: _split_told_by(path.relative_to(folder)) for path in files}
+    chosen = [path for path, told in named.items() if told == split]
+    if not chosen and not any(named.values()):
+        chosen = files
+    if not chosen:
+        found = ", ".join(str(path.relative_to(folder)) for path in files[:10]) or f"nothing of {', '.join(SUFFIXES)}"
+        raise DataUnusable(
+            f"{folder}: no file is named after the {split} split ({', '.join(SPLIT_NAMES[split])}); found {found}"
+        )
+    return chosen
+
+
+def _split_told_by(path: Path) -> str | None:
+    for part in reversed((*path.parent.parts, path.stem)):
+        first = re.split(r"[-_.]", part.lower())[0]
+        for split, names in SPLIT_NAMES.items():
+            if first in names:
+                return split
+    return None
+
+
+def _looks_like_path(source: str) -> bool:
+    return source.startswith(("/", ".", "~")) or source.count("/") > 1 or Path(source).suffix in SUFFIXES
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            yield number, _parse(line, f"{path}:{number}")
+
+
+def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
+    """A list of records, also under a key of its own; a file of JSON lines is often named `.json` as well."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError:
+        return _read_lines(path)
+    if isinstance(content, Mapping):
+        lists = [value for value in content.values() if isinstance(value, list)]
+        content = lists[0] if len(lists) == 1 else [content]
+    return iter(enumerate(content if isinstance(content, list) else [content], 1))
+
+
+def _parse(line: str, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataUnusable(f"{where}: no JSON object ({error})") from None
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            wanted = form_of(columns) or tuple(columns)
+            rows = file.read(columns=list(wanted)).to_pylist()
+    except pa.ArrowInvalid as error:
+        raise DataUnusable(f"{path}: no Parquet file ({error})") from error
+    return iter(enumerate(rows, 1))
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
+    ".jsonl": _read_lines,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}
+
+
+def _read_hub(name: str, split: Split) -> list[Question]:
+    """A data set of the Hugging Face hub or its local cache; of the splits the first with a fitting name."""
+    repository, _, configuration = name.partition(":")
+    try:
+        import datasets
+
+        splits = datasets.load_dataset(repository, configuration or None)
+    except ImportError as error:
+        raise DataUnusable(
+            f"data set {name!r} needs the package datasets: pip install 'atropos-grpo[environments]'"
+        ) from error
+    except Exception as error:  # it raises whatever its builders, its cache and its HTTP library raise
+        raise DataUnusable(
+            f"data set {name!r} cannot be loaded ({type(error).__name__}: {_first_line(error)}); without a network "
+            "name a local .jsonl, .json or .parquet file or a folder of them: --env.data_path and --env.val_data_path"
+        ) from error
+    # Some evaluation sets have but one split, whatever it is called.
+    found = next((each for each in SPLIT_NAMES[split] if each in splits), None)
+    if found is None and len(splits) == 1:
+        found = next(iter(splits))
+    if found is None:
+        raise DataUnusable(f"data set {name!r} has no {split} split; it has {', '.join(splits)}")
+    rows = splits[found]
+    form = form_of(rows.column_names)
+    return _collect(enumerate(rows.select_columns(list(form)) if form else rows, 1), f"{name}/{found} row ")
+
+
+def form_of(columns: Iterable[str]) -> tuple[str, str] | None:
+    """Which two columns hold question and answer, if any do."""
+    present = set(columns)
+    return next((form for form in FORMS if present.issuperset(form)), None)
+
+
+def _collect(records: Iterable[tuple[int, Any]], where: str) -> list[Question]:
+    """The questions among numbered records; a record without an answer (None, empty) is left out and counted."""
+    questions: list[Question] = []
+    unanswered = 0
+    for number, record in records:
+        form = form_of(record) if isinstance(record, Mapping) else None
+        if form is None:
+            raise DataUnusable(f"{where}{number}: it has neither {_forms()}; {_found(record)}")
+        question, answer = (_as_text(record[column]) for column in form)
+        if question and answer:
+            questions.append(Question(question, answer))
+        else:
+            unanswered += 1
+    if unanswered:
+        logger.warning("%s %d records without a question or an answer are left out", where.rstrip(": "), unanswered)
+    if not questions:
+        raise DataUnusable(f"{where.rstrip(': ')}: it holds no question; a record needs question and answer")
+    return questions
+
+
+def _as_text(value: Any) -> str:
+    """A cell as text: a chat is its last message, a list its items."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        if value and isinstance(value[-1], Mapping):
+            return str(value[-1].get("content", ""))
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+def _forms() -> str:
+    return " nor ".join(f"{question} and {answer}" for question, answer in FORMS)
+
+
+def _found(record: Any) -> str:
+    if isinstance(record, Mapping):
+        return f"its columns are {', '.join(map(str, record))}"
+    return f"it is {json.dumps(record, default=str)[:80]}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]

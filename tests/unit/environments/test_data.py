@@ -1,0 +1,142 @@
+"""Questions from files, folders and the hub: usual forms are read, unusable ones named, orders are fixed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from environments.arithmetic_server import as_word_problems
+from environments.tasks.data import DataFields, DataUnusable, Draws, Question, load_questions, read_questions
+
+
+def write(path: Path, *records: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"question": "1+1", "answer": 2, "level": 5},
+        {"prompt": "1+1", "response": "2"},
+        {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1"}], "response": "2"},
+        {"problem": "1+1", "solution": "is 2", "answer": "2"},
+        {"question": "1+1", "solution": "is 2", "final_answer": ["2"]},
+    ],
+)
+def test_every_usual_form_of_a_record_is_read(tmp_path: Path, record: object) -> None:
+    assert read_questions(write(tmp_path / "d.jsonl", record)) == [Question("1+1", "2")]
+
+
+def test_json_lists_and_parquet_hold_the_same_questions_as_lines(tmp_path: Path) -> None:
+    records = [{"question": f"q{n}", "answer": str(n), "notes": "x" * 50} for n in range(5)]
+    (tmp_path / "d.json").write_text(json.dumps(records))
+    (tmp_path / "under_a_key.json").write_text(json.dumps({"version": 1, "data": records}))
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "d.parquet")
+    expected = read_questions(write(tmp_path / "d.jsonl", *records))
+    assert len(expected) == 5
+    for name in ("d.json", "under_a_key.json", "d.parquet"):
+        assert read_questions(tmp_path / name) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            '{"question": "x", "reply": "y"}',
+            ":2: it has neither question and answer .* its columns are question, reply",
+        ),
+        ("[1]", r":2: it has neither .* it is \[1\]"),
+        ("{", ":2: no JSON object"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named_with_what_it_has(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"question": "1", "answer": "1"}\n' + line + "\n")
+    with pytest.raises(DataUnusable, match=words):
+        read_questions(path)
+
+
+def test_data_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataUnusable, match="cannot be read"):
+        load_questions(tmp_path / "none.jsonl", "train")
+    with pytest.raises(DataUnusable, match="cannot be read"):
+        load_questions("missing/folder/of/files", "train")
+    with pytest.raises(DataUnusable, match="holds no question"):
+        read_questions(write(tmp_path / "empty.jsonl"))
+    with pytest.raises(DataUnusable, match="no Parquet file"):
+        read_questions(write(tmp_path / "d.parquet", "text"))
+    with pytest.raises(DataUnusable, match=r"readable are \.jsonl"):
+        read_questions(write(tmp_path / "d.csv", "text"))
+
+
+def test_records_without_an_answer_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "d.jsonl", {"question": "a", "answer": None}, {"question": "b", "answer": 0})
+    assert read_questions(path) == [Question("b", "0")]
+    assert "1 records without" in caplog.text
+
+
+def test_a_folders_files_belong_to_the_split_their_names_tell(tmp_path: Path) -> None:
+    write(tmp_path / "train-00000-of-00002.jsonl", {"question": "a", "answer": "1"})
+    write(tmp_path / "train-00001-of-00002.jsonl", {"question": "b", "answer": "1"})
+    write(tmp_path / "validation/part.jsonl", {"question": "c", "answer": "1"})
+    (tmp_path / "README.md").write_text("about")
+    fields = DataFields(data_path=tmp_path)
+    assert [item.question for item in fields.training_questions()] == ["a", "b"]
+    assert [item.question for item in fields.evaluation_questions()] == ["c"]
+
+
+def test_a_folder_without_the_split_is_told_with_what_it_has(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", {"question": "a", "answer": "1"})
+    with pytest.raises(DataUnusable, match=r"no file is named after the test split .*found train\.jsonl"):
+        load_questions(tmp_path, "test")
+    (tmp_path / "train.jsonl").rename(tmp_path / "problems.jsonl")
+    assert len(load_questions(tmp_path, "test")) == 1
+
+
+def test_a_data_set_is_loaded_by_name_with_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(*arguments: object) -> datasets.DatasetDict:
+        asked.append(arguments)
+        rows = {"question": ["q"], "answer": ["a\n#### 3"], "notes": ["n"]}
+        return datasets.DatasetDict(train=datasets.Dataset.from_dict(rows), test=datasets.Dataset.from_dict(rows))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    fields = DataFields(dataset_name="openai/gsm8k:main")
+    assert fields.training_questions() == fields.evaluation_questions() == [Question("q", "a\n#### 3")]
+    assert asked == [("openai/gsm8k", "main")] * 2
+
+
+def test_a_data_set_that_cannot_be_loaded_names_the_way_without_a_network() -> None:
+    with pytest.raises(DataUnusable, match=r"'nobody/no-such-set' cannot be loaded .*--env\.data_path"):
+        load_questions("nobody/no-such-set", "train")
+
+
+def test_no_source_at_all_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataUnusable, match=r"--env\.data_path or --env\.dataset_name"):
+        DataFields().training_questions()
+    with pytest.raises(DataUnusable, match=r"--env\.val_data_path"):
+        DataFields(data_path=write(tmp_path / "d.jsonl", {"question": "a", "answer": "1"})).evaluation_questions()
+
+
+def test_each_epoch_has_every_item_once_in_an_order_of_its_own() -> None:
+    draws = Draws(range(20), seed=1)
+    epochs = [[draws[epoch * 20 + place] for place in range(20)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert [Draws(range(20), seed=1)[45], draws[3]] == [epochs[2][5], epochs[0][3]]
+    assert [Draws(range(20), seed=2)[place] for place in range(20)] != epochs[0]
+
+
+def test_an_arithmetic_answer_is_a_number_alone_or_after_the_mark() -> None:
+    questions = [Question("a", "1+1=2\n#### 2"), Question("b", "-3")]
+    assert [problem.answer for problem in as_word_problems(questions)] == [2, -3]
+    with pytest.raises(DataUnusable, match="'many' holds no whole number"):
+        as_word_problems([Question("a", "many")])
