@@ -18,6 +18,7 @@ async def run_evaluation(env: BaseEnv, *, step: int | None) -> None:
 
 
 async def evaluate_alone(env: BaseEnv) -> None:
-    """The verb `evaluate`: set up, evaluate, done."""
+    """The verb `evaluate`: set up, evaluate, done. `evaluation_only` spares an environment what it trains on."""
+    env.evaluation_only = True
     await env.setup()
     await run_evaluation(env, step=None)
