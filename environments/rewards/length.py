@@ -33,7 +33,7 @@ class LinearLengthReward(SampleReward):
 class TargetLengthReward(SampleReward):
     """1 at `target`, falling in a straight line on either side to 0 at a distance of `tolerance`."""
 
-    formula: ClassVar[str] = "max(0, 1 - |length - target| / tolerance)"
+    formula: ClassVar[str] = "max(0, 1 - abs(length - target) / tolerance)"
 
     def __init__(self, target: int = 512, tolerance: int | None = None, *, unit: LengthUnit = "tokens") -> None:
         self.target = target
