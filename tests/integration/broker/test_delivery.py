@@ -1,4 +1,4 @@
-"""R8: a batch counts as delivered once the transport took its last byte, whatever the trainer does with the connection."""
+"""R8: a batch counts as delivered once the transport took its last byte, whatever the trainer does afterwards."""
 
 import json
 import socket
