@@ -42,6 +42,15 @@ def all_logprobs(logprobs: Any) -> list[list[dict[str, float]]] | None:
     return [pairs[start:end] for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True)]
 
 
+def prompt_logprobs(logprobs: Any) -> list[dict[str, float] | None]:
+    """For each position of the prompt `{token id: logprob}`, its own token first; null where nothing comes before."""
+    ids, values = logprobs.token_ids, logprobs.logprobs
+    return [
+        {str(ids[i]): values[i] for i in range(start, end)} if end > start else None
+        for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True)
+    ]
+
+
 class Replies:
     """Builds answers.
 
@@ -70,6 +79,8 @@ class Replies:
         answer["logprobs"] = (
             [read(output.logprobs) for output in outputs] if request.logprob_count is not None else None
         )
+        if request.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(final.prompt_logprobs)
         if request.wants_text:
             answer["text"] = [self.text(request, output) for output in outputs]
         if not request.compact:

@@ -72,6 +72,29 @@ def test_logprobs_are_those_after_temperature(plain_server, reference):
     assert reply["logprobs"][0][0] == pytest.approx(float(scores[reply["token_ids"][0][0]]), abs=1e-4)
 
 
+@pytest.mark.parametrize("compact", [False, True])
+def test_prompt_logprobs_are_the_models_own_for_each_token_given(plain_server, reference, compact):
+    """What a teacher is asked for: the given tokens' logprobs and the most likely ones beside them."""
+    import torch
+
+    asked = {"prompt_logprobs": 3, "max_tokens": 1, "temperature": 0.0, "compact": compact}
+    first, *rest = plain_server.generate({"prompt_token_ids": PROMPT}, **asked)["prompt_logprobs"]
+    reference.model.load_state_dict(reference.base)
+    with torch.no_grad():
+        scores = torch.log_softmax(reference.model(torch.tensor([PROMPT])).logits[0], dim=-1)
+    assert first is None
+    assert len(rest) == len(PROMPT) - 1
+    for position, found in enumerate(rest):
+        assert next(iter(found)) == str(PROMPT[position + 1])
+        assert set(map(int, found)) >= set(scores[position].topk(3).indices.tolist())
+        for token, value in found.items():
+            assert value == pytest.approx(float(scores[position, int(token)]), abs=1e-4)
+
+
+def test_prompt_logprobs_are_told_only_when_asked_for(plain_server):
+    assert "prompt_logprobs" not in plain_server.generate(PROMPT, max_tokens=1)
+
+
 def test_a_stop_string_ends_the_output_and_is_cut_from_the_text(plain_server):
     whole = plain_server.generate(PROMPT, max_tokens=40, temperature=0.0)["text"][0]
     stop = next(letter for letter in whole[1:] if letter.isascii() and letter.isprintable())
