@@ -11,6 +11,7 @@ from environments.rewards.formats import FormatReward, PatternReward
 from environments.rewards.gold import GoldItem, GoldResult, check_gold, check_reward
 from environments.rewards.gsm8k import GSM8kReward, GSM8kScore
 from environments.rewards.length import LinearLengthReward, TargetLengthReward
+from environments.rewards.manager import RewardManager
 from environments.rewards.math_verifier import Judgement, MathVerifier, Outcome
 from environments.rewards.pairwise import PairwiseReward, bradley_terry, win_rates
 from environments.rewards.protocol import Reward, Sample, SampleReward, ScoreRange, score_samples
@@ -40,6 +41,7 @@ __all__ = [
     "R1ZeroScore",
     "RepetitionPenalty",
     "Reward",
+    "RewardManager",
     "Sample",
     "SampleReward",
     "ScoreRange",

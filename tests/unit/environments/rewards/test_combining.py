@@ -18,6 +18,7 @@ from environments.rewards import (
     PairwiseReward,
     Part,
     RepetitionPenalty,
+    RewardManager,
     ScoreRange,
     bradley_terry,
     check_reward,
@@ -174,6 +175,31 @@ def test_pairs_are_compared_within_their_prompt_alone():
     assert asked == [{"x"}, {"y"}]
     with pytest.raises(RewardUnusable, match="between 0 and 1"):
         run(PairwiseReward(lambda left, right: 2.0), samples)
+
+
+def test_a_manager_sums_up_between_steps_and_gives_each_advice_once(caplog):
+    manager = RewardManager(CombinedReward([Part("length", length), Part("one", constant(1.0), 0.0)]))
+
+    def step(*texts):
+        for text in texts:
+            anyio.run(manager.score, [{"completion": text}])
+        return manager.metrics()
+
+    assert step("ab", "abcd") == {"reward/mean": 3.0, "reward/std": 1.0, "reward/length": 3.0, "reward/one": 1.0}
+    assert step() == {}
+    assert caplog.messages == []
+    step("a" * 40, "a" * 40)
+    step("a" * 40, "a" * 40)
+    assert [text.split()[0:4] for text in caplog.messages] == [
+        ["2", "of", "2", "scores"],
+        ["the", "variance", "of", "2"],
+    ]
+
+
+def test_a_manager_takes_a_plain_function(caplog):
+    manager = RewardManager(length)
+    assert anyio.run(manager.score, [{"completion": "abc"}]) == [3.0]
+    assert manager.metrics() == {"reward/mean": 3.0, "reward/std": 0.0, "reward/length": 3.0}
 
 
 def test_scores_far_from_zero_are_warned_about_with_the_worst_of_them():
