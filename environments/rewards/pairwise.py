@@ -5,6 +5,7 @@ Preferences are relative, so they still tell completions apart where an absolute
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Hashable, Sequence
@@ -62,17 +63,24 @@ def bradley_terry(wins: Wins) -> list[float]:
 
 
 class PairwiseReward:
-    """Each sample compared by `judge` with every other one of its prompt, scored by `win_rate` or `bradley_terry`."""
+    """Each sample compared by `judge` with every other one of its prompt, scored by `win_rate` or `bradley_terry`.
+
+    An async judge is asked about all pairs at once, so it bounds its own requests. `both_orders` asks about each pair
+    both ways round and takes the mean, since models that judge tend to prefer a place.
+    """
 
     formula: ClassVar[str] = (
         "win_rate: comparisons won / comparisons; bradley_terry: log strength, mean 0 over the prompt"
     )
 
-    def __init__(self, judge: Judge, method: Literal["win_rate", "bradley_terry"] = "win_rate") -> None:
+    def __init__(
+        self, judge: Judge, method: Literal["win_rate", "bradley_terry"] = "win_rate", *, both_orders: bool = False
+    ) -> None:
         if method not in {"win_rate", "bradley_terry"}:
             raise RewardUnusable(f"method {method!r} is unknown; use win_rate or bradley_terry")
         self.judge = judge
         self.method = method
+        self.both_orders = both_orders
 
     @property
     def range(self) -> ScoreRange:
@@ -80,8 +88,9 @@ class PairwiseReward:
 
     async def __call__(self, samples: Sequence[Sample]) -> list[float]:
         scores = [0.0] * len(samples)
-        for members in _by_prompt(samples).values():
-            wins = await self._compare([samples[index] for index in members])
+        groups = list(_by_prompt(samples).values())
+        compared = await asyncio.gather(*(self._compare([samples[index] for index in members]) for members in groups))
+        for members, wins in zip(groups, compared, strict=True):
             strengths = win_rates(wins) if self.method == "win_rate" else bradley_terry(wins)
             for index, strength in zip(members, strengths, strict=True):
                 scores[index] = strength
@@ -89,13 +98,23 @@ class PairwiseReward:
 
     async def _compare(self, samples: Sequence[Sample]) -> list[list[float]]:
         wins = [[0.0] * len(samples) for _ in samples]
-        for left, right in combinations(range(len(samples)), 2):
-            verdict = self.judge(samples[left], samples[right])
-            share = float(await verdict if inspect.isawaitable(verdict) else verdict)
-            if not 0.0 <= share <= 1.0:
-                raise RewardUnusable(f"the judge answered {share}; it must answer a share between 0 and 1")
+        pairs = list(combinations(range(len(samples)), 2))
+        shares = await asyncio.gather(*(self._share(samples[left], samples[right]) for left, right in pairs))
+        for (left, right), share in zip(pairs, shares, strict=True):
             wins[left][right], wins[right][left] = share, 1.0 - share
         return wins
+
+    async def _share(self, left: Sample, right: Sample) -> float:
+        """With what share `left` is preferred to `right`."""
+        share = await self._ask(left, right)
+        return (share + 1.0 - await self._ask(right, left)) / 2 if self.both_orders else share
+
+    async def _ask(self, first: Sample, second: Sample) -> float:
+        verdict = self.judge(first, second)
+        share = float(await verdict if inspect.isawaitable(verdict) else verdict)
+        if not 0.0 <= share <= 1.0:
+            raise RewardUnusable(f"the judge answered {share}; it must answer a share between 0 and 1")
+        return share
 
 
 def _by_prompt(samples: Sequence[Sample]) -> dict[Hashable, list[int]]:

@@ -177,6 +177,30 @@ def test_pairs_are_compared_within_their_prompt_alone():
         run(PairwiseReward(lambda left, right: 2.0), samples)
 
 
+def test_a_judge_is_asked_about_all_pairs_at_once():
+    waiting, at_once = 0, 0
+
+    async def judge(_left, _right):
+        nonlocal waiting, at_once
+        waiting += 1
+        at_once = max(at_once, waiting)
+        await anyio.sleep(0.01)
+        waiting -= 1
+        return 0.5
+
+    assert run(PairwiseReward(judge), [{"prompt": "p", "completion": c} for c in "abcd"]) == [0.5] * 4
+    assert at_once == 6
+
+
+def test_asking_both_ways_round_takes_away_a_preference_for_a_place():
+    def first_wins(_left, _right):
+        return 1.0
+
+    samples = [{"completion": "a"}, {"completion": "b"}]
+    assert run(PairwiseReward(first_wins), samples) == [1.0, 0.0]
+    assert run(PairwiseReward(first_wins, both_orders=True), samples) == [0.5, 0.5]
+
+
 def test_a_manager_sums_up_between_steps_and_gives_each_advice_once(caplog):
     manager = RewardManager(CombinedReward([Part("length", length), Part("one", constant(1.0), 0.0)]))
 

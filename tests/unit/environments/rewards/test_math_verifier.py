@@ -111,6 +111,18 @@ def test_a_child_that_sleeps_is_killed_by_the_clock(sleeper):
     assert not is_running(before)
 
 
+def test_giving_up_waiting_leaves_the_children_usable(sleeper):
+    async def give_up():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sleeper.judge_all([("1", "sleep"), *((str(n), "sleep") for n in range(50))]), 0.05)
+        return await sleeper.judge_all([("1", "1")])
+
+    started = time.monotonic()
+    assert asyncio.run(give_up())[0].correct
+    # The 50 that had not begun were given up as well; each would have taken 0.2 s.
+    assert time.monotonic() - started < 5
+
+
 def test_a_gold_that_hangs_is_the_golds_fault(sleeper):
     assert sleeper.judge("sleep", "1").outcome is Outcome.GOLD_UNPARSABLE
 
