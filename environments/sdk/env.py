@@ -10,10 +10,10 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import anyio
 
@@ -26,11 +26,18 @@ from environments.sdk.inference.manager import ServerManager
 from environments.sdk.inference.reasoning import Reasoning
 from environments.sdk.metrics import RolloutMetrics
 from environments.sdk.session.journal import current_journal
+from environments.sdk.session.nodes import NOT_TRAINED
 from environments.sdk.tokenizer import load_tokenizer
-from environments.sdk.tracking import WandbTracker
+from environments.sdk.tracking import WandbTracker, rollout_table, run_name
 from environments.sdk.types import Item, ScoredDataGroup, ScoredDataItem
 
+if TYPE_CHECKING:
+    from atropos_api.wire.groups import Group
+    from environments.sdk.delivery import Delivery
+
 logger = logging.getLogger(__name__)
+
+KEPT_LENGTHS = 65_536
 
 
 class BaseEnv(ABC):
@@ -120,7 +127,11 @@ class BaseEnv(ABC):
         self.evaluation_only = False
         self.status_dict: dict[str, Any] = {}
         self.metrics = RolloutMetrics()
-        self.rollouts_for_wandb: deque[list[tuple[str, float]]] = deque(maxlen=config.num_rollouts_to_keep)
+        self.completion_lengths: MutableSequence[int] = deque(maxlen=KEPT_LENGTHS)
+        self.rollouts_for_wandb: MutableSequence[Any] = []
+        self.wandb_project: str | None = None
+        self.wandb_group: str | None = None
+        self.delivery: Delivery | None = None
         self.evaluation_step: int | None = None
         self.tracker: WandbTracker | None = None
 
@@ -193,9 +204,54 @@ class BaseEnv(ABC):
         for key, value in checkpoint.load(Path(self.checkpoint_dir), self.registered_name, self.curr_step).items():
             setattr(self, key, value)
 
-    async def wandb_log(self, metrics: dict[str, Any] | None = None) -> None:
+    async def handle_send_to_api(
+        self,
+        scored_data: Any,
+        item: Item = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> None:
+        """Deliver what was collected, one group or several; override it to add to the groups, and call this."""
+        if self.delivery is None:
+            raise RuntimeError("groups can be sent only while the environment serves or processes")
+        await self.delivery.deliver(
+            scored_data, item, send=do_send_to_api, check_length=abort_on_any_max_length_exceeded
+        )
+
+    async def setup_wandb(self) -> None:
+        """Called once the run is known: what is logged from now on goes to Weights & Biases, if it is wanted."""
+        if self.config.use_wandb and self.tracker is None:
+            self.tracker = WandbTracker(
+                name=run_name(self.registered_name),
+                project=self.wandb_project,
+                group=self.wandb_group,
+                config=self.config.model_dump(mode="json", exclude={"rollout_server_token"}),
+            )
+
+    async def add_rollouts_for_wandb(self, scored_data: Any, item: Item = None) -> None:  # noqa: ARG002 - for overrides
+        """Keep the texts and scores of a group for the rollout table."""
+        if not self.config.use_wandb or self.config.num_rollouts_to_keep < 1:
+            return
+        most = self.config.num_rollouts_per_group_for_logging
+        count = len(scored_data["tokens"]) if most < 0 else most
+        texts = self.tokenizer.batch_decode(scored_data["tokens"][:count])
+        self.rollouts_for_wandb.append(list(zip(texts, scored_data["scores"], strict=False)))
+        while len(self.rollouts_for_wandb) > self.config.num_rollouts_to_keep:
+            del self.rollouts_for_wandb[0]
+
+    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Add the kept rollouts to the metrics as a table."""
+        if self.tracker is not None and self.rollouts_for_wandb:
+            table = rollout_table([row for rows in self.rollouts_for_wandb for row in rows])
+            return {**wandb_metrics, "train/rollouts": table} if table is not None else wandb_metrics
+        return wandb_metrics
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Log the environment's metrics of the last trainer step; overriding methods add theirs and call this."""
-        merged = {**self.metrics.summary(self.max_token_len), **(metrics or {})}
+        summary = self.metrics.summary(self.completion_lengths, self.max_token_len)
+        merged = await self.create_rollout_table({**summary, **(wandb_metrics or {})})
+        self.completion_lengths.clear()
+        self.rollouts_for_wandb.clear()
         prefixed = {self._prefixed(key): value for key, value in merged.items()}
         self.log_metrics({**prefixed, **self.server.metrics()}, self.curr_step)
 
@@ -249,6 +305,11 @@ class BaseEnv(ABC):
             return None
         root = Path(self.config.data_dir_to_save_evals)
         return root if self.evaluation_step is None else root / f"step-{self.evaluation_step}"
+
+    def note_sent(self, group: Group) -> None:
+        """Count a group that is on its way."""
+        self.metrics.sent += 1
+        self.completion_lengths.extend(len(mask) - mask.count(NOT_TRAINED) for mask in group.masks)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
         if self.tracker is not None:

@@ -6,9 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from atropos_api.wire.groups import Group
-from environments.sdk.session.nodes import NOT_TRAINED
-
 KEPT_TIMINGS = 1000
 
 
@@ -22,14 +19,9 @@ class RolloutMetrics:
     retried: int = 0
     seconds_succeeded: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMINGS))
     seconds_failed: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMINGS))
-    completion_lengths: list[int] = field(default_factory=list)
 
-    def note_sent(self, group: Group) -> None:
-        self.sent += 1
-        self.completion_lengths.extend(len(mask) - mask.count(NOT_TRAINED) for mask in group.masks)
-
-    def summary(self, max_token_length: int) -> dict[str, float]:
-        """The metrics by Atropos' names; the counters begin anew."""
+    def summary(self, lengths: Sequence[int], max_token_length: int) -> dict[str, float]:
+        """The metrics by Atropos' names, with the numbers of trained tokens; the counters begin anew."""
         metrics: dict[str, float] = {
             "train/items_sent_to_api": self.sent,
             "train/items_rejected": self.rejected,
@@ -39,7 +31,6 @@ class RolloutMetrics:
             **_spread("train_perf/failed_task_duration", self.seconds_failed),
             **_spread("train_perf/task_duration", [*self.seconds_succeeded, *self.seconds_failed]),
         }
-        lengths = self.completion_lengths
         if lengths:
             spread = _spread("train/completion_lengths", lengths)
             metrics["train/completion_lengths"] = spread.pop("train/completion_lengths_mean")
@@ -47,7 +38,6 @@ class RolloutMetrics:
             near_limit = sum(length > 0.95 * max_token_length for length in lengths)
             metrics["train/completion_lengths_p95"] = near_limit / len(lengths)
         self.sent = self.rejected = self.failed = self.retried = 0
-        self.completion_lengths.clear()
         return metrics
 
 

@@ -1,13 +1,14 @@
-"""The verb `process`: collect groups one after another into a JSON lines file, without a trainer or a broker."""
+"""The verb `process`: collect groups one after another into a file, without a trainer or a broker.
+
+Beside the JSON lines lies a page of the same name to read them in a browser.
+"""
 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
-import anyio
-import msgspec
-
+from environments.export.page import write_page
+from environments.sdk.delivery import Delivery
 from environments.sdk.env import BaseEnv
 from environments.sdk.groups import GroupRules
 from environments.sdk.rollouts import Collector
@@ -18,34 +19,42 @@ logger = logging.getLogger(__name__)
 async def process(env: BaseEnv) -> None:
     """Collect `total_steps` groups; an item that yields none is replaced by the next."""
     env.process_mode = True
+    if env.config.data_path_to_save_groups is None:
+        env.config.data_path_to_save_groups = f"data/{env.registered_name}.jsonl"
     await env.setup()
-    path = free_path(Path(env.config.data_path_to_save_groups or f"data/{env.registered_name}.jsonl"))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    await env.setup_wandb()
     rules = GroupRules(
         group_size=env.config.group_size,
         max_token_length=-1,
         ensure_scores_are_not_same=env.config.ensure_scores_are_not_same,
     )
-    collector = Collector(env)
-    written = 0
-    async with await anyio.open_file(path, "ab") as file:
-        while written < env.config.total_steps:
-            item = await collector.next_item()
-            if item is None:
-                break
-            for group in await collector.collect(item, rules):
-                await file.write(msgspec.json.encode(group) + b"\n")
-                env.metrics.note_sent(group)
-                written += 1
+    delivery = Delivery(env, lambda: rules, send=lambda _: None)
+    try:
+        await _collect(env, Collector(env, delivery))
+    finally:
+        _close(env, delivery)
+
+
+async def _collect(env: BaseEnv, collector: Collector) -> None:
+    done = 0
+    while done < env.config.total_steps:
+        item = await collector.next_item()
+        if item is None:
+            return
+        sent = await collector.collect(item)
+        if sent:
+            done += sent
+            env.curr_step += 1
             await env.wandb_log()
-    logger.info("wrote %d groups to %s", written, path)
 
 
-def free_path(path: Path) -> Path:
-    """`path`, or with _1, _2, … at its stem when it is taken: nothing is ever overwritten."""
-    number = 0
-    candidate = path
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.stem}_{number}{path.suffix}")
-    return candidate
+def _close(env: BaseEnv, delivery: Delivery) -> None:
+    delivery.close()
+    if env.tracker is not None:
+        env.tracker.finish()
+    file = delivery.file
+    if file is None or not file.count:
+        logger.warning("no group was collected, so nothing is written")
+        return
+    page = write_page(file.path)
+    logger.info("wrote %d groups to %s and a page to read them to %s", file.count, file.path, page)

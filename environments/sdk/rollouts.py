@@ -1,19 +1,16 @@
-"""One item's way from the environment to a group: collected, postprocessed, checked, or given up with a report."""
+"""One item's way through the environment: collected, postprocessed, delivered, or given up with a report."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 import anyio
 
-from atropos_api.wire.groups import Group
+from environments.sdk.delivery import Delivery, hold_groups
 from environments.sdk.env import BaseEnv
 from environments.sdk.errors import EnvironmentsError, RolloutsKeepFailing
-from environments.sdk.groups import GroupRules, to_wire
 from environments.sdk.session.journal import keep_journal
 from environments.sdk.types import Item
 
@@ -21,26 +18,28 @@ logger = logging.getLogger(__name__)
 
 
 class Collector:
-    """Collects the groups of one item at a time for any caller; keeps the backlog of items to try next."""
+    """Collects one item at a time for any caller; keeps the backlog of items to try next, the oldest first."""
 
-    def __init__(self, env: BaseEnv) -> None:
+    def __init__(self, env: BaseEnv, delivery: Delivery) -> None:
         self.backlog: deque[Item] = deque()
         self._env = env
+        self._delivery = delivery
         self._failures_in_a_row = 0
+        env.delivery = delivery
 
     async def next_item(self) -> Item:
         """From the backlog first, then from the environment."""
         return self.backlog.popleft() if self.backlog else await self._env.get_next_item()
 
-    async def collect(self, item: Item, rules: GroupRules) -> list[Group]:
-        """The groups of `item` that may be sent; none if it was dropped, rejected or failed too often.
+    async def collect(self, item: Item) -> int:
+        """Collect and deliver the groups of `item`; how many, none if it was dropped, rejected or failed too often.
 
         Raises only what would fail for every other item as well.
         """
         started = time.monotonic()
         for attempt in range(1, self._env.config.rollout_attempts + 1):
             try:
-                groups = await self._attempt(item, rules)
+                sent = await self._attempt(item)
             except Exception as error:  # an environment's own code may raise anything
                 reason = _innermost(error)
                 if isinstance(reason, EnvironmentsError) and reason.ends_server:
@@ -50,34 +49,25 @@ class Collector:
             else:
                 self._failures_in_a_row = 0
                 self._env.metrics.seconds_succeeded.append(time.monotonic() - started)
-                return groups
+                return sent
         self._env.metrics.seconds_failed.append(time.monotonic() - started)
-        return []
+        return 0
 
-    async def _attempt(self, item: Item, rules: GroupRules) -> list[Group]:
+    async def _attempt(self, item: Item) -> int:
         limit = self._env.config.worker_timeout
-        with keep_journal("train") as journal:
-            with anyio.fail_after(limit if limit > 0 else None):
-                collected, more = await self._env.collect_trajectories(item)
-            finished = await self._env.postprocess_histories(collected) if collected else None
-            groups = [to_wire(raw, journal) for raw in _as_groups(finished)]
+        try:
+            with keep_journal("train"), hold_groups() as groups:
+                with anyio.fail_after(limit if limit > 0 else None):
+                    collected, more = await self._env.collect_trajectories(item)
+                finished = await self._env.postprocess_histories(collected) if collected else None
+                if finished is not None:
+                    await self._env.handle_send_to_api(finished, item)
+        finally:
+            await self._env.cleanup()
         self.backlog.extend(more)
-        await self._env.cleanup()
-        return [group for group in groups if self._accept(group, rules)]
-
-    def _accept(self, group: Group, rules: GroupRules) -> bool:
-        rejected = rules.why_rejected(group)
-        if rejected is not None:
-            self._env.metrics.rejected += 1
-            logger.debug("a group is not sent: %s", rejected)
-            return False
-        self._add_messages(group)
-        return True
-
-    def _add_messages(self, group: Group) -> None:
-        if self._env.config.include_messages and group.messages is None:
-            texts = self._env.tokenizer.batch_decode(group.tokens)
-            group.messages = [[{"role": "user", "content": text}] for text in texts]
+        for group in groups:
+            self._delivery.dispatch(group)
+        return len(groups)
 
     def _gave_up(self, item: Item, error: BaseException, attempt: int) -> bool:
         """Log a failed attempt. A timeout is not tried again; too many items given up in a row end the server."""
@@ -92,12 +82,6 @@ class Collector:
         if self._failures_in_a_row >= self._env.config.max_failures_in_a_row:
             raise RolloutsKeepFailing(f"{self._failures_in_a_row} items failed in a row, the last with {described}")
         return True
-
-
-def _as_groups(finished: Any) -> list[Mapping[str, Any]]:
-    if finished is None:
-        return []
-    return [finished] if isinstance(finished, Mapping) else [group for group in finished if group is not None]
 
 
 def _innermost(error: BaseException) -> BaseException:

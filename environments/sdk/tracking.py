@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
-from collections.abc import Mapping
+import random
+import string
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -37,3 +40,18 @@ class WandbTracker:
             logger.warning(
                 "not logging to W&B (%s %s); --env.use_wandb false ends this line", type(error).__name__, error
             )
+
+
+def run_name(name: str) -> str:
+    """A name for one run among many of the same environment: with the day and six letters."""
+    letters = "".join(random.choices(string.ascii_lowercase, k=6))
+    return f"{name}-{dt.datetime.now(dt.UTC):%Y-%m-%d}-{letters}"
+
+
+def rollout_table(rows: Sequence[Sequence[Any]]) -> Any | None:
+    """W&B's table of texts and scores; None without the package."""
+    try:
+        import wandb
+    except ImportError:
+        return None
+    return wandb.Table(columns=["text", "score"], data=[list(row[:2]) for row in rows])

@@ -16,13 +16,13 @@ from anyio.abc import TaskGroup
 
 from atropos_api.wire.messages import EnvironmentRequest, Pacing
 from environments.sdk.config import EvalHandlingEnum
+from environments.sdk.delivery import Delivery
 from environments.sdk.env import BaseEnv
 from environments.sdk.errors import EnvironmentsError, EvaluationFailed
 from environments.sdk.evaluate import run_evaluation
 from environments.sdk.groups import GroupRules
 from environments.sdk.link import BrokerLink
 from environments.sdk.rollouts import Collector
-from environments.sdk.tracking import WandbTracker
 from environments.sdk.types import Item
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class EnvironmentWorker:
         self._link = BrokerLink(client, request, wait_timeout_seconds=config.wait_timeout)
         self._link.on_step = self._note_step
         self._changed = self._link.changed
-        self._collector = Collector(env)
+        self._delivery = Delivery(env, self._rules, self._link.hand_in)
+        self._collector = Collector(env, self._delivery)
         self._rolling = 0
         self._beginning: anyio.CancelScope | None = None
         self._evaluation: anyio.CancelScope | None = None
@@ -107,13 +108,9 @@ class EnvironmentWorker:
         env.checkpoint_dir = info.checkpoint_dir
         if info.batch_size > 0:
             env.config.batch_size = info.batch_size
-        if env.config.use_wandb and env.tracker is None:
-            env.tracker = WandbTracker(
-                name=info.display_name,
-                project=info.wandb_project or None,
-                group=info.wandb_group or None,
-                config=env.config.model_dump(mode="json", exclude={"rollout_server_token"}),
-            )
+        env.wandb_prepend = info.display_name
+        env.wandb_project, env.wandb_group = info.wandb_project or None, info.wandb_group or None
+        await env.setup_wandb()
         if env.curr_step > 0:
             env.load_checkpoint()
 
@@ -139,9 +136,7 @@ class EnvironmentWorker:
 
     async def _roll_out(self, item: Item) -> None:
         try:
-            for group in await self._collector.collect(item, self._rules()):
-                self._env.metrics.note_sent(group)
-                self._link.hand_in(group)
+            await self._collector.collect(item)
         finally:
             self._rolling -= 1
             self._changed.ring()
@@ -236,6 +231,7 @@ class EnvironmentWorker:
                 self._changed.ring()
 
     def _finish(self) -> None:
+        self._delivery.close()
         if self._env.tracker is not None:
             self._env.tracker.finish()
         logger.info("stopped" if self._stopping else "the run is finished")

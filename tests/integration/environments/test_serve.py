@@ -283,8 +283,8 @@ async def test_metrics_are_logged_with_the_trainers_steps(tokenizer_folder):
     assert logged
     step, metrics = logged[-1]
     assert 1 <= step <= 4
-    assert metrics["train/completion_lengths"] > 0
-    assert metrics["train/items_sent_to_api"] >= 2
+    assert metrics["arithmetic_train/completion_lengths"] > 0
+    assert metrics["arithmetic_train/items_sent_to_api"] >= 2
 
 
 def innermost(error):

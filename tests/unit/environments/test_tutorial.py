@@ -59,7 +59,12 @@ async def test_nothing_is_overwritten_by_a_second_process(tokenizer_folder, tmp_
     for _ in range(2):
         env, _ = make(tokenizer_folder, total_steps=1, data_path_to_save_groups=str(path))
         await process(env)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["groups.jsonl", "groups_1.jsonl"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "groups.html",
+        "groups.jsonl",
+        "groups_1.html",
+        "groups_1.jsonl",
+    ]
 
 
 async def test_training_samples_of_an_evaluation_never_reach_a_group(tokenizer_folder):

@@ -1,0 +1,132 @@
+"""From what an environment collected to groups on their way: judged, noted for the metrics, saved, and sent.
+
+A rollout sends all its groups at its end or none of them, so that one tried again after an error sends nothing twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+
+from atropos_api.wire.groups import Group
+from environments.sdk.groups import GroupRules, to_wire
+from environments.sdk.session.journal import Journal, current_journal
+from environments.sdk.types import Item
+
+if TYPE_CHECKING:
+    from environments.sdk.env import BaseEnv
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[Group], None]
+
+_held: ContextVar[list[Group] | None] = ContextVar("held", default=None)
+
+
+@contextmanager
+def hold_groups() -> Iterator[list[Group]]:
+    """Collect what is delivered inside, in this task and those it starts, instead of sending it."""
+    held: list[Group] = []
+    token = _held.set(held)
+    try:
+        yield held
+    finally:
+        _held.reset(token)
+
+
+class Delivery:
+    """Where an environment's groups go: by way of the file of groups, if there is one, to `send`."""
+
+    def __init__(self, env: BaseEnv, rules: Callable[[], GroupRules], send: Send) -> None:
+        self._env = env
+        self._rules = rules
+        self._send = send
+        path = env.config.data_path_to_save_groups
+        self.file = GroupFile(Path(path)) if path is not None else None
+
+    async def deliver(self, scored_data: Any, item: Item, *, send: bool, check_length: bool) -> None:
+        """Send the groups that the rules allow; inside of `hold_groups` they wait for its end."""
+        rules = self._rules() if check_length else replace(self._rules(), max_token_length=-1)
+        for raw in as_groups(scored_data):
+            group = to_wire(raw, current_journal() or Journal("train"))
+            if not self._accept(group, rules):
+                continue
+            await self._env.add_rollouts_for_wandb(raw, item)
+            held = _held.get()
+            if not send:
+                self._save(group)
+            elif held is not None:
+                held.append(group)
+            else:
+                self.dispatch(group)
+
+    def dispatch(self, group: Group) -> None:
+        self._save(group)
+        self._env.note_sent(group)
+        self._send(group)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def _accept(self, group: Group, rules: GroupRules) -> bool:
+        rejected = rules.why_rejected(group)
+        if rejected is not None:
+            self._env.metrics.rejected += 1
+            logger.debug("a group is not sent: %s", rejected)
+            return False
+        if self._env.config.include_messages and group.messages is None:
+            texts = self._env.tokenizer.batch_decode(group.tokens)
+            group.messages = [[{"role": "user", "content": text}] for text in texts]
+        return True
+
+    def _save(self, group: Group) -> None:
+        if self.file is not None:
+            self.file.append(group)
+
+
+class GroupFile:
+    """Groups as JSON lines in a file of their own, made with the first one: nothing is ever overwritten."""
+
+    def __init__(self, wanted: Path) -> None:
+        self.path = wanted
+        self.count = 0
+        self._file: BinaryIO | None = None
+
+    def append(self, group: Group) -> None:
+        """Add a line that is on its way to the disk when this returns."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path = free_path(self.path)
+            self._file = self.path.open("xb")
+        self._file.write(msgspec.json.encode(group) + b"\n")
+        self._file.flush()
+        self.count += 1
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def free_path(path: Path) -> Path:
+    """`path`, or with _1, _2, … at its stem when it is taken."""
+    number = 0
+    candidate = path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.stem}_{number}{path.suffix}")
+    return candidate
+
+
+def as_groups(scored_data: Any) -> list[Mapping[str, Any]]:
+    """One group or several as a list, without the items that were dropped."""
+    if scored_data is None:
+        return []
+    return [scored_data] if isinstance(scored_data, Mapping) else [group for group in scored_data if group is not None]
