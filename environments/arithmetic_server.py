@@ -98,7 +98,7 @@ class ArithmeticEnv(BaseEnv):
                 max_tokens=self.config.max_new_tokens,
                 temperature=1.0,
             )
-            scores = [await self.score_answer(item, choice.message.content) for choice in completion.choices]
+            scores = [await self.score_answer(item, choice.message.content or "") for choice in completion.choices]
             return scored_group(session.nodes, scores), []
 
     async def score_answer(self, item: Problem | WordProblem, text: str) -> float:
@@ -142,7 +142,7 @@ class ArithmeticEnv(BaseEnv):
                 temperature=0.0,
                 split="eval",
             )
-            text = completion.choices[0].message.content
+            text = completion.choices[0].message.content or ""
             return {
                 "question": problem.question,
                 "gold": problem.answer,

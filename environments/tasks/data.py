@@ -180,8 +180,8 @@ def _parse(line: str, where: str) -> Any:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     try:
         with pq.ParquetFile(path) as file:

@@ -1,0 +1,214 @@
+r"""Competition mathematics from a base model: plain text to go on with, reasoning first, `\boxed{}` inside `<answer>`.
+
+    python environments/math_server_zero.py serve --config configs/math_zero_shared.yaml
+    python environments/math_server_zero.py evaluate --env.math_500 data/math_500.jsonl --env.eval_sets math_500
+
+A right answer earns 1 and any other -1; one cut off by the length limit counts as wrong and is, by default, not trained
+on. Answers may become longer over the run: the limit goes from `start_tok_length` to `max_token_length`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from environments.rewards.accuracy import AccuracyReward
+from environments.rewards.answers import last_boxed
+from environments.sdk import (
+    APIServerConfig,
+    BaseEnvConfig,
+    EvalHandlingEnum,
+    ScoredDataGroup,
+    SequenceNode,
+    scored_group,
+)
+from environments.tasks.data import Question, load_questions
+from environments.tasks.prompts import load_template
+from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, answer_of, mean, require_room
+
+STOPS = ("User:", "Human:", "Assistant:", "</answer>")
+EVAL_SETS: Mapping[str, str] = {
+    "aime_2024": "HuggingFaceH4/aime_2024",
+    "math_500": "HuggingFaceH4/MATH-500",
+    "amc23": "math-ai/amc23",
+    "minervamath": "math-ai/minervamath",
+    "olympiadbench": "math-ai/olympiadbench",
+}
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class MathZeroEnvConfig(QuestionEnvConfig):
+    """What can be set beyond what every environment with questions has."""
+
+    prompt_template: str = Field("math_zero", description="file with {question} in it, or math_zero or r1_zero")
+    start_tok_length: int = Field(
+        32000, ge=1, description="longest answer at the first step; grows to max_token_length"
+    )
+    mask_too_long_completions: bool = Field(True, description="do not train on answers cut off by the length limit")
+    percent_length_penalty: float = Field(
+        0.0, ge=0, le=1, description="what a right answer as long as the limit loses; a shorter one loses in proportion"
+    )
+    run_evaluation: bool = Field(True, description="false: load no evaluation set and report none")
+    eval_sets: list[str] = Field(list(EVAL_SETS), description="which of the evaluation sets are used")
+    aime_2024: str = Field(EVAL_SETS["aime_2024"], description="a file, a folder or a Hugging Face name")
+    math_500: str = Field(EVAL_SETS["math_500"], description="the same")
+    amc23: str = Field(EVAL_SETS["amc23"], description="the same")
+    minervamath: str = Field(EVAL_SETS["minervamath"], description="the same")
+    olympiadbench: str = Field(EVAL_SETS["olympiadbench"], description="the same")
+
+    @field_validator("eval_sets")
+    @classmethod
+    def _known(cls, names: list[str]) -> list[str]:
+        unknown = [name for name in names if name not in EVAL_SETS]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)} is unknown; evaluation sets are {', '.join(EVAL_SETS)}")
+        return names
+
+
+@dataclass(frozen=True, slots=True)
+class SetQuestion(Question):
+    """A question with the evaluation set it is from."""
+
+    subset: str
+
+
+class MathZeroEnv(QuestionEnv):
+    """Mathematics with verifiable answers, learnt from scratch."""
+
+    name = "math"
+    env_config_cls = MathZeroEnvConfig
+    config: MathZeroEnvConfig
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:
+        config = MathZeroEnvConfig(
+            dataset_name="zwhe99/DeepMath-103K",
+            tokenizer_name="Qwen/Qwen3-4B-Instruct-2507",
+            group_size=8,
+            max_token_length=32000,
+            total_steps=120,
+            steps_per_eval=20,
+            eval_handling=EvalHandlingEnum.LIMIT_TRAIN,
+            eval_limit_ratio=0.1,
+            worker_timeout=1500,
+        )
+        server = APIServerConfig(server_type="vllm", model_name="Qwen/Qwen3-4B-Instruct-2507")
+        return config, server
+
+    async def setup(self) -> None:
+        self.template = load_template(self.config.prompt_template)
+        self.grader = AccuracyReward(correct=1.0, wrong=-1.0)
+        await super().setup()
+
+    def load_held_out(self) -> Sequence[Question]:
+        """All evaluation sets after one another; `val_data_path` stands for all of them."""
+        if self.config.val_data_path is not None or not self.config.run_evaluation:
+            return super().load_held_out() if self.config.run_evaluation else []
+        return [
+            SetQuestion(item.question, item.answer, name)
+            for name in self.config.eval_sets
+            for item in load_questions(getattr(self.config, name), "test")[: self.config.eval_problems or None]
+        ]
+
+    async def collect(self, question: Question) -> ScoredDataGroup:
+        prompt = self.template.fill(question.question)
+        nodes = await self.sample(prompt, count=self.config.group_size, temperature=1.0)
+        right = await self.are_right(nodes, prompt, question.answer)
+        scores = [self.score(node, correct=correct) for node, correct in zip(nodes, right, strict=True)]
+        group = scored_group(nodes, scores)
+        if self.config.mask_too_long_completions:
+            group["overrides"] = [{"set_advantage_to_zero": True} if cut_off(node) else {} for node in nodes]
+        if self.config.include_messages:
+            group["messages"] = [self.as_messages(node, prompt) for node in nodes]
+        return group
+
+    async def sample(self, prompt: str, *, count: int, temperature: float) -> list[SequenceNode]:
+        async with self.server.managed_server() as session:
+            await session.completion(
+                prompt=prompt,
+                n=count,
+                stop=list(STOPS),
+                max_tokens=self.answer_limit(len(self.tokenizer.encode(prompt))),
+                temperature=temperature,
+            )
+            return session.nodes
+
+    def answer_limit(self, prompt_tokens: int) -> int:
+        """The length curriculum, within what the sequence leaves room for."""
+        config = self.config
+        progress = min(1.0, self.curr_step / config.total_steps) if config.total_steps > 0 else 1.0
+        start = min(config.start_tok_length, config.max_token_length)
+        wanted = start + int((config.max_token_length - start) * progress)
+        room = min(self.longest_answer(prompt_tokens), config.max_token_length - prompt_tokens)
+        return min(require_room(room, prompt_tokens), wanted)
+
+    async def are_right(self, nodes: Sequence[SequenceNode], prompt: str, gold: str) -> list[bool]:
+        """Whether each answer is right; one that was cut off is not, whatever it says."""
+        answers = [None if cut_off(node) else boxed_answer(answer_of(node, prompt, stop=STOPS[-1])) for node in nodes]
+        return [verdict.correct for verdict in await self.grader.judge_answers([gold] * len(nodes), answers)]
+
+    async def score_answer(self, item: Question, text: str) -> float:
+        (verdict,) = await self.grader.judge_answers([item.answer], [boxed_answer(text)])
+        return 1.0 if verdict.correct else -1.0
+
+    def write_answer(self, answer: str) -> str:
+        return f"</think> <answer>\\boxed{{{answer}}}</answer>"
+
+    def score(self, node: SequenceNode, *, correct: bool) -> float:
+        if not correct:
+            return -1.0
+        return 1.0 - self.config.percent_length_penalty * node.sampled_count / self.config.max_token_length
+
+    def as_messages(self, node: SequenceNode, prompt: str) -> list[Any]:
+        """As a chat: the reasoning begins with the last tag of the prompt."""
+        asked, tag, _ = prompt.rpartition("<think>")
+        answer = tag + answer_of(node, prompt, stop=STOPS[-1])
+        return [{"role": "user", "content": asked or prompt}, {"role": "assistant", "content": answer}]
+
+    async def attempt(self, question: Question) -> dict[str, Any]:
+        prompt = self.template.fill(question.question)
+        (node,) = await self.sample(prompt, count=1, temperature=self.config.eval_temperature)
+        text = answer_of(node, prompt, stop=STOPS[-1])
+        (correct,) = await self.are_right([node], prompt, question.answer)
+        return {
+            "subset": getattr(question, "subset", "validation"),
+            "question": question.question,
+            "gold": question.answer,
+            "text": text,
+            "answer_reward": float(correct),
+            "format_reward": float(boxed_answer(text) is not None),
+            "finish_reason": node.finish_reason,
+            "tokens": node.sampled_count,
+        }
+
+    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
+        """Over all questions, and the accuracy of each set by itself."""
+        subsets = dict.fromkeys(sample["subset"] for sample in samples)
+        by_set = {
+            f"eval/accuracy_{name}": mean(s["answer_reward"] for s in samples if s["subset"] == name)
+            for name in subsets
+        }
+        return {**super().evaluation_metrics(samples), **by_set}
+
+    async def evaluate(self, *_: Any, **__: Any) -> None:
+        if self.config.run_evaluation:
+            await super().evaluate()
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""What the last `<answer>` holds in its `\boxed{}`."""
+    found = _ANSWER.findall(text)
+    return last_boxed(found[-1]) if found else None
+
+
+def cut_off(node: SequenceNode) -> bool:
+    return node.finish_reason == "length"
+
+
+if __name__ == "__main__":
+    MathZeroEnv.cli()

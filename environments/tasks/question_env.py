@@ -1,0 +1,156 @@
+"""What environments with a list of questions share: loading and drawing them, resuming, and an evaluation over all.
+
+A subclass says how a question is put to the model and what an answer is worth; see `gsm8k_server` for a short one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import anyio
+from pydantic import Field
+
+from environments.rewards.accuracy import reference
+from environments.rewards.errors import GoldUnparsable
+from environments.rewards.gold import GoldItem
+from environments.sdk import BaseEnv, BaseEnvConfig, EnvironmentsError, ScoredDataGroup, SequenceNode
+from environments.sdk.session.journal import current_split
+from environments.tasks.data import DataFields, Draws, Question
+
+logger = logging.getLogger(__name__)
+
+
+class QuestionTooLong(EnvironmentsError):
+    """A question after which no answer fits into the longest sequence."""
+
+    ends_server = False
+
+
+class QuestionEnvConfig(DataFields, BaseEnvConfig):
+    """Where questions come from and how they are evaluated."""
+
+    eval_problems: int = Field(0, ge=0, description="questions in an evaluation; 0: all there are")
+    eval_temperature: float = Field(0.0, ge=0, description="temperature of evaluations; 0: greedy")
+
+
+class QuestionEnv(BaseEnv):
+    """Draws each question once an epoch, in an order that a resumed run goes on with."""
+
+    env_config_cls = QuestionEnvConfig
+    config: QuestionEnvConfig
+
+    async def setup(self) -> None:
+        self.items_taken = 0
+        self.held_out: Sequence[Question] = ()
+        if not self.evaluation_only:
+            questions = await anyio.to_thread.run_sync(self.config.training_questions)
+            self.training = Draws(questions, self.config.seed)
+        if self.evaluation_only or self._will_evaluate():
+            self.held_out = await anyio.to_thread.run_sync(self.load_held_out)
+
+    def load_held_out(self) -> Sequence[Question]:
+        questions = self.config.evaluation_questions()
+        return questions[: self.config.eval_problems] if self.config.eval_problems else questions
+
+    @abstractmethod
+    def write_answer(self, answer: str) -> str:
+        """A completion whose answer this is, in the form that is asked for."""
+
+    def gold_items(self) -> Iterable[GoldItem]:
+        for item in self.held_out or self.load_held_out():
+            gold = reference(item.answer)
+            wrong = (self.write_answer(f"({gold}) + 1"), "")
+            yield GoldItem(item, self.write_answer(gold), wrong, name=item.question[:80])
+
+    async def collect_trajectories(self, item: Question) -> tuple[ScoredDataGroup | None, list[Any]]:
+        try:
+            return await self.collect(item), []
+        except (GoldUnparsable, QuestionTooLong) as error:
+            logger.warning("a question is left out: %s", error)
+            return None, []
+
+    @abstractmethod
+    async def collect(self, question: Question) -> ScoredDataGroup:
+        """`group_size` scored answers to a question."""
+
+    async def get_next_item(self) -> Question:
+        self.items_taken += 1
+        return self.training[self.items_taken - 1]
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        super().save_checkpoint(step, {"items_taken": self.items_taken, **(data or {})})
+
+    @abstractmethod
+    async def attempt(self, question: Question) -> dict[str, Any]:
+        """One evaluated answer as a sample with format_reward, answer_reward, tokens, and whatever is worth reading."""
+
+    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
+        """What the samples come to. `percent_correct` is a share as well: the name is Atropos'."""
+        accuracy = mean(sample["answer_reward"] for sample in samples)
+        return {
+            "eval/accuracy": accuracy,
+            "eval/percent_correct": accuracy,
+            "eval/format_reward": mean(sample["format_reward"] for sample in samples),
+            "eval/answer_reward": accuracy,
+            "eval/length_mean": mean(sample["tokens"] for sample in samples),
+        }
+
+    async def evaluate(self, *_: Any, **__: Any) -> None:
+        started = time.time()
+        samples = await self.attempt_all(self.held_out)
+        await self.evaluate_log(
+            self.evaluation_metrics(samples),
+            start_time=started,
+            generation_parameters={
+                "temperature": self.config.eval_temperature,
+                "max_new_tokens": self.config.max_token_length,
+            },
+            samples=samples,
+        )
+
+    async def attempt_all(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
+        """One attempt at each, as many at once as the inference servers take."""
+        samples: list[dict[str, Any]] = [{} for _ in questions]
+
+        async def run(index: int, question: Question) -> None:
+            samples[index] = await self.attempt(question)
+
+        async with anyio.create_task_group() as attempts:
+            for index, question in enumerate(questions):
+                attempts.start_soon(run, index, question)
+        return samples
+
+    def longest_answer(self, prompt_tokens: int) -> int:
+        """Tokens that an answer may have, so that the whole sequence is one that the trainer takes."""
+        longest = self.config.max_token_length
+        if self.max_token_len > 0 and current_split() == "train":
+            longest = min(longest, self.max_token_len - 1 - prompt_tokens)
+        return require_room(longest, prompt_tokens)
+
+    def _will_evaluate(self) -> bool:
+        config = self.config
+        return not self.process_mode and (config.steps_per_eval > 0 or config.eval_at_start or config.eval_at_end)
+
+
+def require_room(longest: int, prompt_tokens: int) -> int:
+    """`longest`, if it is anything: a question that fills the sequence alone is not trained on."""
+    if longest < 1 and current_split() == "train":
+        raise QuestionTooLong(f"its prompt of {prompt_tokens} tokens leaves no room for an answer")
+    return max(1, longest)
+
+
+def answer_of(node: SequenceNode, prompt: str, *, stop: str) -> str:
+    """All that was sampled after `prompt`, without an end token; `stop` is put back where a server cut it off."""
+    text = node.texts[0][len(prompt) :]
+    cut = node.finish_reason == "stop" and not node.ended and stop not in text
+    return text + stop if cut else text
+
+
+def mean(values: Any) -> float:
+    """The mean of what may be no values at all."""
+    collected = [float(value) for value in values]
+    return sum(collected) / len(collected) if collected else 0.0
