@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from atropos_api.broker.census import Census, take_census
 from atropos_api.errors import UnknownEnvironment
 from atropos_api.store.base import EnvironmentRow, Ledger
 from atropos_api.wire.messages import EnvironmentRequest
@@ -19,6 +20,7 @@ class Environments:
         self._ledger = ledger
         self._rows = {row.environment_id: row for row in rows}
         self._by_name = {row.name: row for row in self._rows.values() if not row.legacy}
+        self._census: Census | None = None
 
     def __iter__(self) -> Iterator[EnvironmentRow]:
         return iter(self._rows.values())
@@ -88,6 +90,8 @@ class Environments:
     def touch(self, row: EnvironmentRow, now: float, run_id: str | None) -> None:
         """Note a sign of life, and the run that the environment takes part in."""
         row.seen_at = now
+        if self._census is not None and row.environment_id not in self._census.alive_ids:
+            self._census = None
         if not row.connected or (run_id is not None and row.run_id != run_id):
             row.connected = True
             row.run_id = run_id or row.run_id
@@ -95,26 +99,32 @@ class Environments:
 
     def presume_alive(self, now: float) -> None:
         """Nobody could be heard while no broker ran: silence counts from here."""
+        self._census = None
         for row in self._rows.values():
             row.seen_at = now
 
     def disconnect(self, environment_id: int) -> None:
         row = self.get(environment_id)
+        self._census = None
         row.connected = False
         self._ledger.put_environment(row)
 
     def disconnect_all(self) -> None:
+        self._census = None
         for row in self._rows.values():
             if row.connected:
                 row.connected = False
                 self._ledger.put_environment(row)
 
-    def alive(self, now: float, timeout_seconds: float) -> list[EnvironmentRow]:
-        """Those whose weight and minimum count: connected and heard of within the timeout."""
-        return [row for row in self._rows.values() if row.connected and now - row.seen_at <= timeout_seconds]
+    def census(self, now: float, timeout_seconds: float) -> Census:
+        """Those whose weight and minimum count (connected, and heard of within the timeout), and their sums."""
+        if self._census is None or now > self._census.until:
+            self._census = take_census(self._rows.values(), now, timeout_seconds)
+        return self._census
 
     def _keep(self, row: EnvironmentRow) -> None:
         self._ledger.put_environment(row)
+        self._census = None
         self._rows[row.environment_id] = row
 
     def _next_id(self) -> int:

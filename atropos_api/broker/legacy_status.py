@@ -5,12 +5,11 @@ They know sequences only, heed nothing but a queue that looks long, and stop onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from atropos_api.broker.batches import max_staleness_of
 from atropos_api.broker.broker import Broker
+from atropos_api.broker.census import Census, token_share_of
 from atropos_api.broker.state import State
 from atropos_api.broker.units import batch_in_sequences, queued_by_environment
 from atropos_api.store.base import EnvironmentRow, RunRow
@@ -46,7 +45,7 @@ class LegacyStatus:
         row = self._state.environments.get(environment_id)
         self._broker.touch(row)
         run = self._state.runs.open
-        alive = self._state.alive_environments()
+        census = self._state.census()
         queued = self._queued_by_environment(run)
         largest = max(self._state.queue.groups_by_size, default=1)
         group_size = max(row.group_size, self._state.queue.largest_size_of(environment_id))
@@ -59,10 +58,10 @@ class LegacyStatus:
         return StatusEnv(
             current_step=self._current_step(row, run),
             queue_size=self._queue_size(row, own, others, run),
-            unallocated_fraction=1.0 - min(1.0, sum(other.min_batch_allocation or 0.0 for other in alive)),
+            unallocated_fraction=1.0 - min(1.0, census.allocated),
             self_queue_size=own // group_size,
             max_group_size=largest,
-            env_weight=_weight_of(row, alive),
+            env_weight=_weight_of(row, census),
         )
 
     def batch_sequences(self, run: RunRow) -> int:
@@ -88,7 +87,7 @@ class LegacyStatus:
 
     def _usual_size(self) -> int:
         """The group size by which a run that counts groups is told to environments that count sequences."""
-        return max(self._state.registered_sizes(), default=1)
+        return self._state.census().largest_size
 
     def _share_of_other(self, env_id: int | None, sequences: int, largest: int, run: RunRow | None) -> int:
         """Another environment's queue, in whole packs, less what its own minimum will take."""
@@ -132,10 +131,9 @@ class LegacyStatus:
         return self._state.runs.find(row.run_id).num_steps + 1
 
 
-def _weight_of(row: EnvironmentRow, alive: Sequence[EnvironmentRow]) -> float:
+def _weight_of(row: EnvironmentRow, census: Census) -> float:
     """Share of tokens by weight; alone, or when nobody has a weight, an equal share."""
-    shares = {other.environment_id: other.max_token_length * max(0.0, other.weight) for other in alive}
-    total = sum(shares.values())
-    if total <= 0:
-        return 1.0 / max(1, len(alive))
-    return max(LEAST_WEIGHT, shares.get(row.environment_id, 0.0) / total)
+    if census.token_share <= 0:
+        return 1.0 / max(1, len(census.alive))
+    own = token_share_of(row) if row.environment_id in census.alive_ids else 0.0
+    return max(LEAST_WEIGHT, own / census.token_share)

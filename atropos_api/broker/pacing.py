@@ -64,7 +64,7 @@ class Pacer:
         run = self._state.runs.open
         if run is None:
             return False
-        batches = max((row.max_batches_offpolicy for row in self._state.environments), default=1)
+        batches = self._state.census().most_batches_offpolicy
         return self._outstanding(run) < admission_limit(run, batches, max_staleness_of(self._state, run))
 
     def _outstanding(self, run: RunRow) -> int:

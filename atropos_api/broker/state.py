@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from atropos_api.broker.census import Census
 from atropos_api.broker.counters import Counters
 from atropos_api.broker.environments import Environments
 from atropos_api.broker.events import EventLog
@@ -74,11 +75,14 @@ class State:
         else:
             self.bodies.discard(refs)
 
-    def alive_environments(self) -> list[EnvironmentRow]:
-        return self.environments.alive(self.clock(), self.settings.environment_timeout_seconds)
+    def census(self) -> Census:
+        return self.environments.census(self.clock(), self.settings.environment_timeout_seconds)
 
-    def registered_sizes(self) -> set[int]:
-        return {row.group_size for row in self.environments if row.connected}
+    def alive_environments(self) -> list[EnvironmentRow]:
+        return self.census().alive
+
+    def registered_sizes(self) -> frozenset[int]:
+        return self.census().connected_sizes
 
     def pacing_changed(self) -> None:
         """A new revision: environments that wait on the old one get their answer now."""
