@@ -9,6 +9,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import uvloop
+
 from benchmarks.broker.client import Client, new_key
 from benchmarks.broker.drivers import JSON, register_legacy
 from benchmarks.broker.servers import Server
@@ -38,7 +40,8 @@ def measure_crowd(server: Server, environments: int, seconds: float) -> Crowd:
     cpu_before, began = server.cpu_seconds(), time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(_produce_and_train, client, began + seconds)
-        latencies = asyncio.run(_poll_all(server.port, env_ids, seconds))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            latencies = runner.run(_poll_all(server.port, env_ids, seconds))
         work.result()
     cpu = server.cpu_seconds() - cpu_before
     quantiles = statistics.quantiles(latencies, n=100)

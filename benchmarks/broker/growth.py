@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 import orjson
 
-from benchmarks.broker.client import Client, new_key
+from benchmarks.broker.client import Client, Line, new_key
 from benchmarks.broker.drivers import ENVIRONMENTS, JSON, register_legacy
 from benchmarks.broker.servers import Server
 from benchmarks.broker.workload import SentGroup, Shape, compare, make_groups
@@ -49,12 +48,13 @@ def measure_queue(server: Server, queued: int) -> Queued:
     sent = make_groups(SMALL, DISTINCT, environments=ENVIRONMENTS)
     _fill_with_lists(client, sent, queued)
     question = json.dumps({"env_id": env_ids[0]}).encode()
-    polls = [_time(client, "GET", "/status-env", question)[0] for _ in range(POLLS)]
-    first_ms, body = _time(client, "GET", "/batch")
-    batch = orjson.loads(body)["batch"]
-    marks = {item["tokens"][0][0] for item in batch}
-    compare([group for group in sent if group.mark in marks], batch)
-    later = [_time(client, "GET", "/batch")[0] for _ in range(LATER_BATCHES)]
+    with Line(server.port) as line:
+        polls = [line.time("GET", "/status-env", question)[0] for _ in range(POLLS)]
+        first_ms, body = line.time("GET", "/batch")
+        batch = orjson.loads(body)["batch"]
+        marks = {item["tokens"][0][0] for item in batch}
+        compare([group for group in sent if group.mark in marks], batch)
+        later = [line.time("GET", "/batch")[0] for _ in range(LATER_BATCHES)]
     return Queued(queued, statistics.median(polls), first_ms, statistics.median(later))
 
 
@@ -84,9 +84,3 @@ def _fill_with_lists(client: Client, sent: Sequence[SentGroup], count: int) -> N
         texts = [sent[index % len(sent)].text for index in range(start, min(count, start + PER_LIST))]
         body = b"[%b]" % b",".join(texts)
         client.request("POST", "/scored_data_list", body, content_type=JSON, idempotency_key=new_key())
-
-
-def _time(client: Client, method: str, path: str, body: bytes | None = None) -> tuple[float, bytes]:
-    began = time.perf_counter()
-    answer = client.request(method, path, body, content_type=JSON)
-    return 1e3 * (time.perf_counter() - began), answer.body
