@@ -77,6 +77,11 @@ class BrokerSession:
         """Tell the broker that servers now sample under `version`, made by `step`."""
         self._client.update_policy(self._update(version, step))
 
+    def held_seconds(self, wait_seconds: float = 0.0) -> float:
+        """For how long evaluations ask that no other policy be published; waits for their end up to `wait_seconds`."""
+        state = self._client.get_policy(run_id=self.info.run_id, epoch=self.info.epoch, wait_seconds=wait_seconds)
+        return state.held_seconds
+
     def commit(self, number: int) -> None:
         """Everything up to batch `number` is covered by a checkpoint, or none are kept."""
         self._client.commit(number, run_id=self.info.run_id, epoch=self.info.epoch)

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLAT_REWARD_STEPS = 5
+HOLD_POLL_SECONDS = 5.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -199,7 +200,7 @@ class Trainer:
 
     def _run_tail(self, step: int) -> None:
         """Publish, announce, checkpoint and commit, beside the next batch if that is asked for."""
-        publish = self._is_publish_due(step)
+        publish = self._is_publish_due(step) and not self._is_held(step)
         if publish:
             self._take_version()
         state = self._state() if self._is_checkpoint_due(step) else None
@@ -237,6 +238,18 @@ class Trainer:
         if since < self.config.publish_interval:
             return False
         return not self.config.forwards_from_masters or self._bridge.should_publish(since)
+
+    def _is_held(self, step: int) -> bool:
+        """Whether an evaluation holds the policy; where these weights must be served to go on, its end is awaited."""
+        seconds = self._session.held_seconds()
+        if seconds <= 0:
+            return False
+        logger.info("step %d: an evaluation holds the policy for up to %.0f s more", step, seconds)
+        if self.config.forwards_from_masters and step < self.config.training_steps:
+            return True
+        while self._session.held_seconds(HOLD_POLL_SECONDS) > 0 and not self._should_stop():
+            pass
+        return False
 
     def _is_checkpoint_due(self, step: int) -> bool:
         interval = self.config.checkpoint_interval

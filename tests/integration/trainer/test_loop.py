@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from atropos_api.client import BrokerClient
+from atropos_api.wire import Hold
 from example_trainer.api import BrokerSession
 from example_trainer.checkpointing import list_checkpoints, read_state
 from example_trainer.testing import RolloutThread, Sampler, ServingBridge
@@ -214,6 +217,30 @@ def test_a_stop_ends_after_the_step_with_a_checkpoint_that_a_resume_goes_on_from
     resumed = config.model_copy(update={"resume": "auto"})
     assert bench.trainer(resumed, bench.bridge()).run()
     assert [line["step"] for line in bench.metrics(config)] == [1, 2, 3, 4]
+
+
+def test_r24_an_evaluation_that_holds_the_policy_keeps_its_version_until_it_lets_go(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are trained meanwhile; the last one waits, since its weights would otherwise never be served."""
+    held: list[Hold] = []
+    publish = ServingBridge.publish
+
+    def publish_and_hold(self: ServingBridge, version: int) -> Any:
+        report = publish(self, version)
+        if version == 2:
+            with BrokerClient(bench.url) as evaluation:
+                held.append(evaluation.hold_policy(2.0))
+        return report
+
+    monkeypatch.setattr(ServingBridge, "publish", publish_and_hold)
+    bench.submit(bench.record_groups(8))
+    bridge = bench.bridge()
+    started = time.monotonic()
+    assert bench.trainer(bench.config(training_steps=4), bridge).run()
+    assert time.monotonic() - started >= 2.0
+    assert [line["policy_version"] for line in bench.metrics(bench.config())] == [2, 2, 2, 3]
+    assert len(held) == 1
 
 
 def test_several_epochs_publish_once_a_batch(bench: Workbench) -> None:
