@@ -101,6 +101,8 @@ class FakeInference:
         }
         if self.ours:
             reply |= {"policy_versions": [self._spans(len(tokens)) for tokens in outputs], "boot_id": "fake"}
+        if (best := request.get("prompt_logprobs")) is not None and self.ours:
+            reply["prompt_logprobs"] = [None, *(_prompt_position(token, best) for token in prompt[1:])]
         if request.get("compact"):
             return {**reply, "logprobs": logprobs}
         pairs = [
@@ -161,6 +163,11 @@ def served(app: Any, *, port: int = 0) -> Iterator[str]:
             server.should_exit = True
             server.force_exit = True
             thread.join(timeout=10)
+
+
+def _prompt_position(token: int, best: int) -> dict[str, float]:
+    """The prompt's own token first, then the most likely ones, which here are 0, 1, 2, …"""
+    return {str(token): -9.0} | {str(k): -0.1 * (k + 1) for k in range(best)}
 
 
 async def _read(receive: Receive) -> bytes:

@@ -59,13 +59,12 @@ class _Call:
 
 
 class Channel:
-    """Posts JSON to one server. `in_flight` counts the requests under way, those that wait for a place among them."""
+    """Posts JSON to one server."""
 
     def __init__(
         self, config: APIServerConfig, *, wait_timeout_seconds: float, transport: Transport | None = None
     ) -> None:
         self.config = config
-        self.in_flight = 0
         self.limits: dict[Split, Limit] = {
             "train": Limit(config.num_max_requests_at_once),
             "eval": Limit(config.num_requests_for_eval),
@@ -75,7 +74,7 @@ class Channel:
             "eval": Timings(config.rolling_buffer_length),
         }
         self._wait_timeout_seconds = wait_timeout_seconds
-        self._transport = transport or HttpTransport(_headers(config))
+        self._transport = transport or HttpTransport(_headers(config), timeout_seconds=config.timeout)
         self._recovered: anyio.Event | None = None
         self._avoided_seconds = 0.0
         self._avoided_until = 0.0
@@ -92,18 +91,14 @@ class Channel:
 
     async def post(self, url: str, body: bytes, split: Split, *, elsewhere: Elsewhere = None) -> bytes:
         """The body of a successful answer; waits for a server that is out, raises what waiting does not mend."""
-        self.in_flight += 1
-        try:
-            async with self.limits[split]:
-                if self._avoided_seconds:
-                    self._avoid()  # this request finds out; others keep away until it has
-                call = _Call("POST", url, body, elsewhere)
-                started = time.monotonic()
-                answer = await self._through_outages(call)
-                self.timings[split].note(time.monotonic() - started, call.attempts)
-                return answer
-        finally:
-            self.in_flight -= 1
+        async with self.limits[split]:
+            if self._avoided_seconds:
+                self._avoid()  # this request finds out; others keep away until it has
+            call = _Call("POST", url, body, elsewhere)
+            started = time.monotonic()
+            answer = await self._through_outages(call)
+            self.timings[split].note(time.monotonic() - started, call.attempts)
+            return answer
 
     async def get(self, url: str, *, elsewhere: Elsewhere = None) -> bytes | None:
         """The body there, or None when the server, once it answers, has none."""
@@ -200,8 +195,7 @@ class Channel:
     async def _attempt(self, call: _Call) -> Outcome:
         call.attempts += 1
         try:
-            with anyio.fail_after(self.config.timeout):
-                outcome = await self._transport.request(call.method, call.url, call.body)
+            outcome = await self._transport.request(call.method, call.url, call.body)
         except OSError as error:  # among them the timeout
             return error
         if outcome.status not in RETRIED_STATUSES:

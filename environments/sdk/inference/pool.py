@@ -35,7 +35,7 @@ class ServerPool:
 
     def pinned(self) -> Pinned:
         """For calls that belong together, which find their prefix in the cache of one server."""
-        return Pinned(self, self.least_loaded())
+        return Pinned(self)
 
     def narrowed(self) -> ServerPool:
         """The least loaded server alone."""
@@ -49,18 +49,19 @@ class ServerPool:
         self, server: HttpServer, call: Callable[[HttpServer, Elsewhere], Awaitable[T]]
     ) -> tuple[HttpServer, T]:
         """`call` on `server`, or on another when it is out; which one it was, and the result."""
-        if len(self.servers) == 1:
-            return server, await call(server, None)
         deadline = time.monotonic() + self._wait_timeout_seconds
         avoided: list[HttpServer] = []
         while True:
-            late = time.monotonic() > deadline
+            must_stay = len(self.servers) == 1 or time.monotonic() > deadline
+            server.in_flight += 1
             try:
-                return server, await call(server, None if late else self._elsewhere(server))
+                return server, await call(server, None if must_stay else self._elsewhere(server))
             except ServerOut:
                 avoided.append(server)
                 logger.debug("%s is out; a request goes to another server", server.config.root_url)
-                server = self.least_loaded(avoided)
+            finally:
+                server.in_flight -= 1
+            server = self.least_loaded(avoided)
 
     def _elsewhere(self, server: HttpServer) -> Elsewhere:
         return lambda: any(other is not server and other.channel.up for other in self.servers)
@@ -81,15 +82,24 @@ class ServerPool:
 
 
 class Pinned:
-    """An `InferenceServer` that stays with one server of a pool for as long as that one answers."""
+    """An `InferenceServer` that stays with one server of a pool for as long as that one answers.
 
-    def __init__(self, pool: ServerPool, server: HttpServer) -> None:
+    The server is chosen with the first request: what a rollout does before it may take long.
+    """
+
+    def __init__(self, pool: ServerPool) -> None:
         self._pool = pool
-        self._server = server
+        self._chosen: HttpServer | None = None
 
     @property
     def config(self) -> APIServerConfig:
         return self._server.config
+
+    @property
+    def _server(self) -> HttpServer:
+        if self._chosen is None:
+            self._chosen = self._pool.least_loaded()
+        return self._chosen
 
     async def generate(
         self,
@@ -101,7 +111,7 @@ class Pinned:
     ) -> list[Sample]:
         async def ask(n: int) -> list[Sample]:
             part = sampling.with_n(n)
-            self._server, found = await self._pool.ask(
+            self._chosen, found = await self._pool.ask(
                 self._server, lambda server, other: server.generate(prompt_tokens, part, split, elsewhere=other)
             )
             return found
@@ -116,7 +126,7 @@ class Pinned:
         *,
         elsewhere: Elsewhere = None,  # noqa: ARG002 - the pool knows
     ) -> PromptLogprobs:
-        self._server, found = await self._pool.ask(
+        self._chosen, found = await self._pool.ask(
             self._server, lambda server, other: server.prompt_logprobs(prompt_tokens, top_k, split, elsewhere=other)
         )
         return found
@@ -143,7 +153,7 @@ class Pinned:
 
         async def ask(n: int) -> list[dict[str, Any]]:
             fields = {**kwargs, "n": n} if "n" in kwargs else kwargs
-            self._server, answer = await self._pool.ask(self._server, call(fields))
+            self._chosen, answer = await self._pool.ask(self._server, call(fields))
             answers.append(answer)
             return list(answer.get("choices") or [])
 

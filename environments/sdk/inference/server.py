@@ -24,10 +24,8 @@ class HttpServer:
         self.config = config
         self.channel = Channel(config, wait_timeout_seconds=wait_timeout_seconds, transport=transport)
         self.reasoning = Reasoning()
-
-    @property
-    def in_flight(self) -> int:
-        return self.channel.in_flight
+        self.in_flight = 0
+        """Requests under way, those that wait for a place among them; the pool counts."""
 
     async def generate(
         self,

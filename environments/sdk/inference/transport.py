@@ -34,12 +34,13 @@ class Transport(Protocol):
 class HttpTransport:
     """Connections to any number of servers, opened on the first request."""
 
-    def __init__(self, headers: Mapping[str, str]) -> None:
+    def __init__(self, headers: Mapping[str, str], *, timeout_seconds: float | None = None) -> None:
         self._headers = dict(headers)
+        self._timeout_seconds = timeout_seconds
         self._session: aiohttp.ClientSession | None = None
 
     async def request(self, method: str, url: str, body: bytes | None) -> Response:
-        """Send and await the whole answer; raises `OSError` when the connection fails."""
+        """Send and await the whole answer; raises `OSError` when the connection fails or the time is over."""
         import aiohttp  # only a served environment needs it, `--help` does not
 
         session = self._session or self._open()
@@ -62,11 +63,11 @@ class HttpTransport:
     def _open(self) -> aiohttp.ClientSession:
         import aiohttp
 
-        # No limits here: the channel has its own for training and evaluation, and its own time limit.
+        # No limit of connections here: the channel has its own for training and evaluation.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, limit_per_host=0),
             headers=self._headers,
-            timeout=aiohttp.ClientTimeout(total=None),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_seconds),
         )
         return self._session
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +32,17 @@ class SequenceNode:
     """The sequence as text without its end token: as sampled, and as a client sees it. What a next turn begins with."""
     ended: bool = False
     """Whether the last token is an end token, which `texts` leaves out."""
-    conversation: Conversation | None = None
-    """The chat that the sequence holds; None after a completion of plain text."""
+    recall: Callable[[], Conversation] | None = None
+    """Makes `conversation`, which most sequences are never asked for."""
+
+    _conversation: Conversation | None = None
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """The chat that the sequence holds; None after a completion of plain text."""
+        if self._conversation is None and self.recall is not None:
+            self._conversation = self.recall()
+        return self._conversation
 
     @property
     def finish_reason(self) -> str:

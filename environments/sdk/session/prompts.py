@@ -65,14 +65,17 @@ class Chat:
     def prefill(self) -> str:
         return text_of(self.messages[-1].get("content")) if self.open_end else ""
 
-    def completed(self, answer: Mapping[str, Any], said: str, prompt: Prompt) -> Conversation:
-        """The chat with an answer: the message that the client got, and the text that the model said."""
-        whole = {**answer, "content": self.prefill + text_of(answer.get("content"))}
-        messages = (*self.messages[: self.answered_at], {"role": "assistant", "content": self.prefill + said})
+    def completed(self, content: str | None, tool_calls: Any, said: str, prompt: Prompt) -> Conversation:
+        """The chat with an answer: what the client got of it, and the text that the model said."""
+        answered_at, prefill = self.answered_at, self.prefill
+        got = {"role": "assistant", "content": prefill + (content or ""), "tool_calls": tool_calls}
         sampled = prompt.sampled_before
-        if self.answered_at not in sampled:
-            sampled = (*sampled, self.answered_at)
-        return Conversation(messages, (*self.keys[: self.answered_at], key_of(whole)), sampled, prompt.prompt_text)
+        return Conversation(
+            messages=(*self.messages[:answered_at], {"role": "assistant", "content": prefill + said}),
+            keys=(*self.keys[:answered_at], key_of(got)),
+            sampled_at=sampled if answered_at in sampled else (*sampled, answered_at),
+            prompt_text=prompt.prompt_text,
+        )
 
     def render(self, codec: Codec, messages: list[dict[str, Any]]) -> str:
         """The text of these messages in this chat's way, up to where the answer begins."""

@@ -45,6 +45,7 @@ class _Turn:
     replaces: bool
     sampling: Sampling
     split: Split
+    generation_params: dict[str, Any]
     parser: ToolParser | None = None
     call_expected: bool = False
 
@@ -160,15 +161,15 @@ class ManagedSession:
         yield from self._superseded
 
     def _begin(self, prompt: Prompt, sampling: Sampling, split: Split) -> _Turn:
-        base = prompt.base
+        base, params = prompt.base, sampling.generation_params()
         if base is not None and base not in self._being_extended:
-            for place in self._places:
-                if base in place:
-                    self._being_extended.add(base)
-                    return _Turn(prompt, place, True, sampling, split)
-        place = []
+            found = next((place for place in self._places if base in place), None)
+            if found is not None:
+                self._being_extended.add(base)
+                return _Turn(prompt, found, True, sampling, split, params)
+        place: list[SequenceNode] = []
         self._places.append(place)
-        return _Turn(prompt, place, False, sampling, split)
+        return _Turn(prompt, place, False, sampling, split, params)
 
     async def _sample(self, turn: _Turn) -> list[SequenceNode]:
         base = turn.prompt.base
@@ -198,7 +199,7 @@ class ManagedSession:
         node.texts = (text + sampled,) if content == sampled else (text + sampled, text + content)
         node.full_text = text + sampled + (self._codec.text_of(sample.tokens[-1]) if node.ended else "")
         node.metadata["content"] = content
-        node.metadata["generation_params"] = turn.sampling.generation_params()
+        node.metadata["generation_params"] = turn.generation_params
         if turn.prompt.chat is not None:
             self._answer_chat(turn, turn.prompt.chat, node, content)
         return node
@@ -213,8 +214,7 @@ class ManagedSession:
                 reason = "tool_calls" if reason == "stop" else reason
         node.metadata["message"] = message
         node.metadata["choice_finish_reason"] = reason
-        answer = {"role": "assistant", "content": message.content, "tool_calls": message.tool_calls}
-        node.conversation = chat.completed(answer, said, turn.prompt)
+        node.recall = lambda: chat.completed(message.content, message.tool_calls, said, turn.prompt)
 
     def _parse(self, turn: _Turn, text: str) -> ParsedText:
         assert turn.parser is not None

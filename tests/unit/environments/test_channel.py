@@ -104,7 +104,7 @@ async def test_evaluation_has_its_own_limit():
             for _ in range(10):
                 group.start_soon(line.post, URL, b"{}", split)
     assert transport.most_at_once == 5
-    assert line.in_flight == 0
+    assert [limit.used for limit in line.limits.values()] == [0, 0]
 
 
 async def test_a_cancelled_probe_leaves_the_others_a_way_on():

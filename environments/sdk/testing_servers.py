@@ -1,0 +1,135 @@
+"""Inference servers of foreign kinds without a model, for tests: SGLang's, TRL's and OpenAI's protocols.
+
+Like `FakeInference` they answer what a function from prompt to tokens says; `problem` makes them refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from environments.sdk.testing import Receive, Responder, Scope, Send, logprob_of
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeProvider:
+    """What the fakes share: an ASGI application that keeps the requests it got, by path."""
+
+    problem: tuple[int, str] | None = None
+    requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        body = await _body(receive)
+        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        self.requests.append((scope["path"], msgspec.json.decode(body) if body else {}))
+        if self.problem is not None:
+            await _reply(send, self.problem[0], {"error": {"message": self.problem[1]}})
+            return
+        found = self.answer(*self.requests[-1])
+        await _reply(send, *((404, {"detail": scope["path"]}) if found is None else (200, found)))
+
+    def answer(self, path: str, request: dict[str, Any]) -> Any:
+        """The body of the answer; None where there is no such route."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeSglang(FakeProvider):
+    """SGLang's `/generate`: an object for one sample, a list for several."""
+
+    respond: Responder
+    end: int
+    weight_version: str = "default"
+
+    def answer(self, path: str, request: dict[str, Any]) -> Any:
+        if path != "/generate":
+            return None
+        parameters = request["sampling_params"]
+        outputs = [self._output(request, index) for index in range(parameters.get("n", 1))]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _output(self, request: dict[str, Any], index: int) -> dict[str, Any]:
+        prompt, limit = request["input_ids"], request["sampling_params"].get("max_new_tokens", 128)
+        tokens = self.respond(prompt, index)[:limit]
+        finish: dict[str, Any] = {"type": "length", "length": limit}
+        if tokens[-1:] == [self.end]:
+            finish = {"type": "stop", "matched": self.end}
+        info: dict[str, Any] = {"finish_reason": finish, "weight_version": self.weight_version, "id": "x"}
+        if request.get("return_logprob"):
+            info["output_token_logprobs"] = [[logprob_of(token, i), token, None] for i, token in enumerate(tokens)]
+        if request.get("logprob_start_len") == 0:
+            known = [[logprob_of(token, i) if i else None, token, None] for i, token in enumerate(prompt)]
+            info["input_token_logprobs"] = known
+            best = request.get("top_logprobs_num", 0)
+            info["input_top_logprobs"] = [None, *([[-0.1 * (k + 1), k, None] for k in range(best)] for _ in prompt[1:])]
+        return {"text": "", "output_ids": tokens, "meta_info": info}
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeTrl(FakeProvider):
+    """TRL's `/generate/`: texts in, ids out; newer releases tell `prompt_ids` and `logprobs`."""
+
+    respond: Responder
+    encode: Callable[[str], list[int]]
+    tells_logprobs: bool = False
+
+    def answer(self, path: str, request: dict[str, Any]) -> Any:
+        if not path.endswith("/generate/"):
+            return None
+        (prompt,) = request["prompts"]
+        ids = self.encode(prompt)
+        outputs = [self.respond(ids, index)[: request["max_tokens"]] for index in range(request["n"])]
+        reply: dict[str, Any] = {"completion_ids": outputs}
+        if self.tells_logprobs:
+            reply["prompt_ids"] = [ids]
+            reply["logprobs"] = [[logprob_of(token, i) for i, token in enumerate(tokens)] for tokens in outputs]
+        return reply
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeOpenAI(FakeProvider):
+    """A provider of chat and text completions; `ignores_n` makes it give one choice whatever was asked for."""
+
+    say: Sequence[str] = ("Hello.",)
+    ignores_n: bool = False
+    most_n: int = 128
+    said: int = 0
+
+    def answer(self, path: str, request: dict[str, Any]) -> Any:
+        count = 1 if self.ignores_n else int(request.get("n") or 1)
+        if count > self.most_n:
+            raise ValueError(f"n is {count}, at most {self.most_n} are given")
+        if path.endswith("/chat/completions"):
+            return self._completion(count, lambda text: {"message": {"role": "assistant", "content": text}})
+        if path.endswith("/completions"):
+            return self._completion(count, lambda text: {"text": text})
+        return None
+
+    def _completion(self, count: int, choice_of: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+        texts = [self.say[(self.said + index) % len(self.say)] for index in range(count)]
+        self.said += count
+        choices = [{"index": i, "finish_reason": "stop", **choice_of(text)} for i, text in enumerate(texts)]
+        usage = {"prompt_tokens": 3, "completion_tokens": 2 * count, "total_tokens": 3 + 2 * count}
+        return {"id": "x", "object": "chat.completion", "model": "fake", "choices": choices, "usage": usage}
+
+
+async def _body(receive: Receive) -> bytes:
+    parts = []
+    while True:
+        message: MutableMapping[str, Any] = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _reply(send: Send, status: int, body: Any) -> None:
+    content = msgspec.json.encode(body)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
