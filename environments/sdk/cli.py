@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from atropos_api.common.cliconfig import ConfigError, load_config, nearest
 from atropos_api.common.logs import setup_logging
-from environments.sdk.config import APIServerConfig, BaseEnvConfig, as_server_list
+from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
 from environments.sdk.env import BaseEnv
+from environments.sdk.inference.manager import MAX_N_COMPLETIONS
+from environments.sdk.slurm import slurm_servers
 
 Verb = Literal["serve", "process", "evaluate", "validate"]
 
@@ -37,36 +39,61 @@ class EnvironmentCommand(BaseModel):
 
     env: BaseEnvConfig
     openai: APIServerConfig | list[APIServerConfig]
-    slurm: bool = False
-    testing: bool = False
+    slurm: bool = Field(False, description="find the inference servers of this Slurm job")
+    testing: bool = Field(False, description="refused: environments.sdk.testing has a server for tests")
+    max_n_completions: int = Field(MAX_N_COMPLETIONS, ge=1, description="samples asked for in one request")
+    proxy_url: str | None = Field(None, description="refused: sessions are kept here, without a proxy")
 
     @property
     def servers(self) -> list[APIServerConfig]:
-        return self.openai if isinstance(self.openai, list) else [self.openai]
+        return _listed(self.openai)
+
+    @property
+    def teachers(self) -> list[APIServerConfig] | None:
+        """The servers of the teacher, for environments that have one."""
+        teacher = getattr(self, "teacher", None)
+        return None if teacher is None else _listed(teacher)
+
+
+class LenientCommand(EnvironmentCommand):
+    """For environments written for Atropos, whose files may hold more."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 def run_verb(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
     """Run `VERB [flags]`; the process's exit code."""
     verb = _read_verb(env_cls, argv)
     command = read_command(env_cls, verb, argv[1:])
-    if verb == "serve":
-        _require_trainable(command.servers)
+    _refuse_unsupported(command)
+    servers = slurm_servers(command.servers[0]) if command.slurm else command.servers
+    if verb == "serve" and not env_cls.lenient:
+        _require_trainable(servers)
     setup_logging(env_cls.name or env_cls.__name__)
-    env = env_cls(command.env, command.servers, slurm=command.slurm, testing=command.testing)
+    env = env_cls(command.env, servers, slurm=command.slurm, testing=command.testing)
+    env.server.pool.max_n_completions = command.max_n_completions
+    if command.teachers is not None:
+        env.set_teacher(command.teachers)
     return _run(_main_of(verb), env)
 
 
 def read_command(env_cls: type[BaseEnv], verb: Verb, argv: Sequence[str]) -> EnvironmentCommand:
     """Flags over files over the environment's own defaults."""
     env_config, server_configs = env_cls.config_init()
-    servers = [server.model_dump() for server in as_server_list(server_configs)]
-    defaults = {
-        "env": {**env_config.model_dump(), **PRESETS[verb]},
-        "openai": servers[0] if len(servers) == 1 else servers,
-    }
-    model = create_model("EnvironmentCommand", __base__=EnvironmentCommand, env=(type(env_config), ...))
+    server = env_cls.server_config_cls | list[env_cls.server_config_cls]  # type: ignore[name-defined]
+    fields: dict[str, Any] = {"env": (type(env_config), ...), "openai": (server, ...)}
+    defaults = {"env": {**env_config.model_dump(), **PRESETS[verb]}, "openai": _as_default(server_configs)}
+    teacher_configs = env_cls.teacher_config_init()
+    if teacher_configs is not None:
+        fields["teacher"] = (server, ...)
+        defaults["teacher"] = _as_default(teacher_configs)
+    base: type[EnvironmentCommand] = LenientCommand if env_cls.lenient else EnvironmentCommand
+    model = cast("type[EnvironmentCommand]", create_model("EnvironmentCommand", __base__=base, **fields))
     prog = f"{_program()} {verb}"
-    return load_config(model, argv, prog=prog, description=f"{VERBS[verb]}.".capitalize(), defaults=defaults)
+    command: EnvironmentCommand = load_config(
+        model, argv, prog=prog, description=f"{VERBS[verb]}.".capitalize(), defaults=defaults
+    )
+    return command
 
 
 def _read_verb(env_cls: type[BaseEnv], argv: Sequence[str]) -> Verb:
@@ -88,6 +115,28 @@ def _overview(env_cls: type[BaseEnv]) -> str:
 
 def _program() -> str:
     return os.path.basename(sys.argv[0])  # noqa: PTH119 - a name, not a path
+
+
+def _as_default(configs: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> Any:
+    servers = [server.model_dump() for server in as_server_list(configs)]
+    return servers[0] if len(servers) == 1 else servers
+
+
+def _listed(servers: APIServerConfig | list[APIServerConfig]) -> list[APIServerConfig]:
+    return servers if isinstance(servers, list) else [servers]
+
+
+def _refuse_unsupported(command: EnvironmentCommand) -> None:
+    if command.testing:
+        raise ConfigError(
+            "--testing: Atropos' stand-in servers never worked there and are not here; "
+            "environments.sdk.testing.FakeInference is an inference server for tests"
+        )
+    if command.proxy_url is not None:
+        raise ConfigError(
+            f"--proxy_url {command.proxy_url}: sessions talk to the inference servers themselves; "
+            "leave it out and name the servers with --openai.base_url"
+        )
 
 
 def _require_trainable(servers: Sequence[APIServerConfig]) -> None:
@@ -131,7 +180,7 @@ def _run(main: Callable[[BaseEnv], Awaitable[int | None]], env: BaseEnv) -> int:
         try:
             return await main(env) or 0
         finally:
-            await env.server.aclose()
+            await env.aclose()
 
     try:
         return anyio.run(run_and_close, backend_options={"use_uvloop": True})

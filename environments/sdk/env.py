@@ -100,6 +100,9 @@ class BaseEnv(ABC):
     name: ClassVar[str | None] = None
     best_score: ClassVar[float] = 1.0
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
+    server_config_cls: ClassVar[type[APIServerConfig]] = APIServerConfig
+    lenient: ClassVar[bool] = False
+    """Whether files may hold keys that nothing knows, and text alone may be trained on: for Atropos' environments."""
 
     def __init__(
         self,
@@ -141,6 +144,11 @@ class BaseEnv(ABC):
     def config_init(cls) -> tuple[BaseEnvConfig, ServerBaseline | APIServerConfig | list[APIServerConfig]]:
         """The defaults under files and flags; called for `--help` too, so it loads nothing."""
         return cls.env_config_cls(), ServerBaseline()
+
+    @classmethod
+    def teacher_config_init(cls) -> ServerBaseline | APIServerConfig | list[APIServerConfig] | None:
+        """The servers of a teacher under files and `--teacher.*`; None for an environment that has none."""
+        return None
 
     @abstractmethod
     async def setup(self) -> None:
@@ -310,6 +318,14 @@ class BaseEnv(ABC):
         """Count a group that is on its way."""
         self.metrics.sent += 1
         self.completion_lengths.extend(len(mask) - mask.count(NOT_TRAINED) for mask in group.masks)
+
+    def set_teacher(self, server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> None:
+        """Where the teacher answers; for environments that have one."""
+        raise NotImplementedError(f"{type(self).__name__} has no teacher")
+
+    async def aclose(self) -> None:
+        """Close what was opened; the last call."""
+        await self.server.aclose()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
         if self.tracker is not None:

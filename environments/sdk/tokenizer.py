@@ -8,6 +8,7 @@ other attribute of a transformers tokenizer is still there: asking for it loads 
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,10 @@ def load_transformers_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        # Since version 5 it gives a mapping by default; environments expect the list that its other versions give.
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+        return tokenizer
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise TokenizerUnavailable(
@@ -65,10 +69,14 @@ class FastTokenizer:
     def __len__(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, **more: Any) -> list[int]:
+        if more:
+            return list(self._load_full().encode(text, add_special_tokens=add_special_tokens, **more))
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False) -> str:
+    def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **more: Any) -> str:
+        if more:
+            return str(self._load_full().decode(token_ids, skip_special_tokens=skip_special_tokens, **more))
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 

@@ -21,8 +21,7 @@ class WandbTracker:
         self._given_up = False
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        if self._run is None and not self._given_up:
-            self._begin()
+        self.begin()
         if self._run is not None:
             self._run.log(dict(metrics), step=step)
 
@@ -30,7 +29,10 @@ class WandbTracker:
         if self._run is not None:
             self._run.finish()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin the run, unless that was done or could not be."""
+        if self._run is not None or self._given_up:
+            return
         try:
             import wandb
 

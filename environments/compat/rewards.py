@@ -1,0 +1,180 @@
+"""`atroposlib.envs.reward_fns`: its base class, registry and combination, over the rewards of this package.
+
+Unlike there, an error in a reward is an error: the rollout is tried again instead of being trained on as 0, and the
+weights of a combination's parts count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+__all__ = ["CombinedReward", "RewardFunction", "RewardRegistry", "registry"]
+
+OURS: Mapping[str, str] = {
+    "accuracy": "accuracy",
+    "cosine_scaled": "cosine",
+    "format": "format",
+    "r1": "r1_zero",
+    "repetition_penalty": "repetition",
+}
+GOLD_NAMES = ("solution", "ground_truth", "answer", "gold")
+
+
+class RewardFunction(ABC):
+    """A reward over completions; calling it applies the weight."""
+
+    def __init__(self, weight: float = 1.0, name: str | None = None, **kwargs: Any) -> None:
+        self.weight = weight
+        self._name = name
+        self.config = kwargs
+        self.wandb_logger: Any = None
+
+    @property
+    def name(self) -> str:
+        return self._name or type(self).__name__.lower()
+
+    @abstractmethod
+    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+        """A score for each completion, before the weight."""
+
+    def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
+        return [score * self.weight for score in self.compute(completions, **kwargs)]
+
+    def set_wandb_logger(self, logger: Any) -> None:
+        self.wandb_logger = logger
+
+    @staticmethod
+    def get_content(completion: Any) -> str:
+        """The text of a completion: itself, a message, a choice with a message, or a chat's first answer."""
+        if isinstance(completion, str):
+            return completion
+        if isinstance(completion, Mapping):
+            inner = completion.get("message", completion)
+            return str(inner.get("content", "")) if inner.get("role") == "assistant" else ""
+        turns = (RewardFunction.get_content(turn) for turn in completion or [] if isinstance(turn, Mapping))
+        return next((text for text in turns if text), "")
+
+
+class RewardRegistry:
+    """Rewards by name: those that an environment registers, then those of this package."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Callable[..., Any]] = {}
+
+    def register(self, cls: Any = None, name: str | None = None) -> Any:
+        """A decorator for subclasses of `RewardFunction`, with or without a name."""
+
+        def add(cls: Any) -> Any:
+            self._known[name or cls.__name__.lower().removesuffix("reward")] = cls
+            return cls
+
+        return add if cls is None else add(cls)
+
+    def register_function(self, name: str, function: Callable[..., Any]) -> None:
+        self._known[name] = function
+
+    def create(self, name_or_config: str | Mapping[str, Any], **kwargs: Any) -> RewardFunction:
+        """A reward from its name or from `{type, params, …}`."""
+        config: dict[str, Any] = {"type": name_or_config} if isinstance(name_or_config, str) else dict(name_or_config)
+        found = self.get(config.pop("type"))
+        options = {**kwargs, **config.pop("params", {}), **config}
+        if inspect.isclass(found):
+            return cast("RewardFunction", found(**options))
+        return _Function(found, **options)
+
+    def get(self, name: str) -> Any:
+        if name in self._known:
+            return self._known[name]
+        if name in OURS:
+            return as_function(OURS[name])
+        raise KeyError(f"no reward {name!r}; known are {', '.join(self.list_registered())}")
+
+    def list_registered(self) -> list[str]:
+        return sorted({*self._known, *OURS})
+
+
+class CombinedReward(RewardFunction):
+    """The weighted sum of several rewards; `sum` divides it by the weights, `minmax` spreads it over 0 to 1."""
+
+    def __init__(self, rewards: Iterable[Any], normalization: str = "none", weight: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(weight=weight, **kwargs)
+        self.normalization = normalization
+        self.reward_functions = [registry.create(reward) for reward in rewards]
+
+    @property
+    def name(self) -> str:
+        return f"combined({','.join(reward.name for reward in self.reward_functions)})"
+
+    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+        columns = [reward(completions, **kwargs) for reward in self.reward_functions]
+        totals = [sum(column) for column in zip(*columns, strict=True)]
+        weights = sum(reward.weight for reward in self.reward_functions)
+        if self.normalization == "sum" and weights > 0:
+            return [total / weights for total in totals]
+        if self.normalization == "minmax" and totals and max(totals) > min(totals):
+            low, spread = min(totals), max(totals) - min(totals)
+            return [(total - low) / spread for total in totals]
+        return totals
+
+
+class _Function(RewardFunction):
+    """A plain function as a reward."""
+
+    def __init__(self, function: Callable[..., Any], weight: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(weight=weight, name=getattr(function, "__name__", None))
+        self._function = function
+        self._options = kwargs
+
+    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+        return [float(score) for score in self._function(completions, **{**self._options, **kwargs})]
+
+
+def as_function(name: str) -> Callable[..., list[float]]:
+    """One of this package's rewards as a function of completions and what belongs to them."""
+
+    def score(completions: Sequence[Any], **given: Any) -> list[float]:
+        from environments.rewards import make_reward, score_samples
+
+        taken = {k: given.pop(k) for k in GOLD_NAMES if k in given}
+        golds = next(iter(taken.values()), None)
+        samples = [
+            {"completion": RewardFunction.get_content(completion), "answer": _nth(golds, index)}
+            for index, completion in enumerate(completions)
+        ]
+        scores: list[float] = _run_apart(lambda: score_samples(make_reward(name), samples))
+        return scores
+
+    score.__name__ = name
+    return score
+
+
+def _nth(golds: Any, index: int) -> Any:
+    return golds[index] if isinstance(golds, list | tuple) else golds
+
+
+def _run_apart(make: Callable[[], Any]) -> Any:
+    """Run a coroutine to its end from within a running event loop, whose thread has to wait for it."""
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(asyncio.run(make()))
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+registry = RewardRegistry()
+registry.register(CombinedReward, name="combined")

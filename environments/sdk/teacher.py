@@ -1,0 +1,108 @@
+"""Teacher distillation: groups get the logprobs that a second, larger model gives their tokens.
+
+    class MyEnv(TeacherDistillationEnv): …
+    python my_env.py serve --env.teacher_enabled true --env.teacher_top_k 4 --teacher.base_url http://localhost:9003/v1
+
+The teacher must have the student's vocabulary. Where it does not answer, a group goes without: both fields are None.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import anyio
+from pydantic import BaseModel, Field
+
+from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
+from environments.sdk.delivery import as_groups
+from environments.sdk.env import BaseEnv
+from environments.sdk.inference.manager import ServerManager
+from environments.sdk.types import Item
+
+logger = logging.getLogger(__name__)
+
+
+class TeacherFields(BaseModel):
+    """What an environment with a teacher can be told as well."""
+
+    teacher_enabled: bool = Field(False, description="ask the teacher for logprobs of every group")
+    teacher_top_k: int = Field(0, ge=-1, description="its likeliest tokens at each position; 0: the given one alone")
+
+
+class TeacherDistillationConfig(TeacherFields, BaseEnvConfig):
+    """The fields of a teacher beside those of any environment."""
+
+
+class TeacherMixin(BaseEnv):
+    """Adds the teacher to an environment; a base for others, such as the one for Atropos' environments."""
+
+    config: Any
+
+    def __init__(
+        self,
+        config: Any,
+        server_configs: Any,
+        slurm: bool = False,
+        testing: bool = False,
+        *,
+        teacher_server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig] | None = None,
+    ) -> None:
+        super().__init__(config, server_configs, slurm=slurm, testing=testing)
+        self.set_teacher(teacher_server_configs or self.teacher_config_init())
+
+    @classmethod
+    def teacher_config_init(cls) -> ServerBaseline | APIServerConfig | list[APIServerConfig]:
+        return APIServerConfig(server_type="vllm", base_url="http://localhost:9003/v1")
+
+    def set_teacher(self, server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> None:
+        self.teacher_server = ServerManager(
+            as_server_list(server_configs),
+            load_tokenizer=lambda: self.tokenizer,
+            wait_timeout_seconds=self.config.wait_timeout,
+        )
+
+    async def aclose(self) -> None:
+        await self.teacher_server.aclose()
+        await super().aclose()
+
+    async def handle_send_to_api(
+        self,
+        scored_data: Any,
+        item: Item = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> None:
+        """Add the teacher's logprobs to each group, then deliver."""
+        groups = [await self._taught(group) for group in as_groups(scored_data)]
+        await super().handle_send_to_api(groups, item, do_send_to_api, abort_on_any_max_length_exceeded)
+
+    async def _taught(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        overrides = group.get("group_overrides") or {}
+        top_k = int(overrides.get("teacher_top_k", self.config.teacher_top_k))
+        untaught = {**group, "distill_token_ids": None, "distill_logprobs": None}
+        if not self.config.teacher_enabled or top_k < 0 or overrides.get("skip_teacher_top_k"):
+            return untaught
+        tokens = group["tokens"]
+        found: list[dict[str, Any]] = [{} for _ in tokens]
+
+        async def ask(index: int) -> None:
+            found[index] = await self.teacher_server.get_logprobs(input_ids=tokens[index], top_k=top_k, split="train")
+
+        try:
+            async with anyio.create_task_group() as questions:
+                for index in range(len(tokens)):
+                    questions.start_soon(ask, index)
+        except Exception as error:  # noqa: BLE001 - a teacher that fails costs its advice, never the rollout
+            logger.warning("a group goes without its teacher: %r", error)
+            return untaught
+        ids = [one["prompt_topk_token_ids"] for one in found]
+        return {**group, "distill_token_ids": ids, "distill_logprobs": [one["prompt_topk_logprobs"] for one in found]}
+
+
+class TeacherDistillationEnv(TeacherMixin):
+    """An environment whose groups carry a teacher's logprobs."""
+
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = TeacherDistillationConfig
+    config: TeacherDistillationConfig
