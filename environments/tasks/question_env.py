@@ -6,10 +6,12 @@ A subclass says how a question is put to the model and what an answer is worth; 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import anyio
 from pydantic import Field
@@ -20,6 +22,8 @@ from environments.rewards.gold import GoldItem
 from environments.sdk import BaseEnv, BaseEnvConfig, EnvironmentsError, ScoredDataGroup, SequenceNode
 from environments.sdk.session.journal import current_split
 from environments.tasks.data import DataFields, Draws, Question
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -114,26 +118,34 @@ class QuestionEnv(BaseEnv):
 
     async def attempt_all(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
         """One attempt at each, as many at once as the inference servers take."""
-        samples: list[dict[str, Any]] = [{} for _ in questions]
-
-        async def run(index: int, question: Question) -> None:
-            samples[index] = await self.attempt(question)
-
-        async with anyio.create_task_group() as attempts:
-            for index, question in enumerate(questions):
-                attempts.start_soon(run, index, question)
-        return samples
+        return await run_all([partial(self.attempt, question) for question in questions])
 
     def longest_answer(self, prompt_tokens: int) -> int:
         """Tokens that an answer may have, so that the whole sequence is one that the trainer takes."""
-        longest = self.config.max_token_length
-        if self.max_token_len > 0 and current_split() == "train":
-            longest = min(longest, self.max_token_len - 1 - prompt_tokens)
-        return require_room(longest, prompt_tokens)
+        return require_room(min(self.config.max_token_length, self.longest_sequence - prompt_tokens), prompt_tokens)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that the trainer takes; an evaluation has no such limit."""
+        limited = self.max_token_len > 0 and current_split() == "train"
+        return self.max_token_len - 1 if limited else sys.maxsize
 
     def _will_evaluate(self) -> bool:
         config = self.config
         return not self.process_mode and (config.steps_per_eval > 0 or config.eval_at_start or config.eval_at_end)
+
+
+async def run_all(jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """The results of all jobs, run at once, in the order of the jobs."""
+    results: list[T | None] = [None] * len(jobs)
+
+    async def run(index: int, job: Callable[[], Awaitable[T]]) -> None:
+        results[index] = await job()
+
+    async with anyio.create_task_group() as group:
+        for index, job in enumerate(jobs):
+            group.start_soon(run, index, job)
+    return cast("list[T]", results)
 
 
 def require_room(longest: int, prompt_tokens: int) -> int:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from environments.rewards.math_verifier import MathVerifier
 from environments.sdk.tokenizer import load_tokenizer
 from example_trainer.tiny.tokenizer import CHAT_TEMPLATE, END, PAD, train_tokenizer
 
@@ -21,3 +22,10 @@ def tokenizer_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder):
     return load_tokenizer(str(tokenizer_folder))
+
+
+@pytest.fixture(scope="session")
+def math_verifier():
+    """One for all tests: starting it takes a second."""
+    with MathVerifier(workers=1) as verifier:
+        yield verifier

@@ -10,7 +10,6 @@ import pytest
 
 from environments.gsm8k_server import GSM8kEnv
 from environments.math_server_zero import EVAL_SETS, STOPS, MathZeroEnv, MathZeroEnvConfig
-from environments.rewards.math_verifier import MathVerifier
 from environments.sdk.config import APIServerConfig
 from environments.sdk.evaluate import evaluate_alone
 from environments.sdk.inference.manager import ServerManager
@@ -30,12 +29,6 @@ RIGHT, WRONG, UNMARKED = "<think>so</think> \\boxed{42}", "<think>\\boxed{42}</t
 ZERO_RIGHT = " so</think> <answer>\\boxed{42.0}</answer>"
 
 
-@pytest.fixture(scope="session")
-def verifier():
-    with MathVerifier(workers=1) as verifier:
-        yield verifier
-
-
 @pytest.fixture
 def data(tmp_path):
     path = tmp_path / "data.jsonl"
@@ -44,7 +37,7 @@ def data(tmp_path):
 
 
 @pytest.fixture
-def make(tokenizer_folder, data, verifier, monkeypatch):
+def make(tokenizer_folder, data, math_verifier, monkeypatch):
     """An environment whose model answers with the texts given, one after another; with its inference server."""
 
     def build(cls, config_cls, texts, *, unended=(), **settings):
@@ -69,7 +62,7 @@ def make(tokenizer_folder, data, verifier, monkeypatch):
 
     async def set_up(cls, *args, **kwargs):
         # Starting math-verify takes a second; all environments here share one.
-        monkeypatch.setattr("environments.rewards.accuracy.MathVerifier", lambda: verifier)
+        monkeypatch.setattr("environments.rewards.accuracy.MathVerifier", lambda: math_verifier)
         env, fake = build(cls, cls.env_config_cls, *args, **kwargs)
         await env.setup()
         return env, fake
