@@ -154,7 +154,10 @@ async def info(request: Request) -> Response:
     services = services_of(request)
     run = services.broker.state.runs.open
     return json_response(
-        {"batch_size": services.legacy.status.batch_sequences(run) if run else -1, "max_token_len": run.max_token_length if run else -1}
+        {
+            "batch_size": services.legacy.status.batch_sequences(run) if run else -1,
+            "max_token_len": run.max_token_length if run else -1,
+        }
     )
 
 
