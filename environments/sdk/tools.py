@@ -10,6 +10,7 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from environments.sdk.errors import ToolParserUnknown
@@ -85,9 +86,9 @@ class VllmParser:
         self._parser = parser
 
     def parse(self, text: str) -> ParsedText:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        found = self._parser.extract_tool_calls(text, ChatCompletionRequest(messages=[], model="default"))
+        # Of the request parsers read these fields alone; vLLM's own class would load its whole web server.
+        request = SimpleNamespace(messages=[], tools=None, tool_choice="auto")
+        found = self._parser.extract_tool_calls(text, request)
         if not found.tools_called:
             return ParsedText(text, [])
         calls = [ToolCall(FunctionCall(call.function.name, call.function.arguments)) for call in found.tool_calls]
