@@ -145,11 +145,8 @@ class Intake:
             for index, (group, env_id, ref) in enumerate(zip(groups, env_ids, refs, strict=True))
         ]
         try:
-            with state.ledger.transaction():
-                state.ledger.add_groups(rows, answered_seq=self.answered_seq)
-                if key is not None:
-                    state.ledger.put_key(key)
-                state.reach(Step.GROUPS_STAGED)
+            state.reach(Step.GROUPS_STAGED)
+            state.ledger.add_submission(rows, key, answered_seq=self.answered_seq)
         except BaseException:
             state.bodies.discard(refs)
             raise

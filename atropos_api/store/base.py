@@ -177,6 +177,9 @@ class Ledger(Protocol):
 
     def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None: ...
 
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answered_seq: int) -> None:
+        """Groups and the key they came under, all or none of them."""
+
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         """Record membership: batch 0 puts the groups back into the queue."""
 

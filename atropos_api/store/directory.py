@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from atropos_api.errors import DataDirectoryInUse, StoreUnavailable
-from atropos_api.store.ledger_sqlite import SqliteLedger
+from atropos_api.store.ledger_journaled import JournaledLedger
 from atropos_api.store.segments import SegmentLog
 from atropos_api.store.steps import Reach, Step, pass_by
 
@@ -46,7 +46,7 @@ class DirectoryLock:
 class PeriodicSync:
     """Forces the store to the disk a second after something was written; sleeps for good while nothing is."""
 
-    def __init__(self, ledger: SqliteLedger, bodies: SegmentLog) -> None:
+    def __init__(self, ledger: JournaledLedger, bodies: SegmentLog) -> None:
         self._ledger = ledger
         self._bodies = bodies
         self._dirty = threading.Event()
@@ -77,14 +77,15 @@ class PeriodicSync:
                 return
 
 
-class DurableLedger(SqliteLedger):
+class DurableLedger(JournaledLedger):
     """The ledger of a directory; closing it gives the directory back."""
 
     def __init__(
         self, directory: Path, bodies: SegmentLog, *, fsync: Fsync, lock: DirectoryLock, reach: Reach = pass_by
     ) -> None:
         self._periodic: PeriodicSync | None = None
-        super().__init__(directory / "ledger.sqlite", synchronous="OFF" if fsync == "never" else "NORMAL")
+        synchronous = "OFF" if fsync == "never" else "NORMAL"
+        super().__init__(directory / "ledger.sqlite", synchronous=synchronous, syncs=fsync != "never")
         self._bodies = bodies
         self._lock = lock
         self._reach = reach
@@ -100,7 +101,7 @@ class DurableLedger(SqliteLedger):
         self._reach(Step.LEDGER_SYNCED)
         self._bodies.sweep()
 
-    def _mark_dirty(self) -> None:
+    def _note_write(self) -> None:
         if self._periodic is not None:
             self._periodic.mark()
 
@@ -130,5 +131,5 @@ def open_directory(
 def _delete_contents(directory: Path) -> None:
     """Only what this module makes; the directory may be anybody's."""
     shutil.rmtree(directory / "segments", ignore_errors=True)
-    for name in ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm"):
+    for name in ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "journal"):
         (directory / name).unlink(missing_ok=True)

@@ -81,8 +81,8 @@ class SqliteLedger:
                 msgspec.json.decode(row, type=EnvironmentRow)
                 for (row,) in self._db.execute("SELECT row FROM environments ORDER BY environment_id")
             ],
-            groups=[_group_of(row) for row in self._db.execute("SELECT * FROM groups ORDER BY seq")],
-            keys=[_key_of(row) for row in self._db.execute("SELECT * FROM keys ORDER BY key_id")],
+            groups=[group_of_values(row) for row in self._db.execute("SELECT * FROM groups ORDER BY seq")],
+            keys=[key_of_values(row) for row in self._db.execute("SELECT * FROM keys ORDER BY key_id")],
             policies=[_policy_of(row) for row in self._db.execute("SELECT * FROM policies ORDER BY version")],
             events=[
                 msgspec.json.decode(row, type=Event)
@@ -123,8 +123,7 @@ class SqliteLedger:
         self._execute("INSERT OR REPLACE INTO policies VALUES (?, ?, ?, ?, ?)", values)
 
     def put_key(self, row: KeyRow) -> None:
-        values = (row.key_id, row.owner, row.key, row.group_count, row.used_at, row.done_at)
-        self._execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?)", values)
+        self._insert_keys([values_of_key(row)])
 
     def forget_keys(self, key_ids: Sequence[int]) -> None:
         self._execute_many("DELETE FROM keys WHERE key_id = ?", [(key_id,) for key_id in key_ids])
@@ -139,13 +138,14 @@ class SqliteLedger:
 
     def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
         with self.transaction():
-            self._execute_many(
-                "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [_values_of(row) for row in rows],
-            )
-            next_seq = rows[-1].seq + 1 if rows else 0
-            places = "UPDATE places SET next_seq = max(next_seq, ?), answered_seq = ?"
-            self._execute(places, (next_seq, answered_seq))
+            self._insert_groups([values_of_group(row) for row in rows])
+            self._put_answered(answered_seq)
+
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answered_seq: int) -> None:
+        with self.transaction():
+            self.add_groups(rows, answered_seq=answered_seq)
+            if key is not None:
+                self.put_key(key)
 
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         with self.transaction():
@@ -179,6 +179,18 @@ class SqliteLedger:
     def close(self) -> None:
         self._db.close()
 
+    def _insert_groups(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        if not rows:
+            return
+        self._execute_many("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        self._execute("UPDATE places SET next_seq = ?", (rows[-1][0] + 1,))
+
+    def _insert_keys(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        self._execute_many("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+    def _put_answered(self, answered_seq: int) -> None:
+        self._execute("UPDATE places SET answered_seq = ?", (answered_seq,))
+
     def _mark_dirty(self) -> None:
         """Something is about to be written; a subclass may care."""
 
@@ -211,7 +223,7 @@ class SqliteLedger:
             raise _unavailable(error) from error
 
 
-def _values_of(row: GroupRow) -> tuple[Any, ...]:
+def values_of_group(row: GroupRow) -> tuple[Any, ...]:
     return (
         row.seq,
         row.run_id,
@@ -228,7 +240,11 @@ def _values_of(row: GroupRow) -> tuple[Any, ...]:
     )
 
 
-def _group_of(row: tuple[Any, ...]) -> GroupRow:
+def values_of_key(row: KeyRow) -> tuple[Any, ...]:
+    return (row.key_id, row.owner, row.key, row.group_count, row.used_at, row.done_at)
+
+
+def group_of_values(row: tuple[Any, ...]) -> GroupRow:
     seq, run_id, env_id, size, token_count, segment, offset, length, received, oldest, arrived_at, *rest = row
     batch, key_id, form = rest
     return GroupRow(
@@ -247,7 +263,7 @@ def _group_of(row: tuple[Any, ...]) -> GroupRow:
     )
 
 
-def _key_of(row: tuple[Any, ...]) -> KeyRow:
+def key_of_values(row: tuple[Any, ...]) -> KeyRow:
     key_id, owner, key, group_count, used_at, done_at = row
     return KeyRow(key_id=key_id, owner=owner, key=key, group_count=group_count, used_at=used_at, done_at=done_at)
 

@@ -71,6 +71,12 @@ class MemoryLedger:
             self._next_seq = max(self._next_seq, row.seq + 1)
         self._answered_seq = answered_seq
 
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answered_seq: int) -> None:
+        with self.transaction():
+            self.add_groups(rows, answered_seq=answered_seq)
+            if key is not None:
+                self.put_key(key)
+
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         for seq in seqs:
             self._groups[seq].batch = batch

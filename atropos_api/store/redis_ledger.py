@@ -108,6 +108,12 @@ class RedisLedger:
                 self._term.stage("HSET", PLACES, "next_seq", rows[-1].seq + 1)
             self._term.stage("HSET", PLACES, "answered_seq", answered_seq)
 
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answered_seq: int) -> None:
+        with self.transaction():
+            self.add_groups(rows, answered_seq=answered_seq)
+            if key is not None:
+                self.put_key(key)
+
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         self._change({seq: {"batch": batch} for seq in seqs})
 
