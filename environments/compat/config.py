@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from environments.sdk import config as sdk
 
@@ -30,6 +30,8 @@ class BaseEnvConfig(sdk.BaseEnvConfig):
     """The configuration of environments written for Atropos."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=(), arbitrary_types_allowed=True)
+
+    allow_truncated_sampling: bool = Field(True, description="train on top-p or top-k samples; their groups are marked")
 
     @model_validator(mode="before")
     @classmethod

@@ -57,7 +57,7 @@ def _as_script(path: Path, arguments: list[str]) -> Iterator[None]:
     known = list(ours)
     for parent in folder, *folder.parents:
         if parent.name == "environments" and str(parent) not in known:
-            ours.append(str(parent))
+            ours.insert(0, str(parent))  # their file of a name wins over ours
     try:
         yield
     finally:

@@ -1,0 +1,161 @@
+"""What stands behind Atropos' names does what environments expect of them, without the faults of the originals."""
+
+import json
+import sys
+
+import pytest
+
+from environments.compat import advantages, evals, history, rewards, tokenizing, tool_calls
+from environments.compat.finder import AliasFinder, install
+from environments.compat.names import ALIASES
+from environments.compat.servers import ManagedServerAdapter
+
+
+@pytest.fixture
+def hooked():
+    places = list(sys.meta_path)
+    install()
+    yield
+    sys.meta_path[:] = places
+    for name in [name for name in sys.modules if name.partition(".")[0] == "atroposlib"]:
+        del sys.modules[name]
+
+
+def test_every_alias_can_be_imported_and_nothing_is_left_of_it_without_the_hook(hooked):
+    import importlib
+
+    for name in ALIASES:
+        importlib.import_module(name)
+    from atroposlib.envs.base import BaseEnv
+
+    from environments.compat.base import BaseEnv as Ours
+
+    assert BaseEnv is Ours
+    with pytest.raises(ModuleNotFoundError, match="not provided"):
+        importlib.import_module("atroposlib.envs.other")
+
+
+def test_without_the_hook_the_name_is_unknown():
+    assert not any(isinstance(finder, AliasFinder) for finder in sys.meta_path)
+    with pytest.raises(ModuleNotFoundError):
+        __import__("atroposlib")
+
+
+CHAT = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+def test_tokens_of_a_chat_are_masked_up_to_the_last_answer(tokenizer):
+    out = tokenizing.tokenize_for_trainer(tokenizer, CHAT, include_messages=True)
+    assert out["messages"] == CHAT
+    trained = [value for value in out["masks"] if value != -100]
+    assert out["tokens"][-len(trained) :] == trained
+    assert tokenizer.decode(trained).startswith("yes")
+
+
+def test_tokens_of_every_answer_are_trained_where_asked(tokenizer):
+    out = tokenizing.tokenize_for_trainer(tokenizer, CHAT, train_on_all_assistant_turns=True)
+    text = tokenizer.decode([value for value in out["masks"] if value != -100])
+    assert "4" in text
+    assert "yes" in text
+    assert "sure" not in text
+
+
+def test_a_chat_that_was_cut_off_has_no_end_token(tokenizer):
+    whole = tokenizing.tokenize_for_trainer(tokenizer, CHAT)["tokens"]
+    cut = tokenizing.tokenize_for_trainer(tokenizer, CHAT, finish_reason="length")["tokens"]
+    assert cut == (whole[:-1] if whole[-1] == tokenizer.eos_token_id else whole)
+
+
+def test_apostrophes_survive_the_parsing_of_a_tool_call():
+    call = {"name": "say", "arguments": {"text": 'it\'s "here"'}}
+    text = f"<tool_call>{json.dumps(call)}</tool_call>"
+    assert tool_calls.parse_tool_call(text, [{"name": "say"}]) == ("say", call["arguments"], False)
+    assert tool_calls.parse_tool_call(f"<tool_call>{call!r}</tool_call>") == ("say", call["arguments"], False)
+    assert tool_calls.parse_tool_call(text, [{"name": "other"}])[2] is True
+    assert tool_calls.parse_tool_call("no call") == ("-ERROR-", {}, True)
+
+
+def test_thoughts_are_shortened_to_the_last_paragraph_that_fits(tokenizer):
+    text = "<think>one two three\n\nfour</think>ended"
+    short = history.truncate_thinking(text, tokenizer, 5)
+    assert "four" in short
+    assert "one" not in short
+    assert short.endswith("</think>ended")
+    assert history.truncate_thinking(text, tokenizer, 500).count("one") == 1
+    assert history.strip_thinking(f"a{text}") == "aended"
+
+
+def test_a_trajectory_loses_its_oldest_turns_or_the_step(tokenizer):
+    long = [CHAT[0], *CHAT[:2] * 6, CHAT[2], CHAT[3]]
+    out = tokenizing.tokenize_for_trainer(tokenizer, long)
+    step = {"messages": [long], "tokens": [out["tokens"]], "masks": [out["masks"]], "scores": [1.0], "seed": 3}
+    most = len(out["tokens"]) - 4
+    (kept,) = history.ensure_trajectory_token_limit([step], tokenizer, most)
+    assert len(kept["tokens"][0]) <= most
+    assert kept["messages"][0][0] == CHAT[0]
+    assert kept["messages"][0][-1] == CHAT[3]
+    assert kept["seed"] == 3
+    assert history.ensure_trajectory_token_limit([step], tokenizer, 2) == []
+
+
+def test_the_best_is_chosen_by_the_first_scores_then_the_second():
+    assert history.select_best_index([1, 3, 3], [0, 5, 2]) == 2
+    assert history.select_best_index([1, 3, 3], [0, 2, 2]) == 1
+    assert history.select_best_index([1, 3, 3], [0, 2, 2], primary_higher_is_better=False) == 0
+
+
+def test_a_reward_that_fails_is_an_error_and_not_a_score_of_nothing():
+    class Broken(rewards.RewardFunction):
+        def compute(self, completions, **kwargs):
+            raise OSError("no judge")
+
+    with pytest.raises(OSError, match="no judge"):
+        Broken()(["x"])
+
+
+def test_a_combination_counts_the_weights_of_its_parts():
+    registry = rewards.registry
+    registry.register_function("length_of", lambda completions, **_: [len(text) for text in completions])
+    parts = [{"type": "length_of", "weight": 2.0}, {"type": "length_of", "params": {"weight": 0.5}}]
+    assert rewards.CombinedReward(parts)(["ab", "abcd"]) == [5.0, 10.0]
+    assert rewards.CombinedReward(parts, normalization="sum")(["ab", "abcd"]) == [2.0, 4.0]
+
+
+async def _in_a_loop():
+    return rewards.registry.create("accuracy")(["It is \\boxed{4}", "\\boxed{5}"], solution=["\\boxed{4}"] * 2)
+
+
+@pytest.mark.anyio
+async def test_rewards_of_this_package_answer_to_atropos_names():
+    good, bad = await _in_a_loop()
+    assert good > bad
+
+
+def test_pass_at_k():
+    assert evals.pass_at_k(4, 4, 1) == 1.0
+    assert evals.pass_at_k(4, 1, 1) == pytest.approx(0.25)
+    assert evals.pass_at_k(4, 2, 2) == pytest.approx(1 - 1 / 6)
+
+
+def test_returns_are_discounted():
+    assert advantages.compute_discounted_returns([1, 0, 2], 0.5) == [1.5, 1.0, 2.0]
+    assert advantages.compute_stats([[1, 2], [3]])["mean"] == 2
+
+
+@pytest.mark.anyio
+async def test_a_session_poses_as_openais_client():
+    class Session:
+        async def chat_completion(self, **kwargs):
+            return kwargs
+
+        completion = chat_completion
+
+    client = ManagedServerAdapter(Session(), base_url="http://x/v1")
+    assert await client.chat.completions.create(model="m", messages=[]) == {"messages": []}
+    with pytest.raises(NotImplementedError):
+        client.copy(timeout=1)
