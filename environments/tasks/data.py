@@ -116,11 +116,16 @@ def load_questions(source: str | Path, split: Split) -> list[Question]:
 
 def read_questions(path: Path) -> list[Question]:
     """Every question of one file, in its order."""
+    return _collect(read_records(path), f"{path}:")
+
+
+def read_records(path: Path) -> list[tuple[int, Any]]:
+    """What one file holds, numbered from 1: lines of JSON Lines, rows otherwise."""
     reader = _READERS.get(path.suffix)
     if reader is None:
         raise DataUnusable(f"{path}: its kind is not known from its name; readable are {', '.join(SUFFIXES)}")
     try:
-        return _collect(reader(path), f"{path}:")
+        return list(reader(path))
     except (OSError, UnicodeDecodeError) as error:
         raise DataUnusable(f"{path}: cannot be read ({error})") from error
 
@@ -241,7 +246,7 @@ def _collect(records: Iterable[tuple[int, Any]], where: str) -> list[Question]:
         form = form_of(record) if isinstance(record, Mapping) else None
         if form is None:
             raise DataUnusable(f"{where}{number}: it has neither {_forms()}; {_found(record)}")
-        question, answer = (_as_text(record[column]) for column in form)
+        question, answer = (read_cell(record[column]) for column in form)
         if question and answer:
             questions.append(Question(question, answer))
         else:
@@ -253,7 +258,7 @@ def _collect(records: Iterable[tuple[int, Any]], where: str) -> list[Question]:
     return questions
 
 
-def _as_text(value: Any) -> str:
+def read_cell(value: Any) -> str:
     """A cell as text: a chat is its last message, a list its items."""
     if value is None:
         return ""

@@ -10,9 +10,13 @@ from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
 
 VERBS = {
     "doctor": "check versions, packages, memory and ports of this machine",
+    "env": "VERB: work on environments and their data, see atropos env --help",
     "report": "RUN: print the summary of a run directory and redraw its picture",
     "top": "URL: watch a broker",
 }
+
+
+OWN_HELP = frozenset({"env", "top"})
 
 
 def main() -> NoReturn:
@@ -27,10 +31,10 @@ def run(argv: list[str]) -> int:
     verb, *rest = argv
     if verb not in VERBS:
         raise ConfigError(f"unknown verb {verb!r}{nearest(verb, VERBS)} (verbs: {', '.join(VERBS)})")
-    if verb != "top" and rest and rest[0] in {"-h", "--help"}:
+    if verb not in OWN_HELP and rest and rest[0] in {"-h", "--help"}:
         sys.stdout.write(f"usage: atropos {verb} {_operand(verb)}\n\n{VERBS[verb]}\n")
         return 0
-    return {"doctor": _doctor, "report": _report, "top": _top}[verb](rest)
+    return {"doctor": _doctor, "env": _env, "report": _report, "top": _top}[verb](rest)
 
 
 def _usage() -> str:
@@ -72,6 +76,12 @@ def _report(rest: list[str]) -> int:
     Console().print(as_table(summary))
     sys.stdout.write(f"{draw(run_dir)}\n")
     return 0
+
+
+def _env(rest: list[str]) -> int:
+    from environments.env_command import run as work_on_environments
+
+    return work_on_environments(rest)
 
 
 def _top(rest: list[str]) -> int:
