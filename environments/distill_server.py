@@ -1,0 +1,36 @@
+r"""Word problems under a teacher: GSM8K whose groups carry the logprobs of a larger model of the same family.
+
+    python environments/distill_server.py serve --openai.base_url http://localhost:9001/v1 --env.teacher_top_k 8 \
+        --teacher.base_url http://localhost:9003/v1
+
+Scores are those of `gsm8k_server`. Beside them every sequence has `distill_token_ids` and `distill_logprobs`: at each
+position the tokens that the teacher thinks likeliest. It must have the student's vocabulary. With
+`--env.teacher_enabled false` this is GSM8K.
+"""
+
+from __future__ import annotations
+
+from environments.gsm8k_server import GSM8kEnv, GSM8kEnvConfig
+from environments.sdk import APIServerConfig, BaseEnvConfig
+from environments.sdk.teacher import TeacherFields, TeacherMixin
+
+
+class DistillEnvConfig(TeacherFields, GSM8kEnvConfig):
+    """What GSM8K can be told, and what of its teacher."""
+
+
+class DistillEnv(TeacherMixin, GSM8kEnv):
+    """Word problems with a teacher's logprobs."""
+
+    name = "gsm8k_distill"
+    env_config_cls = DistillEnvConfig
+    config: DistillEnvConfig
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:
+        config, server = super().config_init()
+        return DistillEnvConfig(**{**config.model_dump(), "teacher_enabled": True, "teacher_top_k": 8}), server
+
+
+if __name__ == "__main__":
+    DistillEnv.cli()

@@ -1,0 +1,191 @@
+"""Answers worth what another model thinks of them (RLAIF): compared in pairs, or given marks.
+
+    python environments/judge_server.py serve --env.data_path requests.jsonl --env.judge_base_url http://localhost:9002/v1
+
+The judge is any server of the chat completions API; without `judge_base_url` the model judges itself. Its key, where it
+needs one, is read from $ATROPOS_JUDGE_API_KEY. Evaluations compare each answer with the reference of the data.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field
+
+from environments.rewards.pairwise import PairwiseReward
+from environments.sdk import APIServerConfig, BaseEnvConfig, EnvironmentsError, ScoredDataGroup, scored_group
+from environments.sdk.config import ServerType
+from environments.sdk.inference.manager import ServerManager
+from environments.tasks.data import Question
+from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, mean, run_all
+
+KEY_VARIABLE = "ATROPOS_JUDGE_API_KEY"
+COMPARE = """A request was answered twice. Decide which answer serves it better, going by this: {rubric}
+Where they stand and how long they are must not count.
+
+Request:
+{request}
+
+Answer A:
+{first}
+
+Answer B:
+{second}
+
+Give your reasons in a few sentences. End with [[A]], [[B]] or, if neither is better, [[tie]]."""
+MARK = """Judge how well an answer serves a request, going by this: {rubric}
+
+Request:
+{request}
+
+Answer:
+{first}
+
+Give your reasons in a few sentences. End with a mark from 1 (useless) to 10 (could not be better), like [[5]]."""
+SHARES = {"a": 1.0, "b": 0.0, "tie": 0.5}
+
+_VERDICT = re.compile(r"\[\[\s*(A|B|tie|\d+)\s*\]\]", re.IGNORECASE)
+
+
+class VerdictUnreadable(EnvironmentsError):
+    """The judge gave no mark; the rollout is tried again and never counts as bad."""
+
+    ends_server = False
+
+
+class JudgeEnvConfig(QuestionEnvConfig):
+    """What can be set beyond what every environment with questions has."""
+
+    judge_method: Literal["pairwise", "marks"] = Field("pairwise", description="compare all pairs of a group, or mark")
+    judge_base_url: str | None = Field(None, description="server of the judge; default: the model judges itself")
+    judge_model_name: str = Field("default", description="the judge's name there")
+    judge_server_type: ServerType = Field("openai", description="what speaks at judge_base_url")
+    judge_max_tokens: int = Field(512, ge=1, description="longest verdict, its reasons included")
+    judge_both_orders: bool = Field(
+        True, description="ask about each pair both ways round, since judges prefer a place"
+    )
+    rubric: str = Field(
+        "It is correct, complete, clear, and no longer than it needs to be.", description="what is good"
+    )
+    max_new_tokens: int = Field(512, ge=1, description="longest answer")
+
+
+class JudgeEnv(QuestionEnv):
+    """Requests whose answers another model judges."""
+
+    name = "judge"
+    env_config_cls = JudgeEnvConfig
+    config: JudgeEnvConfig
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:
+        return JudgeEnvConfig(group_size=4), APIServerConfig(server_type="vllm", num_requests_for_eval=256)
+
+    async def setup(self) -> None:
+        await super().setup()
+        self.judge = self._judge_server()
+        self.compare = PairwiseReward(self._prefers, both_orders=self.config.judge_both_orders)
+
+    async def aclose(self) -> None:
+        if getattr(self, "judge", self.server) is not self.server:
+            await self.judge.aclose()
+        await super().aclose()
+
+    async def collect(self, question: Question) -> ScoredDataGroup:
+        async with self.server.managed_server() as session:
+            prompt = self.tokenizer.apply_chat_template(self.chat(question), add_generation_prompt=True, tokenize=False)
+            room = self.longest_answer(len(self.tokenizer.encode(prompt)))
+            completion = await session.chat_completion(
+                messages=self.chat(question),
+                n=self.config.group_size,
+                max_tokens=min(room, self.config.max_new_tokens),
+                temperature=1.0,
+            )
+            answers = [choice.message.content or "" for choice in completion.choices]
+            return scored_group(session.nodes, await self.score(question, answers))
+
+    async def score(self, question: Question, answers: Sequence[str]) -> list[float]:
+        """What the judge thinks of each answer: the share of comparisons won, or marks, both from 0 to 1."""
+        if self.config.judge_method == "pairwise":
+            return await self.compare([{"prompt": question.question, "completion": answer} for answer in answers])
+        return await run_all([partial(self.mark, question, answer) for answer in answers])
+
+    async def mark(self, question: Question, answer: str) -> float:
+        verdict = await self._ask(MARK, question.question, answer)
+        if verdict is None or not verdict.isdigit() or not 1 <= int(verdict) <= 10:
+            raise VerdictUnreadable(f"the judge gave no mark from 1 to 10 but {verdict!r}; is it a chat model?")
+        return (int(verdict) - 1) / 9
+
+    async def score_answer(self, item: Question, text: str) -> float:
+        """Against the reference of the data, since one answer alone has nothing to be compared with."""
+        if self.config.judge_method == "marks":
+            return await self.mark(item, text)
+        return (
+            await self.compare([{"completion": text, **_about(item)}, {"completion": item.answer, **_about(item)}])
+        )[0]
+
+    def write_answer(self, answer: str) -> str:
+        return answer
+
+    async def attempt(self, question: Question) -> dict[str, Any]:
+        async with self.server.managed_server() as session:
+            completion = await session.chat_completion(
+                messages=self.chat(question),
+                max_tokens=self.config.max_new_tokens,
+                temperature=self.config.eval_temperature,
+            )
+            text = completion.choices[0].message.content or ""
+            return {
+                "question": question.question,
+                "gold": question.answer,
+                "text": text,
+                "judged": await self.score_answer(question, text),
+                "tokens": session.nodes[0].sampled_count,
+            }
+
+    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
+        return {
+            "eval/judged": mean(sample["judged"] for sample in samples),
+            "eval/length_mean": mean(sample["tokens"] for sample in samples),
+        }
+
+    def chat(self, question: Question) -> list[dict[str, str]]:
+        return [{"role": "user", "content": question.question}]
+
+    async def _prefers(self, left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
+        """The share with which `left` is preferred; a verdict that cannot be read is a tie."""
+        verdict = await self._ask(COMPARE, left["prompt"], left["completion"], right["completion"])
+        return SHARES.get((verdict or "tie").lower(), 0.5)
+
+    async def _ask(self, form: str, request: str, first: str, second: str = "") -> str | None:
+        """The judge's last verdict."""
+        text = form.format(rubric=self.config.rubric, request=request, first=first, second=second)
+        completion = await self.judge.chat_completion(
+            messages=[{"role": "user", "content": text}], max_tokens=self.config.judge_max_tokens, temperature=0.0
+        )
+        found = _VERDICT.findall(completion.choices[0].message.content or "")
+        return found[-1] if found else None
+
+    def _judge_server(self) -> ServerManager:
+        config = self.config
+        if config.judge_base_url is None:
+            return self.server
+        server = APIServerConfig(
+            base_url=config.judge_base_url,
+            model_name=config.judge_model_name,
+            server_type=config.judge_server_type,
+            api_key=os.environ.get(KEY_VARIABLE, ""),
+        )
+        return ServerManager([server], load_tokenizer=lambda: self.tokenizer, wait_timeout_seconds=config.wait_timeout)
+
+
+def _about(item: Question) -> dict[str, str]:
+    return {"prompt": item.question}
+
+
+if __name__ == "__main__":
+    JudgeEnv.cli()
