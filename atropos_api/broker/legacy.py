@@ -131,7 +131,7 @@ class LegacyContract:
             refused=refused,
             buffered=buffered,
             last_buffer_size=buffer_size,
-            repeatable=[] if key else [(group.env_id, group.text) for group in fresh],
+            repeatable=[] if key else [(group.env_id, group.text) for group in (*fresh, *repeated)],
         )
 
     def expect_repeat(self, taken: Taken) -> None:

@@ -68,12 +68,10 @@ class PiecesResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's form
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._send_pieces(send)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_pieces(self, send: Send) -> None:
-        for piece in self._pieces:
+        last = self._pieces[-1]
+        for piece in self._pieces[:-1]:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 class TrackedResponse(PiecesResponse):
@@ -92,7 +90,8 @@ class TrackedResponse(PiecesResponse):
 
     async def _send_all(self, scope: Scope, send: Send) -> bool:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._send_pieces(send)
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
         accepted = await _wait_until_written(scope.get(TRANSPORT_KEY), send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return accepted

@@ -201,7 +201,12 @@ def _answer(services: Services, taken: Taken, answer: dict[str, Any], status_cod
         if not accepted:
             services.legacy.expect_repeat(taken)
 
-    return TrackedResponse([msgspec.json.encode(answer)], on_result=note, status_code=status_code, media_type=JSON)
+    pieces = [msgspec.json.encode(answer)]
+    if not taken.repeatable:
+        # Under a key, or with nothing taken, it does not matter whether the answer arrives.
+        services.broker.intake.settle(taken.rows)
+        return PiecesResponse(pieces, status_code=status_code, media_type=JSON)
+    return TrackedResponse(pieces, on_result=note, status_code=status_code, media_type=JSON)
 
 
 async def _next_batch(request: Request, services: Services) -> Response:
