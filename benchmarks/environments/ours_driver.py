@@ -16,6 +16,7 @@ from atropos_api.client import AsyncBrokerClient
 from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, Pacing
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, scored_group
 from environments.sdk.delivery import Delivery
+from environments.sdk.garbage import collect_rarely
 from environments.sdk.groups import GroupRules
 from environments.sdk.link import BrokerLink
 from environments.sdk.rollouts import Collector
@@ -113,4 +114,5 @@ def make_link(client: AsyncBrokerClient) -> BrokerLink:
 
 
 if __name__ == "__main__":
+    collect_rarely()  # as the command line of an environment does
     print(anyio.run(measure, json.loads(sys.argv[1]), backend_options={"use_uvloop": True}))

@@ -175,6 +175,7 @@ def _run(main: Callable[[BaseEnv], Awaitable[int | None]], env: BaseEnv) -> int:
     import anyio
 
     from atropos_api.common.errors import AtroposError
+    from environments.sdk.garbage import collect_rarely
 
     async def run_and_close() -> int:
         try:
@@ -182,6 +183,7 @@ def _run(main: Callable[[BaseEnv], Awaitable[int | None]], env: BaseEnv) -> int:
         finally:
             await env.aclose()
 
+    collect_rarely()
     try:
         return anyio.run(run_and_close, backend_options={"use_uvloop": True})
     except BaseExceptionGroup as errors:
