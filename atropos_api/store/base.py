@@ -1,6 +1,6 @@
 """What the broker keeps: small rows in a ledger, bodies in a log. The rows are also the broker's own state.
 
-A submission is kept once both have it: bodies are written first, then the rows that point at them in one transaction.
+A submission is kept once both have it: bodies are written first, then the rows that point at them, all of them or none.
 A body without a row was never acknowledged and is nothing.
 """
 
