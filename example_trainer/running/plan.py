@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from environments.installed import environment_names
 from example_trainer.config import LORA_MODES
 from example_trainer.errors import ModelNotFound, TrainerError
 from example_trainer.running.interpreter import PACKAGE_ROOT, python_path
@@ -285,9 +286,11 @@ class _Builder:
 
 
 def program_of(server: str) -> tuple[str, ...]:
-    """How to start an environment server: its file where it lies, or a module (`arithmetic_server.py` is ours)."""
+    """How to start an environment server: its file where it lies (`arithmetic_server.py` is ours), the name under
+    which an installed package offers it, or a module.
+    """
     if not server.endswith(".py"):
-        return ("-m", server)
+        return ("-m", "environments.installed", server) if server in environment_names() else ("-m", server)
     for path in (Path(server), PACKAGE_ROOT / "environments" / server):
         if path.is_file():
             return (str(path.absolute()),)

@@ -1,0 +1,48 @@
+"""`atropos env init NAME`: a new environment as a package of its own, with tests that pass.
+
+python -m environments.scaffold stories
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from atropos_api.common.cliconfig import ConfigError
+
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+PLACES = {
+    "environment.py.txt": "{name}_env.py",
+    "tests.py.txt": "tests/test_{name}_env.py",
+    "project.toml.txt": "pyproject.toml",
+    "readme.md.txt": "README.md",
+}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write `NAME` into a folder of that name."""
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ConfigError("atropos env init takes one argument, the NAME of the environment")
+    folder = write_environment(argv[0], Path.cwd())
+    sys.stdout.write(f"{folder}: now `pip install -e {folder}` and `pytest {folder}`\n")
+    return 0
+
+
+def write_environment(name: str, where: Path) -> Path:
+    """The files of a new environment, in a new folder below `where`."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} cannot name an environment; use small letters, digits and _, a letter first")
+    folder = where / name
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already; choose another name or remove it")
+    words = {"name": name, "class_name": "".join(part.capitalize() for part in name.split("_")) + "Env"}
+    for source, place in PLACES.items():
+        target = folder / place.format(name=name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        text = files(__name__).joinpath(source).read_text(encoding="utf-8")
+        target.write_text(Template(text).substitute(words), encoding="utf-8")
+    return folder

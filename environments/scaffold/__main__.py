@@ -1,0 +1,6 @@
+"""`python -m environments.scaffold NAME`, for where the command `atropos` is not installed."""
+
+from atropos_api.common.cliconfig import run_cli
+from environments.scaffold import run
+
+run_cli(run)

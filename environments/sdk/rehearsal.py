@@ -1,0 +1,82 @@
+"""An environment without a model, a data set's download or a trainer: its answers are those that a test decides.
+
+async with Rehearsal(ColoursEnv, ["a tomato", "the sky"], tmp_path) as rehearsal:
+    groups = await rehearsal.process(4)
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from environments.export.groups import read_groups
+from environments.sdk.config import APIServerConfig, as_server_list
+from environments.sdk.env import BaseEnv
+from environments.sdk.evaluate import evaluate_alone
+from environments.sdk.inference.manager import ServerManager
+from environments.sdk.process import process
+from environments.sdk.testing import FakeInference, InProcess
+
+END = "<|end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}" + END + "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+class Rehearsal:
+    """One environment in front of a server that gives `answers` in turn, over and over."""
+
+    def __init__(self, env_cls: type[BaseEnv], answers: Sequence[str], folder: Path, **config: Any) -> None:
+        defaults, servers = env_cls.config_init()
+        local = {"tokenizer_name": str(write_byte_tokenizer(folder / "tokenizer")), "use_wandb": False}
+        settings = type(defaults).model_validate({**defaults.model_dump(), **local, **config})
+        server: APIServerConfig = as_server_list(servers)[0].model_copy(update={"server_type": "vllm"})
+        self.env = env_cls(settings, [server])
+        end = self.env.tokenizer.eos_token_id
+        texts = itertools.cycle(answers)
+        self.inference = FakeInference(lambda *_: [*self.env.tokenizer.encode(next(texts)), end], end=end)
+        self.env.server = ServerManager(
+            [server], load_tokenizer=lambda: self.env.tokenizer, transport=InProcess(self.inference)
+        )
+        self._folder = folder
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.env.aclose()
+
+    async def process(self, count: int) -> list[dict[str, Any]]:
+        """The first `count` groups, as they would be sent."""
+        path = self._folder / "groups.jsonl"
+        config = self.env.config
+        config.total_steps, config.data_path_to_save_groups = count, str(path)
+        config.ensure_scores_are_not_same = False
+        await process(self.env)
+        return list(read_groups(path))
+
+    async def evaluate(self) -> Path:
+        """Evaluate once; the folder with `metrics.json` and `samples.jsonl`."""
+        self.env.config.data_dir_to_save_evals = str(self._folder / "evals")
+        await evaluate_alone(self.env)
+        return self._folder / "evals"
+
+
+def write_byte_tokenizer(folder: Path) -> Path:
+    """A tokenizer of single bytes and an end token, which reads and writes any text; the folder it is in."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "pad_token": END}), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    return folder

@@ -1,0 +1,153 @@
+"""Exports of groups: pages on which nothing runs, and data sets cut by the masks."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from html.parser import HTMLParser
+
+import msgspec
+import pytest
+
+from atropos_api.common.cliconfig import ConfigError
+from environments.export.datasets import DpoOptions, SftOptions, dpo_lines, run_dpo, run_sft, sft_lines
+from environments.export.groups import GroupsUnreadable, read_groups
+from environments.export.page import render, write_page
+from environments.export.view import latest_of_file, make_server
+from environments.export.view import run as run_view
+
+HOSTILE = '</pre><script>alert(1)</script><img src=x onerror="alert(2)"><a href="javascript:alert(3)">x</a>'
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its elements, attributes and texts."""
+
+    def __init__(self, source):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.attributes, self.text = [], [], ""
+        self.feed(source)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_what_a_model_writes_stays_text():
+    chat = [{"role": HOSTILE, "content": HOSTILE}, {"role": "tool", "content": [{"type": "text", "text": HOSTILE}]}]
+    page = Page(render([{"scores": [1.0, -1.0], "messages": [chat, HOSTILE]}], title=HOSTILE))
+    assert not {"script", "img", "a", "iframe", "link"} & set(page.tags)
+    assert not [name for name, value in page.attributes if name.startswith("on") or "javascript" in (value or "")]
+    assert page.text.count("alert(1)") == 6
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
+
+
+def test_a_page_loads_nothing_and_shows_groups_without_messages(tmp_path):
+    path = tmp_path / "groups.jsonl"
+    path.write_text(json.dumps({"tokens": [[1]], "masks": [[1]], "scores": [0.5], "more": 1}) + "\n\n")
+    page = write_page(path)
+    assert page == tmp_path / "groups.html"
+    assert not [value for name, value in Page(page.read_text()).attributes if name in {"src", "href"}]
+    assert "0.5" in page.read_text()
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"tokens": []}'])
+def test_a_line_that_is_no_group_is_named(tmp_path, line):
+    path = tmp_path / "groups.jsonl"
+    path.write_text(f'{{"scores": [1]}}\n{line}\n')
+    with pytest.raises(GroupsUnreadable, match=r"groups\.jsonl:2"):
+        list(read_groups(path))
+
+
+@pytest.fixture
+def group(tokenizer):
+    """Three answers to a prompt whose text comes again inside of every answer."""
+    prompt = tokenizer.encode("one two ")
+    answers = [tokenizer.encode(text) for text in ("one two three", "one two one two", "none")]
+    return {
+        "tokens": [prompt + answer for answer in answers],
+        "masks": [[-100] * len(prompt) + answer for answer in answers],
+        "scores": [1.0, 0.25, -1.0],
+        "messages": [[{"role": "assistant", "content": str(n)}] for n in range(3)],
+    }
+
+
+def test_a_prompt_that_the_answer_repeats_costs_no_text(group, tokenizer):
+    lines = list(sft_lines(group, SftOptions(), tokenizer))
+    assert [line["score"] for line in lines] == [1.0, 0.25]
+    for line, tokens in zip(lines, group["tokens"], strict=False):
+        assert line["prefix"] + line["completion"] == tokenizer.decode(tokens)
+        assert line["completion"].startswith("one two")
+
+
+def test_an_empty_prompt_is_no_error(tokenizer):
+    tokens = tokenizer.encode("three")
+    (line,) = sft_lines({"tokens": [tokens], "masks": [tokens], "scores": [1.0]}, SftOptions(), tokenizer)
+    assert line["prefix"] == ""
+    assert line["completion"] == tokenizer.decode(tokens)
+
+
+def test_the_best_of_a_group_are_chosen(group, tokenizer):
+    def scores(**options):
+        return [line["score"] for line in sft_lines(group, SftOptions(**options), tokenizer)]
+
+    assert scores(save_top_n_per_group=1) == [1.0]
+    assert scores(allow_negative_scores=True) == [1.0, 0.25, -1.0]
+    assert scores(minimum_score_diff_max_min=1.5) == [1.0]
+    assert next(sft_lines(group, SftOptions(save_messages=True), None))["messages"][0]["content"] == "0"
+
+
+def test_pairs_share_a_prompt_and_no_rollout_is_in_two(group, tokenizer):
+    lines = list(dpo_lines(group, DpoOptions(), tokenizer))
+    assert [line["score"] for line in lines] == [2.0]
+    assert lines[0]["pos"] == tokenizer.decode(group["masks"][0][-3:]) or lines[0]["pos"].endswith("three")
+    group["tokens"][2] = [5, *group["tokens"][2]]
+    group["masks"][2] = [-100, *group["masks"][2]]
+    assert [line["score"] for line in dpo_lines(group, DpoOptions(), tokenizer)] == [0.75]
+
+
+def test_the_commands_write_read_and_append(group, tokenizer_folder, tmp_path, capsys):
+    source = tmp_path / "groups.jsonl"
+    source.write_bytes(msgspec.json.encode(group) + b"\n" + msgspec.json.encode(group) + b"\n")
+    out = tmp_path / "sft.jsonl"
+    flags = ["--groups", str(source), "--tokenizer", str(tokenizer_folder)]
+    assert run_sft([str(out), *flags, "--num-seqs-to-save", "3"]) == 0
+    assert run_sft([str(out), *flags, "--num-seqs-to-save", "3", "--append-to-previous"]) == 0
+    assert len(out.read_text().splitlines()) == 6
+    assert run_dpo([str(tmp_path / "dpo.jsonl"), *flags]) == 0
+    assert len((tmp_path / "dpo.jsonl").read_text().splitlines()) == 2
+    assert "2 lines" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="file to write is missing"):
+        run_dpo(["--groups", str(source)])
+
+
+def test_the_page_of_a_growing_file_is_for_this_machine_alone(tmp_path):
+    path = tmp_path / "groups.jsonl"
+    path.write_text("")
+    source = latest_of_file(path, 2)
+    server = make_server(source, title="groups", port=0, refresh_seconds=5)
+    assert server.server_address[0] == "127.0.0.1"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        address = f"http://127.0.0.1:{server.server_port}/"
+        assert "No groups yet" in urllib.request.urlopen(address).read().decode()
+        with path.open("a") as file:
+            file.writelines(f'{{"scores": [{n}]}}\n' for n in range(4))
+        page = urllib.request.urlopen(address).read().decode()
+        assert page.index("mean 3") < page.index("mean 2")
+        assert "mean 1" not in page
+        with pytest.raises(urllib.error.HTTPError, match="421"):
+            urllib.request.urlopen(urllib.request.Request(address, headers={"Host": "evil.example"})).close()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("argv", [[], ["x.jsonl", "--api-url", "http://x"]])
+def test_a_page_needs_one_source(argv):
+    with pytest.raises(ConfigError, match="name one of them"):
+        run_view(argv)

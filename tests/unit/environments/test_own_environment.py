@@ -1,0 +1,75 @@
+"""Writing an environment of one's own: the page's example, the one that `env init` writes, those of packages."""
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atropos_api.common.cliconfig import ConfigError
+from environments.installed import load_environment, run
+from environments.scaffold import write_environment
+from environments.sdk.rehearsal import Rehearsal
+
+PAGE = Path(__file__).parents[3] / "docs" / "howto" / "your-own-environment.md"
+
+
+def example_class():
+    code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    assert len(code.splitlines()) < 60
+    scope = {"__name__": "my_env"}
+    exec(compile(code, "my_env.py", "exec"), scope)
+    return scope["StoriesEnv"]
+
+
+@pytest.mark.anyio
+async def test_the_example_of_the_page_collects_and_evaluates(tmp_path):
+    answers = [f"#### {number}" for number in range(100)]
+    async with Rehearsal(example_class(), answers, tmp_path) as rehearsal:
+        groups = await rehearsal.process(30)
+        folder = await rehearsal.evaluate()
+    assert all(len(group["tokens"]) == 8 for group in groups)
+    assert {score for group in groups for score in group["scores"]} == {0.0, 1.0}
+    assert groups[0]["policy_versions"][0][0][2] == 1
+    assert (folder / "metrics.json").is_file()
+
+
+def test_what_env_init_writes_passes_its_own_tests(tmp_path):
+    folder = write_environment("blue_sky", tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[2])}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+    with pytest.raises(ConfigError, match="is there already"):
+        write_environment("blue_sky", tmp_path)
+    with pytest.raises(ConfigError, match="cannot name an environment"):
+        write_environment("../x", tmp_path)
+
+
+def test_an_installed_package_offers_its_environment_by_name(tmp_path, monkeypatch, capsys):
+    folder = write_environment("stories_two", tmp_path)
+    info = folder / "atropos_env_stories_two-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: atropos-env-stories-two\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[atropos.environments]\nstories_two = stories_two_env:StoriesTwoEnv\n")
+    monkeypatch.syspath_prepend(str(folder))
+    importlib.invalidate_caches()
+    assert load_environment("stories_two").name == "stories_two"
+    with pytest.raises(ConfigError, match="did you mean stories_two"):
+        load_environment("storys_two")
+    run([])
+    assert "stories_two" in capsys.readouterr().out
+
+
+def test_the_files_it_writes_are_python():
+    for source in ("environment.py.txt", "tests.py.txt"):
+        path = Path(sys.modules["environments.scaffold"].__file__).with_name(source)
+        text = path.read_text().replace("${name}", "x").replace("$class_name", "XEnv").replace("$name", "x")
+        ast.parse(text)
