@@ -1,0 +1,156 @@
+r"""Any of reasoning-gym's generated tasks, scored by the task itself.
+
+    pip install reasoning-gym
+    python environments/reasoning_gym_server.py serve --env.dataset chain_sum --env.dataset_options '{"min_terms": 2}'
+
+Problems are made on the spot and never repeat; those of evaluations come from a seed of their own. The answer is what
+stands in the last `<answer>`; its score is the task's own, from 0 to 1, which many tasks give in parts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import anyio
+from pydantic import Field, field_validator
+
+from atropos_api.common.cliconfig import nearest
+from environments.rewards.answers import after_thinking, inside_tag
+from environments.rewards.gold import GoldItem
+from environments.sdk import (
+    APIServerConfig,
+    BaseEnvConfig,
+    EnvironmentsError,
+    ManagedSession,
+    ScoredDataGroup,
+    scored_group,
+)
+from environments.tasks.data import Question
+from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, run_all
+
+SYSTEM_PROMPT = (
+    "You solve puzzles. Reason inside <think> </think> first, then give the solution alone inside <answer> </answer>, "
+    "in exactly the form that is asked for."
+)
+MANY = 1_000_000_000
+EVALUATION_SEED = 2_000_000_000  # no training problem's seed comes near it; some tasks take no more than 32 bits
+
+
+class ReasoningGymMissing(EnvironmentsError):
+    """The package is not installed, or has no such task with such settings."""
+
+
+class ReasoningGymEnvConfig(QuestionEnvConfig):
+    """What can be set beyond what every environment with questions has."""
+
+    dataset: str = Field("chain_sum", description="name of a task of reasoning-gym")
+    dataset_options: str = Field("{}", description="the task's own settings, as JSON")
+    eval_problems: int = Field(200, ge=1, description="problems in an evaluation")
+
+    @field_validator("dataset_options")
+    @classmethod
+    def _is_json_object(cls, text: str) -> str:
+        if not isinstance(json.loads(text), dict):
+            raise ValueError("dataset_options must be a JSON object")  # noqa: TRY004 - pydantic reports ValueError
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Puzzle(Question):
+    """A problem with what its task needs to score an answer."""
+
+    entry: Mapping[str, Any]
+
+
+class ReasoningGymEnv(QuestionEnv):
+    """Generated puzzles of one kind."""
+
+    name = "reasoning_gym"
+    env_config_cls = ReasoningGymEnvConfig
+    config: ReasoningGymEnvConfig
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:
+        return ReasoningGymEnvConfig(group_size=8), APIServerConfig(server_type="vllm", num_requests_for_eval=256)
+
+    async def setup(self) -> None:
+        self.items_taken = 0
+        self.puzzles = create_dataset(self.config, seed=self.config.seed, size=MANY)
+        self.held_out = self.load_held_out()
+
+    def load_held_out(self) -> list[Question]:
+        puzzles = create_dataset(self.config, seed=EVALUATION_SEED, size=self.config.eval_problems)
+        return [as_puzzle(puzzles[index]) for index in range(self.config.eval_problems)]
+
+    async def get_next_item(self) -> Question:
+        self.items_taken += 1
+        return as_puzzle(self.puzzles[self.items_taken - 1])
+
+    async def collect(self, question: Question) -> ScoredDataGroup:
+        async with self.server.managed_server() as session:
+            texts = await self._answers(session, question, count=self.config.group_size, temperature=1.0)
+            scores = await run_all([partial(self.score_answer, question, text) for text in texts])
+            return scored_group(session.nodes, scores)
+
+    async def score_answer(self, item: Question, text: str) -> float:
+        assert isinstance(item, Puzzle)
+        answer = inside_tag(after_thinking(text), "answer")
+        # Some tasks search for a while.
+        return float(await anyio.to_thread.run_sync(self.puzzles.score_answer, answer, item.entry))
+
+    def write_answer(self, answer: str) -> str:
+        return f"<answer>{answer}</answer>"
+
+    def gold_items(self) -> Iterable[GoldItem]:
+        for item in self.held_out:
+            yield GoldItem(item, self.write_answer(item.answer), name=item.question[:80])
+
+    async def attempt(self, question: Question) -> dict[str, Any]:
+        async with self.server.managed_server() as session:
+            (text,) = await self._answers(session, question, count=1, temperature=self.config.eval_temperature)
+            return {
+                "question": question.question,
+                "gold": question.answer,
+                "text": text,
+                "format_reward": float(inside_tag(after_thinking(text), "answer") is not None),
+                "answer_reward": await self.score_answer(question, text),
+                "tokens": session.nodes[0].sampled_count,
+            }
+
+    async def _answers(
+        self, session: ManagedSession, question: Question, *, count: int, temperature: float
+    ) -> list[str]:
+        messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question.question}]
+        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        room = self.longest_answer(len(self.tokenizer.encode(prompt)))
+        completion = await session.chat_completion(messages=messages, n=count, max_tokens=room, temperature=temperature)
+        return [choice.message.content or "" for choice in completion.choices]
+
+
+def as_puzzle(entry: Mapping[str, Any]) -> Puzzle:
+    return Puzzle(str(entry["question"]), str(entry["answer"]), entry)
+
+
+def create_dataset(config: ReasoningGymEnvConfig, *, seed: int, size: int) -> Any:
+    """The task's problems, made when they are asked for."""
+    try:
+        package, factory = import_module("reasoning_gym"), import_module("reasoning_gym.factory")
+    except ImportError as error:
+        raise ReasoningGymMissing("this environment needs reasoning-gym: pip install reasoning-gym") from error
+    if config.dataset not in factory.DATASETS:
+        raise ReasoningGymMissing(
+            f"reasoning-gym has no task {config.dataset!r}{nearest(config.dataset, factory.DATASETS)}; set --env.dataset"
+        )
+    try:
+        return package.create_dataset(config.dataset, seed=seed, size=size, **json.loads(config.dataset_options))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ReasoningGymMissing(f"--env.dataset_options do not suit the task {config.dataset}: {error}") from error
+
+
+if __name__ == "__main__":
+    ReasoningGymEnv.cli()

@@ -1,0 +1,62 @@
+"""reasoning-gym's tasks as an environment. The package is an extra: without it only its absence is tested."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+
+from environments.reasoning_gym_server import ReasoningGymEnv, ReasoningGymEnvConfig, ReasoningGymMissing
+from environments.sdk.config import APIServerConfig
+from environments.sdk.inference.manager import ServerManager
+from environments.sdk.testing import FakeInference, InProcess
+from environments.sdk.validate import validate
+
+pytestmark = pytest.mark.anyio
+
+installed = importlib.util.find_spec("reasoning_gym") is not None
+needs_package = pytest.mark.skipif(not installed, reason="reasoning-gym is not installed")
+SERVER = APIServerConfig(server_type="vllm", base_url="http://fake/v1")
+
+
+async def make(tokenizer_folder, respond, **settings):
+    config = ReasoningGymEnvConfig(tokenizer_name=str(tokenizer_folder), group_size=2, eval_problems=5, **settings)
+    env = ReasoningGymEnv(config, SERVER)
+    fake = FakeInference(
+        lambda prompt, index: [*env.tokenizer.encode(respond(env.tokenizer.decode(prompt), index)), 1], end=1
+    )
+    env.server = ServerManager([SERVER], load_tokenizer=lambda: env.tokenizer, transport=InProcess(fake))
+    await env.setup()
+    return env
+
+
+def solve(prompt, index):
+    terms = re.search(r"problem: (.*) =", prompt)[1]
+    return f"<think>so</think><answer>{eval(terms) + index}</answer>"
+
+
+@pytest.mark.skipif(installed, reason="reasoning-gym is installed")
+async def test_without_the_package_the_pip_line_is_told(tokenizer_folder):
+    with pytest.raises(ReasoningGymMissing, match="pip install reasoning-gym"):
+        await make(tokenizer_folder, solve)
+
+
+@needs_package
+async def test_the_task_itself_scores_and_no_problem_of_the_evaluation_is_trained_on(tokenizer_folder, capsys):
+    env = await make(tokenizer_folder, solve)
+    items = [await env.get_next_item() for _ in range(20)]
+    group, _ = await env.collect_trajectories(items[0])
+    assert group["scores"] == [1.0, 0.0]
+    assert {item.question for item in items}.isdisjoint(item.question for item in env.held_out)
+    assert await validate(env) == 0
+
+
+@needs_package
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"dataset": "chain_sums"}, "did you mean.*chain_sum"), ({"dataset_options": '{"nonsense": 1}'}, "nonsense")],
+)
+async def test_what_the_package_does_not_have_is_told(tokenizer_folder, settings, words):
+    with pytest.raises(ReasoningGymMissing, match=words):
+        await make(tokenizer_folder, solve, **settings)
