@@ -10,6 +10,7 @@ from atropos_api.common.cliconfig import ConfigError, nearest
 
 USAGE = """usage: atropos env VERB [arguments]
 
+  init NAME                    write a new environment with its tests, as a package in a folder of that name
   convert-data FILE            rewrite a JSON Lines or JSON file as question and answer; FILE.backup keeps what it was
   convert-data --restore FILE  put FILE back as it was
 """
@@ -45,4 +46,10 @@ def _convert_data(rest: Sequence[str]) -> int:
     return 0
 
 
-VERBS: Mapping[str, Callable[[Sequence[str]], int]] = {"convert-data": _convert_data}
+def _init(rest: Sequence[str]) -> int:
+    from environments.scaffold import run as write
+
+    return write(rest)
+
+
+VERBS: Mapping[str, Callable[[Sequence[str]], int]] = {"init": _init, "convert-data": _convert_data}

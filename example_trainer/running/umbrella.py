@@ -10,13 +10,16 @@ from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
 
 VERBS = {
     "doctor": "check versions, packages, memory and ports of this machine",
+    "dpo": "FILE: pairs of better and worse rollouts as a data set",
     "env": "VERB: work on environments and their data, see atropos env --help",
     "report": "RUN: print the summary of a run directory and redraw its picture",
+    "sft": "FILE: the best rollouts as a data set",
     "top": "URL: watch a broker",
+    "view": "[FILE]: a local page of the groups that come in",
 }
 
 
-OWN_HELP = frozenset({"env", "top"})
+OWN_HELP = frozenset({"dpo", "env", "sft", "top", "view"})
 
 
 def main() -> NoReturn:
@@ -34,7 +37,8 @@ def run(argv: list[str]) -> int:
     if verb not in OWN_HELP and rest and rest[0] in {"-h", "--help"}:
         sys.stdout.write(f"usage: atropos {verb} {_operand(verb)}\n\n{VERBS[verb]}\n")
         return 0
-    return {"doctor": _doctor, "env": _env, "report": _report, "top": _top}[verb](rest)
+    verbs = {"doctor": _doctor, "report": _report, "env": _env, "dpo": _dpo, "sft": _sft, "top": _top, "view": _view}
+    return verbs[verb](rest)
 
 
 def _usage() -> str:
@@ -82,6 +86,24 @@ def _env(rest: list[str]) -> int:
     from environments.env_command import run as work_on_environments
 
     return work_on_environments(rest)
+
+
+def _dpo(rest: list[str]) -> int:
+    from environments.export.datasets import run_dpo
+
+    return run_dpo(rest)
+
+
+def _sft(rest: list[str]) -> int:
+    from environments.export.datasets import run_sft
+
+    return run_sft(rest)
+
+
+def _view(rest: list[str]) -> int:
+    from environments.export.view import run as show
+
+    return show(rest)
 
 
 def _top(rest: list[str]) -> int:
