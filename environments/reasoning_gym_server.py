@@ -144,7 +144,7 @@ def create_dataset(config: ReasoningGymEnvConfig, *, seed: int, size: int) -> An
         raise ReasoningGymMissing("this environment needs reasoning-gym: pip install reasoning-gym") from error
     if config.dataset not in factory.DATASETS:
         raise ReasoningGymMissing(
-            f"reasoning-gym has no task {config.dataset!r}{nearest(config.dataset, factory.DATASETS)}; set --env.dataset"
+            f"there is no task {config.dataset!r}{nearest(config.dataset, factory.DATASETS)}; set --env.dataset"
         )
     try:
         return package.create_dataset(config.dataset, seed=seed, size=size, **json.loads(config.dataset_options))

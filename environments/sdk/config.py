@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 ServerType = Literal["openai", "trl", "sglang", "vllm"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -62,6 +62,9 @@ class BaseEnvConfig(BaseModel):
     )
     custom_thinking_prompt: str | None = Field(None, description="for environments that prompt for thinking themselves")
     # Ours.
+    group_size_schedule: str = Field(
+        "", description="group sizes by trainer step, as 0:8,100:4; it replaces group_size as the run goes on"
+    )
     tool_parser: str = Field("hermes", description="how tool calls are written: hermes, json or a vLLM parser's name")
     server: str | None = Field(None, description="in a run file: which environment the launcher starts; unused here")
     rollout_server_token: str | None = Field(None, description="bearer token of run-api; default: $ATROPOS_TOKEN")
@@ -77,9 +80,35 @@ class BaseEnvConfig(BaseModel):
         False, description="train on top-p, top-k or penalised samples; their groups are marked"
     )
 
+    @field_validator("group_size_schedule")
+    @classmethod
+    def _is_schedule(cls, text: str) -> str:
+        read_schedule(text)
+        return text
+
+    def group_size_at(self, step: int) -> int:
+        """The group size at a trainer step, by the schedule where there is one."""
+        due = [size for start, size in read_schedule(self.group_size_schedule) if start <= step]
+        return due[-1] if due else self.group_size
+
+    @property
+    def scheduled_sizes(self) -> frozenset[int]:
+        return frozenset(size for _, size in read_schedule(self.group_size_schedule))
+
     @property
     def derived_batch_size(self) -> int:
         return self.batch_size if self.batch_size > 0 else self.group_size
+
+
+def read_schedule(text: str) -> list[tuple[int, int]]:
+    """Pairs of step and value from `0:8,100:4`, in the order of the steps."""
+    try:
+        pairs = [(int(step), int(value)) for step, value in (part.split(":") for part in text.split(",") if part)]
+    except ValueError:
+        raise ValueError(f"{text!r} is no schedule; write pairs of step and size, as 0:8,100:4") from None
+    if any(step < 0 or value < 1 for step, value in pairs):
+        raise ValueError(f"{text!r}: steps begin at 0 and sizes at 1")
+    return sorted(pairs)
 
 
 class ServerBaseline(BaseModel):

@@ -19,11 +19,15 @@ class GroupRules:
     group_size: int
     max_token_length: int
     ensure_scores_are_not_same: bool
+    scheduled_sizes: frozenset[int] = frozenset()
+    """Sizes that `group_size` has had or will have: a group may have begun under another."""
 
     def why_rejected(self, group: Group) -> str | None:
         """The reason a group stays here, or None when it may be sent."""
-        expected = (group.group_overrides or {}).get("group_size", self.group_size)
-        if len(group.tokens) != expected:
+        overridden = (group.group_overrides or {}).get("group_size")
+        expected = self.group_size if overridden is None else overridden
+        allowed = self.scheduled_sizes if overridden is None else ()
+        if len(group.tokens) != expected and len(group.tokens) not in allowed:
             return f"it has {len(group.tokens)} rollouts, {expected} were expected"
         if self.ensure_scores_are_not_same and len(set(group.scores)) == 1:
             return f"all its scores are {group.scores[0]:g}"

@@ -104,6 +104,7 @@ class EnvironmentWorker:
         info = await self._link.register()
         env = self._env
         env.curr_step = self._pacing.current_step
+        env.config.group_size = env.config.group_size_at(env.curr_step)
         env.max_token_len = info.max_token_length
         env.checkpoint_dir = info.checkpoint_dir
         if info.batch_size > 0:
@@ -193,6 +194,7 @@ class EnvironmentWorker:
         """The trainer made a step: checkpoints, metrics and evaluations may be due."""
         env = self._env
         before, env.curr_step = env.curr_step, pacing.current_step
+        env.config.group_size = env.config.group_size_at(env.curr_step)
         info = self._link.info
         if info is not None and crossed(before, env.curr_step, info.checkpoint_interval):
             env.save_checkpoint(env.curr_step - env.curr_step % info.checkpoint_interval)
@@ -205,6 +207,7 @@ class EnvironmentWorker:
             group_size=self._env.config.group_size,
             max_token_length=self._env.max_token_len,
             ensure_scores_are_not_same=self._env.config.ensure_scores_are_not_same,
+            scheduled_sizes=self._env.config.scheduled_sizes,
         )
 
     @property

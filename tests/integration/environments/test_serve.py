@@ -291,3 +291,13 @@ def innermost(error):
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+async def test_the_group_size_follows_its_schedule_and_batches_stay_full(tokenizer_folder):
+    fake = make_fake()
+    env = make_env(fake, tokenizer_folder, group_size_schedule="0:8,3:4")
+    batches = await serve_and_train(env, fake, steps=8, batch_size=32, seconds_a_step=0.02)
+    sizes = [{len(group.tokens) for group in batch.groups} for batch in batches]
+    assert [sum(len(group.tokens) for group in batch.groups) for batch in batches] == [32] * 8
+    assert sizes[0] == sizes[1] == {8}
+    assert sizes[-1] == {4}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from environments.sdk.config import BaseEnvConfig
 from environments.sdk.groups import GroupRules, group_items, to_wire
 from environments.sdk.session.journal import Journal
 from environments.sdk.session.nodes import SequenceNode
@@ -105,3 +106,27 @@ def test_single_rollouts_keep_everything_they_carry():
     assert group["group_overrides"] == {"group_size": 2}
     assert group["generation_params"] == {"temperature": 1.0}
     assert "advantages" not in group
+
+
+def test_a_schedule_of_group_sizes_holds_from_its_steps_on():
+    config = BaseEnvConfig(group_size=6, group_size_schedule="100:4,10:8")
+    assert [config.group_size_at(step) for step in (0, 9, 10, 99, 100, 5000)] == [6, 6, 8, 8, 4, 4]
+    assert BaseEnvConfig(group_size=6).group_size_at(3) == 6
+
+
+@pytest.mark.parametrize("text", ["8", "0-8", "0:0", "x:8"])
+def test_a_schedule_that_is_none_is_refused_with_its_form(text):
+    with pytest.raises(ValueError, match="0:8,100:4|sizes at 1"):
+        BaseEnvConfig(group_size_schedule=text)
+
+
+def of_size(size):
+    return to_wire({"tokens": [[5]] * size, "masks": [[5]] * size, "scores": [0] * size}, Journal("train"))
+
+
+def test_groups_of_any_scheduled_size_may_be_sent_and_of_no_other():
+    rules = GroupRules(
+        group_size=2, max_token_length=0, ensure_scores_are_not_same=False, scheduled_sizes=frozenset({2, 3})
+    )
+    refused = [size for size in (1, 2, 3, 4) if rules.why_rejected(of_size(size))]
+    assert refused == [1, 4]
