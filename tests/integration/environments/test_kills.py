@@ -1,0 +1,190 @@
+"""A broker and an inference server that are killed and restarted while an environment serves, in real processes.
+
+What the environment handed in has to be what is trained, each group once. `FAULT_KILLS=10` asks for the long form.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+
+import psutil
+import pytest
+
+from atropos_api.client import BrokerClient
+from atropos_api.wire.messages import RunRequest
+from environments.sdk.rehearsal import write_byte_tokenizer
+
+KILLS = int(os.environ.get("FAULT_KILLS", "2"))
+
+ENVIRONMENT = '''
+    import sys
+
+    from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, scored_group
+
+
+    class CountingEnv(BaseEnv):
+        """Each item is a number of its own, which its score tells again."""
+
+        name = "counting"
+
+        @classmethod
+        def config_init(cls):
+            return BaseEnvConfig(group_size=4, max_num_workers=8, use_wandb=False), APIServerConfig(server_type="vllm")
+
+        async def setup(self):
+            self.number = 0
+
+        async def get_next_item(self):
+            self.number += 1
+            return self.number
+
+        async def collect_trajectories(self, item):
+            async with self.server.managed_server() as session:
+                await session.completion(prompt=f"item {item}", n=4, max_tokens=4)
+                return scored_group(session.nodes, [item, 0, 0, 0]), []
+
+        async def handle_send_to_api(self, scored_data, item=None, *rest):
+            await super().handle_send_to_api(scored_data, item, *rest)
+            print(item, flush=True)
+
+        async def evaluate(self):
+            pass
+
+
+    CountingEnv.cli()
+'''
+INFERENCE = """
+    import sys
+    import time
+    from environments.sdk.testing import FakeInference, sampled_tokens, served
+
+    fake = FakeInference(sampled_tokens(0, vocabulary=200, end=256, longest=8), end=256, delay_seconds=0.02)
+    with served(fake, port=int(sys.argv[1])):
+        time.sleep(600)
+"""
+
+
+class Program:
+    """A process that can be killed and started again with the same arguments."""
+
+    def __init__(self, *command, log):
+        self.command = command
+        self.log = log
+        self.process = None
+        self.start()
+
+    def start(self):
+        if self.process is not None:
+            self.process.stdout.close()
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *self.command], stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+
+    def kill(self, number=signal.SIGKILL):
+        self.process.send_signal(number)
+        self.process.wait(timeout=60)
+        return self.process.returncode
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
+def programs(tmp_path):
+    started = []
+
+    def start(name, *command):
+        program = Program(*command, log=tmp_path / f"{name}.log")
+        started.append(program)
+        return program
+
+    yield start
+    for program in started:
+        if program.process.poll() is None:
+            program.kill()
+        program.process.stdout.close()
+
+
+def script(path, text):
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+class Trainer(threading.Thread):
+    """Takes batch after batch of one group, until told that no more will come."""
+
+    def __init__(self, url):
+        super().__init__()
+        self.url, self.trained, self.stopping = url, [], threading.Event()
+
+    def run(self):
+        with BrokerClient(self.url) as client:
+            client.wait_until_ready(60)
+            request = RunRequest(name="kills", batch_size=4, max_token_length=512, num_steps=1_000_000)
+            run = client.begin_run(request)
+            number = run.next_batch
+            while True:
+                last = self.stopping.is_set()
+                batch = client.get_batch(number, run_id=run.run_id, epoch=run.epoch, wait_seconds=1)
+                if batch is not None:
+                    self.trained += [int(max(group.scores)) for group in batch.groups]
+                    client.commit(number, run_id=run.run_id, epoch=run.epoch)
+                    number += 1
+                elif last:
+                    return
+
+
+def wait_for(condition, what, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
+
+
+def test_killed_brokers_and_inference_servers_cost_no_group_and_double_none(tmp_path, programs):
+    broker_port, inference_port = free_port(), free_port()
+    url = f"http://127.0.0.1:{broker_port}"
+    store = ("--store", str(tmp_path / "store"), "--fsync", "always")
+    broker = programs("broker", "-m", "atropos_api", "--port", str(broker_port), *store)
+    inference = programs("inference", script(tmp_path / "inference.py", INFERENCE), str(inference_port))
+    env = programs(
+        "env",
+        script(tmp_path / "counting_env.py", ENVIRONMENT),
+        "serve",
+        *("--env.rollout_server_url", url),
+        *("--env.tokenizer_name", str(write_byte_tokenizer(tmp_path / "tokenizer"))),
+        *("--openai.base_url", f"http://127.0.0.1:{inference_port}/v1"),
+    )
+    handed_in = []
+    reader = threading.Thread(target=lambda: handed_in.extend(map(int, env.process.stdout)))
+    reader.start()
+    trainer = Trainer(url)
+    trainer.start()
+    for round_number in range(KILLS):
+        for program in (broker, inference):
+            goal = len(trainer.trained) + 10
+            wait_for(lambda goal=goal: len(trainer.trained) >= goal, f"training in round {round_number}")
+            program.kill()
+            program.start()
+    goal = len(trainer.trained) + 10
+    wait_for(lambda: len(trainer.trained) >= goal, "training after the last kill")
+
+    family = [env.process.pid, *(child.pid for child in psutil.Process(env.process.pid).children(recursive=True))]
+    assert env.kill(signal.SIGTERM) == 0
+    assert not any(map(psutil.pid_exists, family))
+    reader.join(timeout=10)
+    trainer.stopping.set()
+    trainer.join(timeout=60)
+    counts = Counter(trainer.trained)
+    assert [number for number, times in counts.items() if times > 1] == []
+    assert set(counts) == set(handed_in)
