@@ -116,7 +116,7 @@ def test_a_schedule_of_group_sizes_holds_from_its_steps_on():
 
 @pytest.mark.parametrize("text", ["8", "0-8", "0:0", "x:8"])
 def test_a_schedule_that_is_none_is_refused_with_its_form(text):
-    with pytest.raises(ValueError, match="0:8,100:4|sizes at 1"):
+    with pytest.raises(ValueError, match=r"0:8,100:4|sizes at 1"):
         BaseEnvConfig(group_size_schedule=text)
 
 
