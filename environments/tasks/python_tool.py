@@ -63,7 +63,10 @@ class PythonTool:
 
     def probe(self) -> None:
         """Find out how far code can be isolated here."""
-        probe = subprocess.run((*PROGRAM, "--probe"), capture_output=True, timeout=PROBE_SECONDS, check=False)
+        with tempfile.TemporaryDirectory(prefix="python-tool-") as folder:
+            probe = subprocess.run(
+                (*PROGRAM, "--probe"), capture_output=True, timeout=PROBE_SECONDS, check=False, cwd=folder
+            )
         self.isolated = probe.returncode == 0
         if self.isolated:
             return
@@ -91,7 +94,13 @@ class PythonTool:
         process = await anyio.open_process(
             PROGRAM,
             cwd=folder,
-            env={"PATH": os.environ.get("PATH", ""), "LANG": "C.UTF-8", "HOME": folder, "OMP_NUM_THREADS": "1"},
+            env={
+                "PATH": os.environ.get("PATH", ""),
+                "LANG": "C.UTF-8",
+                "HOME": folder,
+                "TMPDIR": folder,
+                "OMP_NUM_THREADS": "1",
+            },
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
