@@ -9,6 +9,7 @@ printed is not. A right final answer earns 1, any other -1. The code runs in a s
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import Any
 
 from pydantic import Field
@@ -82,7 +83,11 @@ class ToolEnv(QuestionEnv):
         )
         self.python.probe()
         self.grader = AccuracyReward(correct=1.0, wrong=-1.0)
-        self.system_prompt = SYSTEM_PROMPT if self._template_shows_tools() else SYSTEM_PROMPT + CALL_FORM
+
+    @cached_property
+    def system_prompt(self) -> str:
+        """Says how a call is written where the model's chat template does not."""
+        return SYSTEM_PROMPT if self._template_shows_tools() else SYSTEM_PROMPT + CALL_FORM
 
     async def collect(self, question: Question) -> ScoredDataGroup:
         async def one() -> ScoredDataItem:
