@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+
+import yaml
 
 from environments.sdk.env import BaseEnv
 from environments.sdk.session.journal import keep_journal
@@ -21,4 +24,21 @@ async def evaluate_alone(env: BaseEnv) -> None:
     """The verb `evaluate`: set up, evaluate, done. `evaluation_only` spares an environment what it trains on."""
     env.evaluation_only = True
     await env.setup()
-    await run_evaluation(env, step=None)
+    await env.setup_wandb()
+    try:
+        await run_evaluation(env, step=None)
+    finally:
+        if env.tracker is not None:
+            env.tracker.finish()
+    if env.config.data_dir_to_save_evals is not None:
+        _save_config(env, Path(env.config.data_dir_to_save_evals))
+
+
+def _save_config(env: BaseEnv, folder: Path) -> None:
+    """Write beside the results what they were measured with; secrets stay out."""
+    document = {
+        "env": env.config.model_dump(mode="json", exclude={"rollout_server_token"}),
+        "openai": [server.config.model_dump(mode="json", exclude={"api_key"}) for server in env.server.servers],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "evaluate_config.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")

@@ -7,6 +7,7 @@ import stat
 
 import anyio
 import pytest
+import yaml
 
 from atropos_api.common.cliconfig import ConfigError
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ServerBaseline, checkpoint, scored_group
@@ -19,7 +20,7 @@ from environments.sdk.rehearsal import Rehearsal
 from environments.sdk.rollouts import Collector
 from environments.sdk.slurm import slurm_servers
 from environments.sdk.teacher import TeacherDistillationConfig, TeacherDistillationEnv
-from environments.sdk.worker import crossed
+from environments.sdk.worker import EnvironmentWorker, crossed
 
 pytestmark = pytest.mark.anyio
 
@@ -267,6 +268,9 @@ async def test_an_evaluation_with_words_among_its_metrics_is_written(tmp_path):
     assert set(document["results"]) == {"atropos|surface_eval|0", "all"}
     assert document["results"]["all"]["eval/word"] == "not a number"
     assert document["config_general"]["generation_parameters"]["max_new_tokens"] == 2048
+    told = yaml.safe_load((folder / "evaluate_config.yaml").read_text())
+    assert told["env"]["group_size"] == 2
+    assert "api_key" not in told["openai"][0]
     assert (folder / "samples.jsonl").read_text() == '{"text": "a"}\n'
 
 
@@ -380,3 +384,12 @@ async def test_process_without_any_group_writes_nothing_and_says_so(tmp_path, ca
         await process(rehearsal.env)
     assert not path.exists()
     assert "no group was collected" in caplog.text
+
+
+@pytest.mark.parametrize(("handling", "left"), [("STOP_TRAIN", 0), ("LIMIT_TRAIN", 4), ("NONE", 8)])
+async def test_an_evaluation_leaves_training_the_workers_it_should(tmp_path, handling, left):
+    async with Rehearsal(Env, ["x"], tmp_path, eval_handling=handling) as rehearsal:
+        worker = EnvironmentWorker(rehearsal.env, client=None)
+        assert worker._worker_limit() == 8
+        worker._evaluation = anyio.CancelScope()
+        assert worker._worker_limit() == left
