@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import anyio
 
 from environments.compat.config import APIServerConfig, BaseEnvConfig, ServerBaseline
-from environments.compat.servers import APIServer, ServerManager, ServerManagerConfig
+from environments.compat.servers import APIServer, ServerManager, ServerManagerConfig, answer_one_by_one
 from environments.sdk import env as sdk
 from environments.sdk.config import EvalHandlingEnum
 from environments.sdk.types import Item, Message, ScoredDataGroup, ScoredDataItem
@@ -53,6 +53,7 @@ class BaseEnv(sdk.BaseEnv):
         testing: bool = False,
     ) -> None:
         super().__init__(config, server_configs, slurm=slurm, testing=testing)
+        answer_one_by_one(self.server)
         self.completion_lengths = []
         self.workers: set[Any] = set()
         self.eval_workers: set[Any] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from environments.compat.config import APIServerConfig, ServerBaseline
 from environments.sdk.config import as_server_list
 from environments.sdk.inference import manager
 from environments.sdk.inference.openai import OpenAIServer
+from environments.sdk.inference.pool import ServerPool
 from environments.sdk.inference.reasoning import Reasoning as ReasoningConfig
 from environments.sdk.inference.server import HttpServer as APIServer
 from environments.sdk.inference.vllm import VllmServer as VLLMServer
@@ -51,6 +53,17 @@ class ServerManager(manager.ServerManager):
         name = next((s.tokenizer_name for s in servers if s.tokenizer_name != "none"), servers[0].model_name)
         options = {key: more[key] for key in ("max_n_completions",) if key in more}
         super().__init__(servers, load_tokenizer=lambda: load_tokenizer(name), **options)
+
+
+def answer_one_by_one(servers: manager.ServerManager) -> None:
+    """Let each server of a manager be asked by itself too: environments with a judge pick theirs by number."""
+    for server in servers.servers:
+        alone = copy.copy(servers)
+        alone.pool = ServerPool(
+            [server], max_n_completions=servers.pool.max_n_completions, wait_timeout_seconds=server.config.timeout
+        )
+        for call in ("chat_completion", "completion"):
+            setattr(server, call, getattr(alone, call))
 
 
 class ManagedServerAdapter:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from environments.compat import advantages, evals, history, rewards, tokenizing, tool_calls
-from environments.compat.finder import AliasFinder, install
+from environments.compat.finder import AliasFinder, give_lists, install
 from environments.compat.names import ALIASES
 from environments.compat.servers import ManagedServerAdapter
 
@@ -33,6 +33,21 @@ def test_every_alias_can_be_imported_and_nothing_is_left_of_it_without_the_hook(
     assert BaseEnv is Ours
     with pytest.raises(ModuleNotFoundError, match="not provided"):
         importlib.import_module("atroposlib.envs.other")
+
+
+def test_transformers_tokenizers_give_lists_again(tokenizer_folder, monkeypatch):
+    from transformers import AutoTokenizer, tokenization_utils_base
+
+    base = tokenization_utils_base.PreTrainedTokenizerBase
+    own = AutoTokenizer.from_pretrained(str(tokenizer_folder))
+    chat = [{"role": "user", "content": "2 + 2?"}]
+    expected = own.apply_chat_template(chat, return_dict=False)
+    assert own.apply_chat_template(chat) != expected, "transformers changed back; the patch can go"
+    monkeypatch.setattr(base, "apply_chat_template", base.apply_chat_template)
+    give_lists(tokenization_utils_base)
+    give_lists(tokenization_utils_base)
+    assert own.apply_chat_template(chat) == expected
+    assert own.apply_chat_template(chat, return_dict=True)["input_ids"] == expected
 
 
 def test_without_the_hook_the_name_is_unknown():
