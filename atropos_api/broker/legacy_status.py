@@ -73,7 +73,11 @@ class LegacyStatus:
         if run is None:
             return dict(self._state.queue.sequences_by_env)
         one = batch_in_sequences(run, self._usual_size()) // run.batch_size
-        queued = {owner: one * count for owner, count in queued_by_environment(run, self._state.queue.lanes).items()}
+        if run.unit == "sequences":
+            queued = dict(self._state.queue.sequences_by_env)
+        else:
+            counts = queued_by_environment(run, self._state.queue.lanes)
+            queued = {owner: one * count for owner, count in counts.items()}
         for size in self._broker.batches.unpackable_sizes(run):
             for lane in self._state.queue.lanes_of_size(size):
                 queued[lane.env_id] -= size * len(lane)

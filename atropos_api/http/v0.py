@@ -57,7 +57,8 @@ async def status_env(request: Request) -> Response:
         environment_id = parse_int(asked, "env_id")
     else:
         raise InvalidRequest("env_id: it is required, as a JSON body or in the query", field="env_id")
-    return json_response(services_of(request).legacy.status.status_env(environment_id))
+    answer = services_of(request).legacy.status.status_env(environment_id)
+    return PiecesResponse([msgspec.json.encode(answer)], media_type=JSON)
 
 
 @router.post("/scored_data", summary="Submit one group")

@@ -20,7 +20,7 @@ from atropos_api.store.journal import Journal
 from atropos_api.store.ledger_sqlite import SqliteLedger, group_of_values, key_of_values, values_of_group, values_of_key
 
 MOST_PENDING: Final = 256
-"""Submissions; more would make the write that takes them to the database a long one."""
+"""Groups; more would make the write that takes them to the database a long one."""
 
 MOST_BYTES: Final = 8 * 2**20
 """A journal of this size is emptied even if that means waiting for the disk."""
@@ -47,6 +47,7 @@ class JournaledLedger(SqliteLedger):
 
     def __init__(self, path: Path, *, synchronous: str = "NORMAL", syncs: bool = False) -> None:
         self._pending: list[Submission] = []
+        self._pending_groups = 0
         super().__init__(path, synchronous=synchronous)
         self._syncs = syncs
         # Places in all that was ever appended: up to where it is in the database, and up to where it is safe there.
@@ -69,7 +70,7 @@ class JournaledLedger(SqliteLedger):
         if self._depth:
             super().add_submission(rows, key, answered_seq=answered_seq)
             return
-        if len(self._pending) >= MOST_PENDING:
+        if self._pending_groups + len(rows) > MOST_PENDING:
             self._flush()
         if not self._pending:
             self._empty_journal()
@@ -79,6 +80,7 @@ class JournaledLedger(SqliteLedger):
         self._journal.append(_encoder.encode(submission))
         self._appended += 1
         self._pending.append(submission)
+        self._pending_groups += len(rows)
         self._note_write()
 
     def sync(self) -> None:
@@ -112,6 +114,7 @@ class JournaledLedger(SqliteLedger):
             except BaseException:
                 self._pending = pending
                 raise
+        self._pending_groups = 0
         self._flushed = self._appended
 
     def _insert(self, submissions: Sequence[Submission]) -> None:
