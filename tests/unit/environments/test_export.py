@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from html.parser import HTMLParser
@@ -9,7 +10,11 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 
+from atropos_api.client import BrokerClient
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.testing import served_broker
+from atropos_api.wire.groups import Group
+from atropos_api.wire.messages import EnvironmentRequest
 from environments.export.datasets import DpoOptions, SftOptions, dpo_lines, run_dpo, run_sft, sft_lines
 from environments.export.groups import GroupsUnreadable, read_groups
 from environments.export.page import render, write_page
@@ -151,3 +156,21 @@ def test_the_page_of_a_growing_file_is_for_this_machine_alone(tmp_path):
 def test_a_page_needs_one_source(argv):
     with pytest.raises(ConfigError, match="name one of them"):
         run_view(argv)
+
+
+def test_groups_are_taken_from_a_broker_in_a_trainers_place(group, tokenizer_folder, tmp_path):
+    out = tmp_path / "sft.jsonl"
+    flags = ["--group-size", "3", "--tasks-per-step", "2", "--num-seqs-to-save", "4"]
+    with served_broker() as url, BrokerClient(url) as client:
+        arguments = [str(out), "--api-url", url, "--tokenizer", str(tokenizer_folder), *flags]
+        export = threading.Thread(target=run_sft, args=(arguments,))
+        export.start()
+        info = client.register_environment(EnvironmentRequest(name="e", group_size=3, max_token_length=64))
+        while client.status()["run"] is None:
+            time.sleep(0.01)
+        fields = {name: group[name] for name in ("tokens", "masks", "scores")}
+        client.submit(info.environment_id, [Group(**fields), Group(**fields)], idempotency_key="once")
+        export.join(timeout=30)
+        assert not export.is_alive()
+        assert client.heartbeat(info.environment_id).state == "finished"
+    assert [json.loads(line)["score"] for line in out.read_text().splitlines()] == [1.0, 0.25, 1.0, 0.25]
