@@ -42,7 +42,7 @@ class FullReference(Reference):
         if legacy or key is None:
             self.answered = len(self.rows)
         if legacy and key is None and not answered:
-            self.lost |= {g[:2]: self.now + 30 for g in fresh}
+            self.lost |= {g[:2]: self.now + 30 for g in groups}
         return taken
 
     def restart(self):

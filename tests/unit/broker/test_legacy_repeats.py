@@ -55,6 +55,12 @@ def test_a_repeat_after_a_lost_answer_is_taken_once(legacy):
     assert legacy._state.queue.groups == 2
 
 
+def test_a_repeat_whose_answer_is_lost_too_is_a_repeat_once_more(legacy):
+    assert [send(legacy, answered=False) for _ in range(3)] == [0, 1, 1]
+    assert send(legacy, answered=True) == 1
+    assert send(legacy, answered=True) == 0
+
+
 def test_equal_bytes_after_an_answer_are_another_group(legacy):
     assert [send(legacy, answered=True) for _ in range(3)] == [0, 0, 0]
 
