@@ -34,6 +34,7 @@ format: $(INSTALLED_DEV)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/compare_trl.py
+	$(BIN)/python -m benchmarks.broker
 
 # Needs torch, transformers and peft alone, so it runs where vLLM cannot be had; every test skips without a GPU.
 gpu:
