@@ -1,6 +1,7 @@
 """What stands behind Atropos' names does what environments expect of them, without the faults of the originals."""
 
 import json
+import inspect
 import sys
 
 import pytest
@@ -41,9 +42,10 @@ def test_transformers_tokenizers_give_lists_again(tokenizer_folder, monkeypatch)
     base = tokenization_utils_base.PreTrainedTokenizerBase
     own = AutoTokenizer.from_pretrained(str(tokenizer_folder))
     chat = [{"role": "user", "content": "2 + 2?"}]
+    # Another test of this process may have installed the patch for good.
+    monkeypatch.setattr(base, "apply_chat_template", inspect.unwrap(base.apply_chat_template))
     expected = own.apply_chat_template(chat, return_dict=False)
     assert own.apply_chat_template(chat) != expected, "transformers changed back; the patch can go"
-    monkeypatch.setattr(base, "apply_chat_template", base.apply_chat_template)
     give_lists(tokenization_utils_base)
     give_lists(tokenization_utils_base)
     assert own.apply_chat_template(chat) == expected

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from example_trainer.model import PolicyOptions, load_policy
-from example_trainer.weights.proof import TOLERANCES, Difference, _Sample, compare, full_precision, probe_prompts
+from example_trainer.weights.proof import TOLERANCES, Difference, _Sample, compare, probe_prompts, wider_precision
 
 
 def policy_of(path, dtype):
@@ -34,6 +34,15 @@ def agrees(policy, samples):
     return agreement.difference.within(agreement.limit)
 
 
+def test_fp32_of_an_ill_conditioned_model_is_allowed_what_fp32_rounds_and_not_more(tiny_model):
+    """Weights much larger than usual: the trainer alone is off by more than the fixed limit."""
+    policy = policy_of(tiny_model("llama"), "float32")
+    policy.load_masters({name: tensor * 12 for name, tensor in policy.snapshot().items()})
+    agreement = compare(policy, sampled_by(policy))
+    assert agreement.limit.maximum > TOLERANCES[torch.float32].maximum
+    assert not agrees(policy, sampled_by(policy, noise=0.05))
+
+
 def test_r5_fp32_is_held_to_its_fixed_limits_over_two_thousand_tokens(tiny_model):
     policy = policy_of(tiny_model("llama"), "float32")
     agreement = compare(policy, sampled_by(policy))
@@ -51,13 +60,13 @@ def test_bf16_is_allowed_what_bf16_rounds_and_not_more(tiny_model):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-tied", "gpt2", "phi3"])
-def test_full_precision_is_the_fp32_forward_and_leaves_no_trace(tiny_model, family):
+def test_wider_precision_is_the_fp32_forward_and_leaves_no_trace(tiny_model, family):
     policy = policy_of(tiny_model(family), "bfloat16")
     reference = policy_of(tiny_model(family), "float32")
     reference.load_masters({name: tensor.float() for name, tensor in policy.snapshot().items()})
     tokens = torch.arange(3, 43).view(2, 20)
     before = dict(policy.module.named_parameters())
-    with torch.no_grad(), full_precision(policy.module), policy.autocast():
+    with torch.no_grad(), wider_precision(policy.module, torch.float32), policy.autocast():
         wide = policy.module(input_ids=tokens).logits
     torch.testing.assert_close(wide, reference.module(input_ids=tokens).logits, rtol=1e-4, atol=1e-4)
     assert all(parameter is before[name] for name, parameter in policy.module.named_parameters())
