@@ -1,7 +1,7 @@
 """What stands behind Atropos' names does what environments expect of them, without the faults of the originals."""
 
-import json
 import inspect
+import json
 import sys
 
 import pytest
