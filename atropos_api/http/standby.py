@@ -116,7 +116,7 @@ class Standby:
                 logger.warning("not active: %s", error)
             self._failure = str(error)
             self._session.step_down()
-        except Exception:
+        except Exception:  # a standby that ends for one failed take-over is no standby; it tries again
             logger.exception("this broker could not take over")
             self._failure = "this broker could not take over; its log says why"
             self._session.step_down()

@@ -11,7 +11,8 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -130,10 +131,8 @@ class RedisSession:
 
     def check_promises(self) -> None:
         """Refuse a Redis that would forget what it acknowledged."""
-        try:
+        with self._in_own_words():
             found = {name: self._setting(name) for name in (*PROMISES, "maxmemory", "maxmemory-policy")}
-        except Exception as error:
-            raise self._translate(error) from error
         broken = [name for name, wanted in PROMISES.items() if found[name] not in {wanted, None}]
         if broken:
             changes = " and ".join(f"CONFIG SET {name} {PROMISES[name]}" for name in broken)
@@ -152,17 +151,13 @@ class RedisSession:
         self._client.close()
 
     def call(self, *command: Argument) -> Any:
-        try:
+        with self._in_own_words():
             return self._client.execute_command(*command)
-        except Exception as error:
-            raise self._translate(error) from error
 
     def apply(self, arguments: Sequence[Argument]) -> bool:
         """Run the script that writes; False if the lease has another value by now."""
-        try:
+        with self._in_own_words():
             return bool(self._apply(keys=[LEASE], args=arguments))
-        except Exception as error:
-            raise self._translate(error) from error
 
     def _run(self, script: str, *arguments: Argument) -> Any:
         return self.call("EVAL", script, 1, LEASE, *arguments)
@@ -181,16 +176,20 @@ class RedisSession:
     def _lease_milliseconds(self) -> int:
         return int(self.lease_seconds * 1000)
 
-    def _translate(self, error: Exception) -> Exception:
+    @contextmanager
+    def _in_own_words(self) -> Iterator[None]:
         """What went wrong in the store's words. After a lost answer this broker steps down: it may have been done."""
         from redis.exceptions import RedisError, ResponseError
 
-        if not isinstance(error, RedisError | OSError):
-            return error
-        if not isinstance(error, ResponseError):
+        try:
+            yield
+        except ResponseError as error:
+            raise StoreUnavailable(f"{self.place} refused a write ({error}); nothing was kept") from error
+        except (RedisError, OSError) as error:
             self.step_down()
-            return StoreUnavailable(f"{self.place} does not answer ({error}); the broker goes on when it is back")
-        return StoreUnavailable(f"{self.place} refused a write ({error}); nothing was kept")
+            raise StoreUnavailable(
+                f"{self.place} does not answer ({error}); the broker goes on when it is back"
+            ) from error
 
 
 class RedisTerm:
