@@ -25,8 +25,8 @@ from pydantic import Field
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
 from atropos_api.common.logs import setup_logging
 from example_trainer.config import TrainingConfig
-from example_trainer.course_options import find_environment_option
 from example_trainer.errors import ModelNotFound
+from example_trainer.options.course import find_environment_option
 from example_trainer.process_environment import settings_from
 
 if TYPE_CHECKING:

@@ -38,10 +38,12 @@ from example_trainer.checkpointing import (
     save_checkpoint,
 )
 from example_trainer.data import TrainingBatch, data_settings, prepare_batch, report_logprobs
+from example_trainer.learning.alignment import Alignment
+from example_trainer.learning.layout import choose_layout
 from example_trainer.objective.metrics import reward_metrics, staleness_metrics
 from example_trainer.running.optimizers import make_optimizer, optimizer_settings
 from example_trainer.running.trackers import Tracker
-from example_trainer.training import Alignment, Learner, StepResult, StopRequestedError, choose_layout, learner_settings
+from example_trainer.training import Learner, StepResult, StopRequestedError, learner_settings
 
 if TYPE_CHECKING:
     import torch

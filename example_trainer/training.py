@@ -11,20 +11,18 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from atropos_api.common import metric_names as names
 from example_trainer.config import TrainingConfig
 from example_trainer.data import Targets, TrainingBatch
-from example_trainer.errors import TrainingDiverged, UnsupportedModel
-from example_trainer.objective import attention
+from example_trainer.errors import TrainingDiverged
 from example_trainer.objective.logprobs import head_of, token_logprobs
 from example_trainer.objective.losses import LossSettings, token_losses, token_weights
-from example_trainer.objective.metrics import alignment_metrics, logprob_warnings, policy_metrics
+from example_trainer.objective.metrics import logprob_warnings, policy_metrics
 from example_trainer.objective.packing import LayoutKind, PackedMicroBatch, Row, forward_hidden, pack_rows
 from example_trainer.running.optimizers import LearningRate, learning_rate, set_lr
 
@@ -32,9 +30,6 @@ if TYPE_CHECKING:
     from example_trainer.model import Policy
 
 logger = logging.getLogger(__name__)
-
-PROBE_TOLERANCE = {torch.float32: 1e-3}
-HALF_PRECISION_TOLERANCE = 5e-2
 
 
 class StopRequestedError(Exception):
@@ -247,115 +242,6 @@ class Learner:
         return policy_metrics(
             logprobs, entropies, targets.rollout_logprobs, targets.advantages, targets.sequences, self.settings.loss
         )
-
-
-class Alignment:
-    """Compares logprobs of trainer and sampler, each token under the very weights that it was sampled with.
-
-    Tokens of the newest version are covered by the training forward itself. For older ones the last `keep` versions
-    are kept as snapshots, and a sample of sequences is scored again under its own version.
-    """
-
-    def __init__(self, learner: Learner, *, keep: int, sample_sequences: int, seed: int) -> None:
-        self._learner = learner
-        self._keep = keep
-        self._sample_sequences = sample_sequences
-        self._seed = seed
-        self._snapshots: dict[int, dict[str, Tensor]] = {}
-        self._current: int | None = None
-
-    def published(self, version: int) -> None:
-        """The masters as they are now are served under `version`."""
-        self._current = version
-        if self._keep:
-            self._snapshots[version] = self._learner.policy.snapshot()
-            for old in sorted(self._snapshots)[: -self._keep - 1]:
-                del self._snapshots[old]
-
-    def moved(self) -> None:
-        """The masters have changed since the last publish: no version names them."""
-        self._current = None
-
-    def score_older(self, batch: TrainingBatch) -> Tensor:
-        """Differences for a sample of sequences of older, kept versions; call before the weights change."""
-        targets = batch.targets.to(self._learner.policy.device)
-        found = []
-        for version, rows in self._older_rows(batch).items():
-            with self._learner.policy.with_weights(self._snapshots[version]):
-                scored = self._learner.score(rows, targets)
-            chosen = (targets.versions == version) & ~scored.isnan()
-            found.append(scored[chosen] - targets.rollout_logprobs[chosen])
-        return torch.cat(found) if found else torch.empty(0)
-
-    def measure(self, batch: TrainingBatch, result: StepResult, older: Tensor) -> dict[str, float]:
-        """The alignment metrics of a step, from its own forward and from `score_older`."""
-        exact = [older.cpu()]
-        if result.logprobs is not None and self._current is not None:
-            same = (batch.targets.versions == self._current) & ~result.logprobs.cpu().isnan()
-            exact.append(result.logprobs.cpu()[same] - batch.targets.rollout_logprobs[same])
-        return alignment_metrics(torch.cat(exact))
-
-    def _older_rows(self, batch: TrainingBatch) -> dict[int, list[Row]]:
-        """Sampled rows by the one kept version that all their tokens were sampled under."""
-        by_version: dict[int, list[Row]] = {}
-        if not batch.rows or not self._sample_sequences or not self._snapshots:
-            return by_version
-        generator = torch.Generator().manual_seed((self._seed << 32) ^ batch.number)
-        taken = 0
-        for index in torch.randperm(len(batch.rows), generator=generator).tolist():
-            row = batch.rows[index]
-            versions = set(batch.targets.versions[row.first_target : row.first_target + len(row.targets)].tolist())
-            version = versions.pop()
-            if versions or version == self._current or version not in self._snapshots:
-                continue
-            by_version.setdefault(version, []).append(row)
-            taken += 1
-            if taken == self._sample_sequences:
-                break
-        return by_version
-
-
-def choose_layout(policy: Policy) -> LayoutKind:
-    """The densest layout that this model computes right, found by comparing it with ordinary rows."""
-    _refuse_scaled_logits(policy.hf_config)
-    if not attention.install(policy.module):
-        logger.warning("%s cannot attend through packed rows; padding instead", type(policy.module).__name__)
-        return "rows"
-    wanted: LayoutKind = "packed" if policy.device.type == "cuda" else "shared"
-    difference = _packing_difference(policy, wanted)
-    if difference > PROBE_TOLERANCE.get(policy.dtype, HALF_PRECISION_TOLERANCE):
-        logger.warning("packed rows differ from padded ones by %.1e of the largest state; padding instead", difference)
-        return "rows"
-    return wanted
-
-
-def _refuse_scaled_logits(hf_config: Any) -> None:
-    """Some families change the logits after the head; the chunked head here does not, so logprobs would be wrong."""
-    text = hf_config.get_text_config()
-    for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
-        value = getattr(text, name, neutral)
-        if value not in (None, neutral):
-            raise UnsupportedModel(f"the model's {name} is {value}; models that change their logits are not supported")
-
-
-def _packing_difference(policy: Policy, layout: LayoutKind) -> float:
-    """Largest difference of hidden states between `layout` and padded rows, relative to the largest state."""
-    module: Any = policy.module
-    vocabulary = module.get_input_embeddings().weight.shape[0]
-    tokens = np.random.default_rng(0).integers(0, vocabulary, size=(3, 24))
-    tokens[1, :8] = tokens[0, :8]
-    rows = [
-        Row(tokens=tokens[at], targets=np.arange(10, length), first_target=first, group=at // 2)
-        for at, length, first in ((0, 24, 0), (1, 19, 14), (2, 15, 23))
-    ]
-    states: list[Tensor] = []
-    with torch.no_grad(), policy.autocast():
-        kinds: tuple[LayoutKind, LayoutKind] = (layout, "rows")
-        for kind in kinds:
-            (micro,) = pack_rows(rows, 1 << 20, device=policy.device, layout=kind)
-            hidden = forward_hidden(module, micro).float()
-            states.append(hidden[micro.hidden_index[micro.target_index.argsort()]])
-    return float((states[0] - states[1]).abs().max() / states[1].abs().max().clamp(min=1e-6))
 
 
 def _split(rows: Sequence[Row], parts: int) -> Iterator[Sequence[Row]]:

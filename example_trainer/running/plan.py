@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from environments.installed import environment_names
-from example_trainer.config import LORA_MODES
 from example_trainer.errors import ModelNotFound, TrainerError
+from example_trainer.options.publish import LORA_MODES
 from example_trainer.running.interpreter import PACKAGE_ROOT, python_path
 from example_trainer.running.ports import LOOPBACK, free_port, require_free
 from example_trainer.running.run_dir import RunDir

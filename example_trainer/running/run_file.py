@@ -16,8 +16,9 @@ import yaml
 from pydantic import Field
 
 from atropos_api.common.cliconfig import ConfigError, load_config, nearest, read_config_file
-from example_trainer.config import BridgeMode, TrainingConfig
-from example_trainer.course_options import hand_on_environment_options
+from example_trainer.config import TrainingConfig
+from example_trainer.options.course import hand_on_environment_options
+from example_trainer.options.publish import BridgeMode
 
 PREFIXED_SECTIONS = ("api", "vllm", "env", "openai")
 SECTIONS = ("trainer", *PREFIXED_SECTIONS, "environments")

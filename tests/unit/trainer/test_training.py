@@ -13,15 +13,15 @@ from atropos_api.wire import Batch
 from example_trainer.config import TrainingConfig
 from example_trainer.data import TrainingBatch, data_settings, prepare_batch
 from example_trainer.errors import TrainingDiverged, UnsupportedModel
+from example_trainer.learning.alignment import Alignment
+from example_trainer.learning.layout import choose_layout
 from example_trainer.model import Policy, PolicyOptions, load_policy
 from example_trainer.objective.packing import LayoutKind
 from example_trainer.running.optimizers import make_optimizer, optimizer_settings
 from example_trainer.testing import Sampler
 from example_trainer.training import (
-    Alignment,
     Learner,
     StopRequestedError,
-    choose_layout,
     learner_settings,
 )
 

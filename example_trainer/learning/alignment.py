@@ -1,0 +1,77 @@
+"""Whether trainer and sampler compute the same logprobs, each token under the weights it was sampled with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from example_trainer.data import TrainingBatch
+from example_trainer.objective.metrics import alignment_metrics
+from example_trainer.objective.packing import Row
+from example_trainer.training import Learner, StepResult
+
+
+class Alignment:
+    """Compares logprobs of trainer and sampler, each token under the very weights that it was sampled with.
+
+    Tokens of the newest version are covered by the training forward itself. For older ones the last `keep` versions
+    are kept as snapshots, and a sample of sequences is scored again under its own version.
+    """
+
+    def __init__(self, learner: Learner, *, keep: int, sample_sequences: int, seed: int) -> None:
+        self._learner = learner
+        self._keep = keep
+        self._sample_sequences = sample_sequences
+        self._seed = seed
+        self._snapshots: dict[int, dict[str, Tensor]] = {}
+        self._current: int | None = None
+
+    def published(self, version: int) -> None:
+        """The masters as they are now are served under `version`."""
+        self._current = version
+        if self._keep:
+            self._snapshots[version] = self._learner.policy.snapshot()
+            for old in sorted(self._snapshots)[: -self._keep - 1]:
+                del self._snapshots[old]
+
+    def moved(self) -> None:
+        """The masters have changed since the last publish: no version names them."""
+        self._current = None
+
+    def score_older(self, batch: TrainingBatch) -> Tensor:
+        """Differences for a sample of sequences of older, kept versions; call before the weights change."""
+        targets = batch.targets.to(self._learner.policy.device)
+        found = []
+        for version, rows in self._older_rows(batch).items():
+            with self._learner.policy.with_weights(self._snapshots[version]):
+                scored = self._learner.score(rows, targets)
+            chosen = (targets.versions == version) & ~scored.isnan()
+            found.append(scored[chosen] - targets.rollout_logprobs[chosen])
+        return torch.cat(found) if found else torch.empty(0)
+
+    def measure(self, batch: TrainingBatch, result: StepResult, older: Tensor) -> dict[str, float]:
+        """The alignment metrics of a step, from its own forward and from `score_older`."""
+        exact = [older.cpu()]
+        if result.logprobs is not None and self._current is not None:
+            same = (batch.targets.versions == self._current) & ~result.logprobs.cpu().isnan()
+            exact.append(result.logprobs.cpu()[same] - batch.targets.rollout_logprobs[same])
+        return alignment_metrics(torch.cat(exact))
+
+    def _older_rows(self, batch: TrainingBatch) -> dict[int, list[Row]]:
+        """Sampled rows by the one kept version that all their tokens were sampled under."""
+        by_version: dict[int, list[Row]] = {}
+        if not batch.rows or not self._sample_sequences or not self._snapshots:
+            return by_version
+        generator = torch.Generator().manual_seed((self._seed << 32) ^ batch.number)
+        taken = 0
+        for index in torch.randperm(len(batch.rows), generator=generator).tolist():
+            row = batch.rows[index]
+            versions = set(batch.targets.versions[row.first_target : row.first_target + len(row.targets)].tolist())
+            version = versions.pop()
+            if versions or version == self._current or version not in self._snapshots:
+                continue
+            by_version.setdefault(version, []).append(row)
+            taken += 1
+            if taken == self._sample_sequences:
+                break
+        return by_version

@@ -1,0 +1,57 @@
+"""Options of how new weights reach the inference server.
+
+Part of `TrainingConfig`; importing it loads no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+BridgeMode = Literal["none", "shared_vllm", "lora_only", "lora_restart"]
+LORA_MODES = frozenset({"lora_only", "lora_restart"})
+
+
+class PublishOptions(BaseModel):
+    """How new weights reach the inference server."""
+
+    weight_bridge_mode: BridgeMode = Field(
+        "none", description="shared_vllm, lora_only, lora_restart, or none (checkpoint, restart)."
+    )
+    vllm_host: str = Field("127.0.0.1", description="Host of the vLLM server.")
+    vllm_port: int = Field(9001, ge=1, le=65535, description="Port of the vLLM server.")
+    vllm_config_path: str = Field(
+        "auto",
+        description="vllm_bridge_config.json of the server (shared_vllm); auto looks in "
+        "$LOGDIR, at the server's /bridge/info and here.",
+    )
+    vllm_restart_interval: int = Field(3, ge=1, description="Publish every N steps (none, lora_restart, lora_only).")
+    gpu_memory_utilization: float = Field(0.45, gt=0.0, le=1.0, description="vLLM's share of GPU memory.")
+    vllm_gpu: int | None = Field(None, ge=0, description="GPU of vLLM; unset: the trainer's.")
+    max_model_len: int = Field(4096, ge=1, description="Maximum context length of the server.")
+    vllm_tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks of vLLM.")
+    vllm_quantization: str | None = Field(None, description="Quantisation of the served model.")
+    vllm_enable_sleep_mode: bool = Field(False, description="vLLM's sleep mode.")
+    bridge_token: str | None = Field(
+        None,
+        description="Token for the server's state-changing routes; unset: the manifest's or $ATROPOS_BRIDGE_TOKEN.",
+        repr=False,
+    )
+    drain_seconds: float = Field(
+        0.5, ge=0.0, description="Time that running requests get to end under the old weights."
+    )
+    in_flight: Literal["drain", "recompute", "finish", "keep_kv"] = Field(
+        "drain", description="What a publish does with requests that are running."
+    )
+    sync_budget: float = Field(
+        0.2,
+        gt=0.0,
+        description="Publish less often while recomputed tokens exceed this share of those "
+        "generated (forward from the masters only).",
+    )
+    overlap_publish: bool = Field(False, description="Publish beside the next batch's forward and backward.")
+    keep_versions: int = Field(0, ge=0, description="Keep this many older policy versions for the alignment metrics.")
+    alignment_sample_sequences: int = Field(
+        16, ge=0, description="Sequences sampled per step to compare logprobs with older versions."
+    )

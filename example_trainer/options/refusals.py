@@ -1,0 +1,87 @@
+"""Combinations of settings that cannot work, each with its reason: modes against features first of all.
+
+The configuration model asks here, no bridge does; so what is refused is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from example_trainer.options.naming import flag
+from example_trainer.options.publish import LORA_MODES
+
+if TYPE_CHECKING:
+    from example_trainer.config import TrainingConfig
+
+_NO_ADAPTERS = "this mode trains full weights, adapters are for --weight-bridge-mode lora_restart"
+SHARED_VLLM_REFUSES = {
+    "vllm_tensor_parallel_size": "it splits the tensors that the trainer maps",
+    "vllm_quantization": "quantised weights cannot be trained in place",
+    "vllm_enable_sleep_mode": "it moves the weights away under the trainer",
+    "num_inference_nodes": "memory is shared on one host only",
+    "lora_r": _NO_ADAPTERS,
+    "lora_alpha": _NO_ADAPTERS,
+    "lora_dropout": _NO_ADAPTERS,
+    "lora_target_modules": _NO_ADAPTERS,
+    "lora_layer_indices": _NO_ADAPTERS,
+}
+
+
+def reason_to_refuse(config: TrainingConfig) -> str | None:
+    """The first reason why these settings cannot work together, or None."""
+    rules: tuple[Callable[[TrainingConfig], str | None], ...] = (_refuse_general, _refuse_shared, _refuse_lora)
+    return next((reason for refuse in rules if (reason := refuse(config))), None)
+
+
+def _refuse_general(config: TrainingConfig) -> str | None:
+    if config.dtype == "float16":
+        return (
+            "--dtype float16 cannot be trained: its gradients underflow without loss scaling; "
+            "use --dtype bfloat16, or float32 on a CPU"
+        )
+    if config.world_size > 1:
+        where = (
+            "the served weights are one unsharded copy"
+            if config.weight_bridge_mode == "shared_vllm"
+            else "sharded training is not available yet"
+        )
+        return f"--world-size {config.world_size}: {where}; use --world-size 1"
+    if config.trainer_rank >= config.world_size:
+        return f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}"
+    if config.master_weights == "none" and config.optimizer_steps_per_batch > 1:
+        return (
+            f"--master-weights none with {config.optimizer_steps_per_batch} optimizer steps per "
+            "batch would change the served weights between publishes; use --master-weights fp32"
+        )
+    return _refuse_forward_weights(config)
+
+
+def _refuse_forward_weights(config: TrainingConfig) -> str | None:
+    needs_masters = config.overlap_publish or config.optimizer_steps_per_batch > 1
+    if needs_masters and config.forward_weights == "views":
+        cause = "--overlap-publish" if config.overlap_publish else "several steps per batch"
+        return f"{cause} needs the forward to run from the masters; use --forward-weights masters or auto"
+    if config.master_weights == "none" and (config.overlap_publish or config.forward_weights == "masters"):
+        cause = "--overlap-publish" if config.overlap_publish else "--forward-weights masters"
+        return f"{cause} needs master weights; use --master-weights fp32"
+    return None
+
+
+def _refuse_shared(config: TrainingConfig) -> str | None:
+    if config.weight_bridge_mode != "shared_vllm":
+        return None
+    for field, reason in SHARED_VLLM_REFUSES.items():
+        value, works = getattr(config, field), type(config).model_fields[field].default
+        if value != works:
+            return f"shared_vllm refuses {flag(field)} {value}: {reason}; leave it at {works}"
+    return None
+
+
+def _refuse_lora(config: TrainingConfig) -> str | None:
+    if config.weight_bridge_mode in LORA_MODES and config.train_layer_indices is not None:
+        return (
+            f"{config.weight_bridge_mode} refuses --train-layer-indices {config.train_layer_indices}: "
+            "the base is frozen; use --lora-layer-indices"
+        )
+    return None

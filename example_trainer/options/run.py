@@ -1,0 +1,42 @@
+"""Options of a run: where it lives, whom it talks to, what it leaves behind.
+
+Part of `TrainingConfig`; importing it loads no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, Field
+
+from example_trainer.options.naming import aliases
+
+
+class RunOptions(BaseModel):
+    """Where the run lives and whom it talks to."""
+
+    name: str = Field("grpo", min_length=1, description="Name of the run.")
+    run_dir: Path | None = Field(
+        None, description="Run directory; unset: runs/<name>-<time>. Holds metrics and checkpoints."
+    )
+    save_path: Path | None = Field(
+        None,
+        description="Checkpoint directory; unset: the run directory.",
+        json_schema_extra=aliases("save_dir"),
+    )
+    log_dir: Path | None = Field(None, description="Log directory; unset: logs in the run directory.")
+    seed: int = Field(0, ge=0, description="Seed of everything random in the trainer.")
+    checkpoint_interval: int = Field(3, ge=0, description="Checkpoint every N steps; 0: at the end only.")
+    keep_last: int = Field(0, ge=0, description="Keep the last K checkpoints; 0 keeps all.")
+    resume: str | None = Field(None, description="auto (newest checkpoint, if any) or the path of a checkpoint.")
+    atropos_url: str = Field("http://localhost:8000", description="URL of the broker (run-api).")
+    atropos_token: str | None = Field(None, description="Bearer token of the broker.", repr=False)
+    max_staleness: int | None = Field(
+        None, ge=0, description="Refuse rollouts older than this many steps; unset: the broker's."
+    )
+    wait_timeout: float = Field(600.0, gt=0.0, description="Seconds to wait for the broker or vLLM to come up.")
+    batch_timeout: float = Field(3600.0, gt=0.0, description="Seconds to wait for environments to fill one batch.")
+    trainer_rank: int = Field(0, ge=0, description="Rank of this trainer process.")
+    world_size: int = Field(1, ge=1, description="Trainer processes.")
+    init_method: str = Field("env://", description="How trainer processes find each other.")
+    num_inference_nodes: int = Field(0, ge=0, description="Inference nodes; 0: this host.")
