@@ -9,7 +9,7 @@ from typing import NoReturn
 from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
 
 VERBS = {
-    "doctor": "check versions, packages, memory and ports of this machine",
+    "doctor": "check versions, packages, memory and ports of this machine; --memory MODEL: which settings fit a GPU",
     "dpo": "FILE: pairs of better and worse rollouts as a data set",
     "env": "VERB: work on environments and their data, see atropos env --help",
     "report": "RUN: print the summary of a run directory and redraw its picture",
@@ -19,7 +19,7 @@ VERBS = {
 }
 
 
-OWN_HELP = frozenset({"dpo", "env", "sft", "top", "view"})
+OWN_HELP = frozenset({"doctor", "dpo", "env", "sft", "top", "view"})
 
 
 def main() -> NoReturn:
@@ -59,8 +59,15 @@ def _one_operand(verb: str, rest: list[str]) -> str:
 
 
 def _doctor(rest: list[str]) -> int:
-    if rest:
-        raise ConfigError(f"atropos doctor takes no arguments, got {rest[0]!r}")
+    from atropos_api.common.cliconfig import load_config
+    from example_trainer.running.memory_advice import MemoryOptions, advise
+
+    options = load_config(
+        MemoryOptions, rest, prog="atropos doctor", description="Check this machine, or what fits on a GPU."
+    )
+    if options.memory is not None:
+        sys.stdout.writelines(f"{line}\n" for line in advise(options))
+        return 0
     from example_trainer.running.doctor import examine
 
     findings = list(examine())

@@ -1,0 +1,68 @@
+"""`atropos doctor --memory`: what fits a GPU follows from the arithmetic that is printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from example_trainer.errors import ModelNotFound
+from example_trainer.running.memory_advice import SETTINGS, MemoryOptions, advise, find_shape, fits, nearest_fit
+from example_trainer.running.memory_model import REFERENCE_SHAPES, Load, Setting, budget, shape_of
+
+LOAD = Load()
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 300,
+}
+
+
+@pytest.mark.parametrize(("size", "billions"), [("8B", 8.03), ("14B", 14.77), ("24B", 23.57)])
+def test_reference_shapes_have_the_published_number_of_parameters(size: str, billions: float) -> None:
+    assert REFERENCE_SHAPES[size].parameters / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_a_models_parameters_are_counted_as_torch_counts_them() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**TINY, tie_word_embeddings=True)
+    counted = sum(parameter.numel() for parameter in transformers.LlamaForCausalLM(config).parameters())
+    assert shape_of("tiny", config.to_dict()).parameters == counted
+
+
+def test_full_fine_tuning_takes_18_bytes_a_parameter_with_fp32_masters_and_adamw() -> None:
+    shape = REFERENCE_SHAPES["8B"]
+    needed = budget(shape, Setting(optimizer="adamw"), LOAD)
+    weights = needed.served + needed.masters + needed.gradients + needed.states
+    assert weights / shape.parameters == pytest.approx(18.0)
+
+
+@pytest.mark.parametrize(("size", "gpu_gb"), [("8B", 80.0), ("14B", 80.0), ("24B", 192.0)])
+def test_a_documented_row_that_does_not_fit_names_one_that_does(size: str, gpu_gb: float) -> None:
+    shape = REFERENCE_SHAPES[size]
+    best = nearest_fit(shape, gpu_gb, LOAD)
+    assert best is not None
+    assert fits(budget(shape, best, LOAD), gpu_gb)
+    cheaper_and_exact = SETTINGS[: SETTINGS.index(best)]
+    assert not any(fits(budget(shape, setting, LOAD), gpu_gb) for setting in cheaper_and_exact)
+    report = "\n".join(advise(MemoryOptions(memory="table")))
+    assert "with fp32 masters for all layers it is 80 GB over" in report
+
+
+def test_a_directory_is_read_and_a_name_that_is_nowhere_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    assert find_shape(str(tmp_path)).layers == 2
+    with pytest.raises(ModelNotFound, match=r"not one of the sizes 8B, 14B, 24B"):
+        find_shape("nobody/nothing-here")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ModelNotFound, match="does not describe a decoder"):
+        find_shape(str(tmp_path))
+
+
+def test_nothing_is_promised_where_nothing_fits() -> None:
+    assert nearest_fit(REFERENCE_SHAPES["24B"], 40.0, LOAD) is None
+    assert "nothing fits" in "\n".join(advise(MemoryOptions(memory="24B", gpu_gb=40.0)))
