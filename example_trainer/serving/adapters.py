@@ -1,43 +1,74 @@
-"""LoRA adapters: each version under a name of its own, the active one standing in for the model.
+"""LoRA adapters: each version under a name of its own, the newest standing in for the model.
 
 The version of a request is that of the adapter it was admitted with, so a new adapter needs no fence: running requests
-end under the old one. Names are never reused, because vLLM knows cached prefixes by the adapter's name and path.
+end under the old one. Names and paths are never reused, because vLLM knows cached prefixes by both. The adapters of the
+newest versions stay; an older one is dropped when the last request that was admitted with it has ended.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.problems import Problem
+from example_trainer.weights.adapter_payload import MEMORY_PATH, AdapterPayload
 from example_trainer.weights.versions import PolicyVersion
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A loaded adapter; `request` is vLLM's handle for it."""
+    """A loaded adapter; `request` is vLLM's handle for it, `digest` the checksum of one that was sent."""
 
     name: str
     path: str
     version: PolicyVersion | None
     request: Any
+    digest: str | None = None
 
 
 class Adapters:
-    """The loaded adapters. `models` is vLLM's table of what `/v1` serves under which name."""
+    """The loaded adapters. `models` is vLLM's table of what `/v1` serves under which name; `keep` counts versions."""
 
-    def __init__(self, engine: EngineAdapter, models: Any, *, enabled: bool, model_names: list[str]) -> None:
+    def __init__(
+        self,
+        engine: EngineAdapter,
+        models: Any,
+        *,
+        enabled: bool,
+        model_names: list[str],
+        boot_id: str,
+        keep: int,
+        on_active: Callable[[], None] = lambda: None,
+    ) -> None:
         self._engine = engine
         self._models = models
         self._model_names = model_names
+        self._boot_id = boot_id
+        self._keep = keep
+        self._on_active = on_active
         self._ids = itertools.count(1)
-        self._used_names: set[str] = set(model_names)
+        self._used_names = set(model_names)
         self._loaded: dict[str, Adapter] = {}
+        self._retired: dict[str, Adapter] = {}
+        self._users: Counter[str] = Counter()
+        self._lock = asyncio.Lock()
+        self._dropping: asyncio.Task[None] | None = None
         self.enabled = enabled
         self.active: Adapter | None = None
+        if enabled:
+            engine.serves_adapter = self._loaded.__contains__
 
     def status(self) -> dict[str, Any]:
         told: dict[str, Any] = {
@@ -47,6 +78,8 @@ class Adapters:
                 {"name": adapter.name, "path": adapter.path, "version": adapter.version}
                 for adapter in self._loaded.values()
             ],
+            "retired": list(self._retired),
+            "versions_kept": self._keep,
         }
         if not self.enabled:
             told["how_to_enable"] = "start the server with --enable-lora (not together with --share-weights)"
@@ -61,32 +94,98 @@ class Adapters:
             raise Problem(404, "unknown-model", f"model: {model!r} is not served here; there are {names}")
         return self._loaded[model]
 
-    async def load(self, name: str, path: str, version: PolicyVersion | None, *, activate: bool) -> dict[str, Any]:
-        self._check(name, path)
-        from vllm.lora.request import LoRARequest
-
-        request = LoRARequest(lora_name=name, lora_int_id=next(self._ids), lora_path=path)
-        self._used_names.add(name)
+    @contextmanager
+    def held(self, adapter: Adapter | None) -> Iterator[None]:
+        """Keep an adapter for as long as a request lasts that was admitted with it."""
+        if adapter is None:
+            yield
+            return
+        self._users[adapter.name] += 1
         try:
-            await self._engine.async_llm.add_lora(request)
-        except Exception as error:
-            self._used_names.discard(name)
-            raise Problem(422, "bad-adapter", f"vLLM does not take the adapter at {path}: {error}") from error
-        adapter = self._loaded[name] = Adapter(name, path, version, request)
-        self._models.lora_requests[name] = request
-        if activate:
-            self._activate(adapter)
+            yield
+        finally:
+            self._users[adapter.name] -= 1
+
+    async def load(self, name: str, path: str, version: PolicyVersion | None, *, activate: bool) -> dict[str, Any]:
+        """Load an adapter that lies in a directory."""
+        async with self._lock:
+            self._check(name, version)
+            if not (Path(path) / "adapter_config.json").is_file():
+                raise Problem(422, "bad-adapter", f"{path} holds no adapter_config.json, so it is no PEFT adapter")
+            request = self._request(name, path)
+            await self._try(self._engine.async_llm.add_lora(request), f"the adapter at {path}")
+            self._register(Adapter(name, path, version, request), activate=activate)
         return self.status()
+
+    async def upload(self, name: str, body: bytes, version: PolicyVersion, *, activate: bool) -> dict[str, Any]:
+        """Serve an adapter sent as a safetensors body. Sent again, because the answer was lost, it is taken once."""
+        async with self._lock:
+            try:
+                digest = AdapterPayload.read(body).digest()
+            except ValueError as error:
+                raise Problem(422, "bad-adapter", str(error)) from error
+            known = self._loaded.get(name)
+            if known is not None and (known.version, known.digest) == (version, digest):
+                return self.status() | {"digest": digest}
+            self._check(name, version)
+            request = self._request(name, f"{MEMORY_PATH}{self._boot_id}/{name}")
+            adding = self._engine.call_worker("atropos_add_adapter", name, request.adapter_id, request.path, body)
+            told = await self._try(adding, f"adapter {name}")
+            self._register(Adapter(name, request.path, version, request, told["digest"]), activate=activate)
+        return self.status() | {"digest": told["digest"]}
 
     async def unload(self, name: str) -> dict[str, Any]:
-        adapter = self._loaded.get(name)
-        if adapter is None:
-            raise Problem(404, "unknown-adapter", f"no adapter {name!r} is loaded; GET /lora/status lists them")
-        del self._loaded[name], self._models.lora_requests[name]
-        if self.active is adapter:
-            self._activate(None)
-        await self._engine.async_llm.remove_lora(adapter.request.lora_int_id)
+        """Serve an adapter no more; it is dropped when its last request has ended."""
+        async with self._lock:
+            adapter = self._loaded.get(name)
+            if adapter is None:
+                raise Problem(404, "unknown-adapter", f"no adapter {name!r} is loaded; GET /lora/status lists them")
+            if self.active is adapter:
+                self._activate(None)
+            self._retire(adapter)
         return self.status()
+
+    async def activate(self, name: str) -> dict[str, Any]:
+        """Go back, or forward, to a version that is still loaded."""
+        async with self._lock:
+            if name not in self._loaded:
+                raise Problem(404, "unknown-adapter", f"no adapter {name!r} is loaded; GET /lora/status lists them")
+            self._activate(self._loaded[name])
+        return self.status()
+
+    async def check(self, name: str) -> dict[str, Any]:
+        """The checksum of a sent adapter, and the tensors of it that vLLM's buffers hold other values of."""
+        adapter = self._loaded.get(name)
+        if adapter is None or adapter.digest is None:
+            raise Problem(404, "unknown-adapter", f"no adapter {name!r} was sent; GET /lora/status lists them")
+        told = await self._engine.call_worker("atropos_check_adapter", adapter.request.adapter_id, adapter.path)
+        return dict(told)
+
+    async def counters(self) -> dict[str, Any]:
+        return dict(await self._engine.call_worker("atropos_adapter_counters")) if self.enabled else {}
+
+    async def _try(self, adding: Awaitable[Any], what: str) -> Any:
+        try:
+            return await adding
+        except Exception as error:
+            cause = str(error).rpartition("failed: ")[2]
+            raise Problem(422, "bad-adapter", f"vLLM does not take {what}: {cause}") from error
+
+    def _request(self, name: str, path: str) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(lora_name=name, lora_int_id=next(self._ids), lora_path=path)
+
+    def _register(self, adapter: Adapter, *, activate: bool) -> None:
+        self._used_names.add(adapter.name)
+        self._loaded[adapter.name] = adapter
+        self._models.lora_requests[adapter.name] = adapter.request
+        if activate:
+            self._activate(adapter)
+        versioned = [each for each in self._loaded.values() if each.version is not None]
+        for old in versioned[: -self._keep]:
+            if old is not self.active:
+                self._retire(old)
 
     def _activate(self, adapter: Adapter | None) -> None:
         """Let the model's own names mean this adapter, under `/v1` as well."""
@@ -96,12 +195,39 @@ class Adapters:
                 self._models.lora_requests.pop(model_name, None)
             else:
                 self._models.lora_requests[model_name] = adapter.request
+        if adapter is not None:
+            self._on_active()
 
-    def _check(self, name: str, path: str) -> None:
+    def _retire(self, adapter: Adapter) -> None:
+        """No new request gets it; once none has it, it is dropped."""
+        del self._loaded[adapter.name], self._models.lora_requests[adapter.name]
+        self._retired[adapter.name] = adapter
+        if self._dropping is None or self._dropping.done():
+            self._dropping = asyncio.ensure_future(self._drop_retired())
+
+    async def _drop_retired(self) -> None:
+        while self._retired:
+            in_use = self._engine.adapters_in_use() | {name for name, count in self._users.items() if count}
+            for adapter in [each for name, each in self._retired.items() if name not in in_use]:
+                await self._drop(adapter)
+            if self._retired:
+                await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _drop(self, adapter: Adapter) -> None:
+        try:
+            await self._engine.call_worker("atropos_drop_adapter", adapter.request.adapter_id, adapter.path)
+        except Exception as error:  # noqa: BLE001  it costs a slot of memory; serving goes on
+            logger.warning("adapter %s could not be dropped: %s", adapter.name, error)
+        del self._retired[adapter.name]
+        del self._users[adapter.name]
+
+    def _check(self, name: str, version: PolicyVersion | None) -> None:
         if not self.enabled:
             raise Problem(409, "no-lora", "the server was started without --enable-lora")
         if name in self._used_names:
             detail = f"the name {name!r} has been used; each version of an adapter needs a name of its own"
             raise Problem(409, "name-used", detail)
-        if not (Path(path) / "adapter_config.json").is_file():
-            raise Problem(422, "bad-adapter", f"{path} holds no adapter_config.json, so it is no PEFT adapter")
+        newest = max((each.version for each in self._loaded.values() if each.version is not None), default=None)
+        if version is not None and newest is not None and version <= newest:
+            detail = f"version {version} is not above {newest}, which is loaded; versions are never reused"
+            raise Problem(409, "version-not-new", detail)

@@ -33,6 +33,7 @@ from example_trainer.serving.fence import Fence
 from example_trainer.serving.front import Front, api_keys_of
 from example_trainer.serving.generate import GenerateHandler
 from example_trainer.serving.lora_routes import make_lora_router
+from example_trainer.serving.problems import Problem
 from example_trainer.serving.replies import Replies
 from example_trainer.serving.state import ServerState
 from example_trainer.serving.vllm_compat import end_engine
@@ -88,8 +89,11 @@ class Serving:
         await warm_up(engine)
         door = Door()
         header = SegmentHeader(Path(manifest.header_path)) if manifest else None
-        fence = Fence(engine, door, header=header)
-        if self._config.policy_version is not None:
+        fence = Fence(engine, door, header=header, awaits_adapter=self._config.await_policy)
+        adapters = self._make_adapters(app, engine, fence)
+        if self._config.adapter_path is not None:
+            await self._serve_first(adapters, self._config.adapter_path)
+        elif self._config.policy_version is not None:
             await fence.serve_fixed(self._config.policy_version)
         state = ServerState(
             config=self._config,
@@ -100,7 +104,7 @@ class Serving:
             engine=engine,
             fence=fence,
             door=door,
-            adapters=self._make_adapters(app, engine),
+            adapters=adapters,
             manifest=manifest,
         )
         if manifest is not None:
@@ -134,10 +138,25 @@ class Serving:
             **told,
         )
 
-    def _make_adapters(self, app: FastAPI, engine: EngineAdapter) -> Adapters:
+    def _make_adapters(self, app: FastAPI, engine: EngineAdapter, fence: Fence) -> Adapters:
         models = app.state.openai_serving_models
-        names = [path.name for path in models.base_model_paths]
-        return Adapters(engine, models, enabled=self._config.enable_lora, model_names=names)
+        return Adapters(
+            engine,
+            models,
+            enabled=self._config.enable_lora,
+            model_names=[path.name for path in models.base_model_paths],
+            boot_id=self._boot_id,
+            keep=self._config.adapter_slots,
+            on_active=fence.serve_adapters,
+        )
+
+    async def _serve_first(self, adapters: Adapters, path: str) -> None:
+        version = self._config.policy_version
+        name = "policy" if version is None else f"policy-v{version}"
+        try:
+            await adapters.load(name, path, version, activate=True)
+        except Problem as problem:
+            raise CannotServe(f"--adapter {path}: {problem.detail}") from problem
 
     def _url(self) -> str:
         return f"http://{_reachable(self._config.host)}:{self._config.port}"

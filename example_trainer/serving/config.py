@@ -25,8 +25,21 @@ every token, and /bridge for a trainer that shares the weights. Every other opti
 SHARING_HOW_TO = "start the server with --share-weights, VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES set"
 
 _GIBIBYTE = 1 << 30
+_MEBIBYTE = 1 << 20
+_ADAPTER_SLOTS = 4
+_HOST_ADAPTERS_PER_SLOT = 4
 _OWN_FIELDS = frozenset(
-    {"share_weights", "policy_version", "bridge_dir", "bridge_token", "allowed_hosts", "gpu_memory_utilization"}
+    {
+        "share_weights",
+        "policy_version",
+        "await_policy",
+        "adapter",
+        "max_adapter_mib",
+        "bridge_dir",
+        "bridge_token",
+        "allowed_hosts",
+        "gpu_memory_utilization",
+    }
 )
 
 
@@ -47,6 +60,13 @@ class ServerConfig(BaseModel):
     policy_version: int | None = Field(
         None, description="version to stamp on replies, for a server whose weights do not change", ge=0
     )
+    await_policy: bool = Field(
+        False, description="serve nothing until a trainer has sent the first adapter (needs --enable-lora)"
+    )
+    adapter: Path | None = Field(
+        None, description="directory of a LoRA adapter to serve from the start, as --policy-version"
+    )
+    max_adapter_mib: int = Field(1024, description="largest adapter that may be sent, in MiB", ge=1)
     bridge_dir: Path | None = Field(None, description="where vllm_bridge_config.json goes; else $LOGDIR, else here")
     bridge_token: str | None = Field(
         None, description="token that allows to change weights; else $ATROPOS_BRIDGE_TOKEN, else random"
@@ -67,7 +87,9 @@ class ServerConfig(BaseModel):
     pipeline_parallel_size: int = Field(1, description="GPUs the layers are split over", ge=1)
     quantization: str | None = Field(None, description="quantisation method of the weights")
     enable_lora: bool = Field(False, description="serve adapters")
-    max_loras: int | None = Field(None, description="most adapters in one batch", ge=1)
+    max_loras: int | None = Field(
+        None, description="most adapters in one batch, and newest versions kept; 4 where adapters are served", ge=1
+    )
     max_lora_rank: int | None = Field(None, description="largest rank of an adapter", ge=1)
     enable_sleep_mode: bool = Field(False, description="allow the server to give its memory back")
     served_model_name: list[str] | None = Field(None, description="names under which /v1 serves the model")
@@ -78,6 +100,20 @@ class ServerConfig(BaseModel):
         "processed_logprobs", description="which logprobs replies carry; a trainer recomputes the processed ones"
     )
     uvicorn_log_level: str = Field("warning", description="log level of the HTTP server")
+
+    @property
+    def adapter_slots(self) -> int:
+        """Adapters that one batch may mix, which is how many newest versions stay loaded."""
+        return self.max_loras or _ADAPTER_SLOTS
+
+    @property
+    def adapter_path(self) -> str | None:
+        """Absolute, as vLLM takes any other path for a name on the hub."""
+        return None if self.adapter is None else str(self.adapter.absolute())
+
+    @property
+    def max_adapter_bytes(self) -> int:
+        return self.max_adapter_mib * _MEBIBYTE
 
     def shares(self, environ: Mapping[str, str]) -> bool:
         """Whether weights are exported: the flag decides, else either variable of the environment."""
@@ -105,6 +141,10 @@ def vllm_arguments(config: ServerConfig, rest: Sequence[str], *, on_cpu: bool) -
         name: value for name, value in config.model_dump().items() if name not in _OWN_FIELDS and value is not None
     }
     values.setdefault("disable_uvicorn_access_log", True)
+    if config.enable_lora:
+        values["max_loras"] = config.adapter_slots
+        # In host memory, so that an old adapter with a long request is not read again and again.
+        values.setdefault("max_cpu_loras", _HOST_ADAPTERS_PER_SLOT * config.adapter_slots)
     if on_cpu:
         values.setdefault("enforce_eager", True)
         values.setdefault("kv_cache_memory_bytes", kv_budget_on_cpu(config.gpu_memory_utilization))

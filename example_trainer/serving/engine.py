@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from example_trainer.serving.fence import Counters
@@ -17,6 +17,8 @@ class EngineAdapter:
         self.async_llm = async_llm
         self._refuse_seeds = refuse_seeds
         self._salt: str | None = None
+        self.serves_adapter: Callable[[str], bool] = lambda _: True
+        """Whether an adapter of this name may be given to a new request."""
         self._numbers = itertools.count()
         self._admit_everything()
 
@@ -39,6 +41,11 @@ class EngineAdapter:
         """A method of the worker extension; its reply is JSON text."""
         replies = await self.async_llm.collective_rpc(method, args=arguments)
         return json.loads(replies[0])
+
+    def adapters_in_use(self) -> set[str]:
+        """Names of the adapters that requests of any route are running with."""
+        states = self.async_llm.output_processor.request_states.values()
+        return {state.lora_name for state in states if state.lora_name is not None}
 
     async def abort_all(self) -> int:
         """End every request in flight; each caller gets what it has so far."""
@@ -66,6 +73,9 @@ class EngineAdapter:
 
         def admit(*args: Any, **kwargs: Any) -> Any:
             request = process(*args, **kwargs)
+            adapter = request.lora_request
+            if adapter is not None and not self.serves_adapter(adapter.lora_name):
+                raise VLLMValidationError(f"model: adapter {adapter.lora_name!r} is not served any more; ask again")
             params = request.sampling_params
             if self._refuse_seeds and params is not None and params.seed is not None:
                 raise VLLMValidationError(

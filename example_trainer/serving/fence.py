@@ -65,10 +65,13 @@ class Finished:
 class Fence:
     """Which version is served and whether anything may be. `header` is None where no weights are shared."""
 
-    def __init__(self, engine: Engine, door: Door, *, header: SegmentHeader | None) -> None:
+    def __init__(
+        self, engine: Engine, door: Door, *, header: SegmentHeader | None, awaits_adapter: bool = False
+    ) -> None:
         self._engine = engine
         self._door = door
         self._header = header
+        self._awaits_adapter = awaits_adapter
         self._allow_writes(False)
         self._publish: Publish | None = None
         self._finished: Finished | None = None
@@ -87,6 +90,11 @@ class Fence:
         """A server whose weights do not change: stamp the version it was started with."""
         await self._engine.stamp(str(version))
         self.policy_version = version
+        self._refresh_door()
+
+    def serve_adapters(self) -> None:
+        """The first adapter is there; from here on requests bring their version with their adapter."""
+        self._awaits_adapter = False
         self._refresh_door()
 
     async def begin(self, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight) -> dict[str, object]:
@@ -238,7 +246,7 @@ class Fence:
     def _refresh_door(self) -> None:
         if self.torn:
             self._door.refuse(problems.weights_torn())
-        elif self._header is not None and self.policy_version is None:
+        elif self._awaits_adapter or (self._header is not None and self.policy_version is None):
             self._door.refuse(problems.no_policy())
         elif self._held:
             self._door.refuse(problems.paused())

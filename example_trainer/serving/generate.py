@@ -83,7 +83,8 @@ class GenerateHandler:
         work = asyncio.ensure_future(self._stream(exchange) if request.stream else self._answer(exchange))
         gone.add_done_callback(lambda _: work.cancel())  # the engine aborts what nobody waits for
         try:
-            await work
+            with self._adapters.held(adapter):
+                await work
         except Problem as problem:
             await problem.response()(scope, receive, send)
         except asyncio.CancelledError:

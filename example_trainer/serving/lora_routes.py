@@ -1,13 +1,16 @@
-"""`/lora/*`: which adapters are loaded, and loading and unloading them."""
+"""`/lora/*`: which adapters are loaded; sending one as tensors, loading one from a directory, and unloading."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from example_trainer.serving.bridge_routes import ProblemRoute, State, require_token
+from example_trainer.serving.problems import Problem
+
+_MEBIBYTE = 1 << 20
 
 
 class LoadAdapter(BaseModel):
@@ -19,7 +22,7 @@ class LoadAdapter(BaseModel):
     activate: bool = True
 
 
-class UnloadAdapter(BaseModel):
+class NamedAdapter(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: str
@@ -27,17 +30,52 @@ class UnloadAdapter(BaseModel):
 
 def make_lora_router() -> APIRouter:
     router = APIRouter(prefix="/lora", tags=["lora"], route_class=ProblemRoute)
+    guarded = [Depends(require_token)]
 
     @router.get("/status")
     async def status(state: State) -> dict[str, Any]:
         return state.adapters.status()
 
-    @router.post("/load", dependencies=[Depends(require_token)])
+    @router.post("/upload", dependencies=guarded)
+    async def upload(
+        request: Request,
+        state: State,
+        version: Annotated[int, Query(ge=0)],
+        name: Annotated[str | None, Query(min_length=1)] = None,
+        activate: bool = True,
+    ) -> dict[str, Any]:
+        body = await read_limited(request, state.config.max_adapter_bytes)
+        return await state.adapters.upload(name or f"policy-v{version}", body, version, activate=activate)
+
+    @router.post("/load", dependencies=guarded)
     async def load(wanted: LoadAdapter, state: State) -> dict[str, Any]:
         return await state.adapters.load(wanted.name, wanted.path, wanted.version, activate=wanted.activate)
 
-    @router.post("/unload", dependencies=[Depends(require_token)])
-    async def unload(wanted: UnloadAdapter, state: State) -> dict[str, Any]:
+    @router.post("/activate", dependencies=guarded)
+    async def activate(wanted: NamedAdapter, state: State) -> dict[str, Any]:
+        return await state.adapters.activate(wanted.name)
+
+    @router.post("/check", dependencies=guarded)
+    async def check(wanted: NamedAdapter, state: State) -> dict[str, Any]:
+        return await state.adapters.check(wanted.name)
+
+    @router.post("/unload", dependencies=guarded)
+    async def unload(wanted: NamedAdapter, state: State) -> dict[str, Any]:
         return await state.adapters.unload(wanted.name)
 
     return router
+
+
+async def read_limited(request: Request, limit_bytes: int) -> bytes:
+    """The body; refused at its announced length already, and where it grows beyond the limit."""
+    too_large = Problem(
+        413, "body-too-large", f"the adapter has more than {limit_bytes // _MEBIBYTE} MiB; see --max-adapter-mib"
+    )
+    if int(request.headers.get("content-length") or 0) > limit_bytes:
+        raise too_large
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit_bytes:
+            raise too_large
+    return bytes(body)

@@ -23,6 +23,7 @@ def check_start(config: ServerConfig, environ: Mapping[str, str]) -> None:
     check_vllm_version()
     if config.shares(environ):
         check_sharing(config, environ)
+    check_adapters(config)
     check_port(config.host, config.port)
 
 
@@ -71,6 +72,15 @@ def check_sharing(config: ServerConfig, environ: Mapping[str, str]) -> None:
             raise CannotServe(
                 f"{what} does not go together with --share-weights: {_SHARING_NEEDS}; drop one of the two"
             )
+
+
+def check_adapters(config: ServerConfig) -> None:
+    """What only a server of adapters can be asked for."""
+    for flag, asked in {"--await-policy": config.await_policy, "--adapter": config.adapter is not None}.items():
+        if asked and not config.enable_lora:
+            raise CannotServe(f"{flag} needs --enable-lora; add it")
+    if config.adapter is not None and not (config.adapter / "adapter_config.json").is_file():
+        raise CannotServe(f"--adapter {config.adapter}: the directory holds no adapter_config.json")
 
 
 def check_quantised_checkpoint(quantization: str | None) -> None:

@@ -66,6 +66,7 @@ class ServerState:
         """Counters, and a checksum over the shared tensors as the server sees them at this moment."""
         told: dict[str, Any] = dict(await self.engine.counters())
         told["requests_inside"] = self.door.inside
+        told.update(await self.adapters.counters())
         if self.manifest is None:
             return {**told, "checksum": None, "per_tensor": {}, "segment": None}
         began = time.monotonic()

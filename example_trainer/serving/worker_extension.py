@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from example_trainer.serving import engine_core
+from example_trainer.serving import adapter_worker, engine_core
+from example_trainer.serving.adapter_worker import AdapterWorker
 from example_trainer.serving.checkpoint_shapes import read_checkpoint_shapes
 from example_trainer.serving.tracing import Copy, Trace, trace_load_weights
 from example_trainer.weights.manifest import ParamMapping, Piece, TensorMap
@@ -25,6 +26,7 @@ from example_trainer.weights.versions import SegmentHeader, SharedFile
 _CHECKSUM_SAMPLE = 8
 
 engine_core.install()
+adapter_worker.install()
 
 
 def keep_linear_weights_unpacked() -> None:
@@ -37,7 +39,7 @@ def keep_linear_weights_unpacked() -> None:
     utils.dispatch_cpu_unquantized_gemm = use_plain_linear
 
 
-class SharedWeightsWorker:
+class SharedWeightsWorker(AdapterWorker):
     """Methods that the API process calls by name through `collective_rpc`; replies are JSON text."""
 
     model_runner: Any
