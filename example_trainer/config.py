@@ -62,6 +62,11 @@ class TrainingConfig(
         return self.token_budget or self.batch_size * self.seq_len
 
     @property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter is trained beside a frozen base, not the weights themselves."""
+        return self.weight_bridge_mode in LORA_MODES
+
+    @property
     def publish_interval(self) -> int:
         """Steps between publishes, before `sync_budget` spaces them further."""
         return 1 if self.weight_bridge_mode == "shared_vllm" else self.vllm_restart_interval

@@ -47,3 +47,11 @@ class BatchTimeout(TrainerError):
 
 class PublishFailed(TrainerError):
     """The new weights did not reach the inference server."""
+
+
+class AdapterUnavailable(TrainerError):
+    """An adapter or a quantised base cannot be made: a package is missing, or the model lacks the modules named."""
+
+
+class RanksFailed(TrainerError):
+    """The processes of a run with several ranks did not find each other, or another one of them has ended."""

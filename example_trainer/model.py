@@ -10,6 +10,9 @@ the *masters* that the optimizer changes. What the module's trained parameters a
   only a publish writes;
 - shared, forward from views: those views.
 
+With an adapter the base is frozen in the served dtype (or in four bits), and the masters are the
+adapter's matrices under the names that PEFT stores them by; all of the above holds for them.
+
 Gradients always end up with the masters, in their precision.
 
 The module is always built by transformers' own loading, so that buffers (rotary frequencies with
@@ -21,16 +24,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from example_trainer.errors import CheckpointError, ModelNotFound
+from example_trainer.errors import CheckpointError
+from example_trainer.learning.adapters import Adapter, AdapterOptions, inject
+from example_trainer.learning.loading import load_module, resolve_device, resolve_dtype, stored_config
+from example_trainer.learning.quantised import dequantised, is_quantised
 from example_trainer.weights.checkpoint_names import checkpoint_names, to_checkpoint_layout
 from example_trainer.weights.layer_filter import trained_parameters
 
@@ -49,6 +53,8 @@ class PolicyOptions:
     device: str = "auto"
     master_weights: MasterWeights = "fp32"
     train_layer_indices: str | None = None
+    adapter: AdapterOptions | None = None
+    """Train an adapter beside the frozen weights; None trains the weights."""
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
     debug_loading: bool = False
@@ -74,19 +80,46 @@ class Policy:
         self.forwards_from_masters = True
         self.served: Mapping[str, torch.Tensor] = {}
         self._copies: dict[str, nn.Parameter] = {}
-        self._names = checkpoint_names(module)
+        quantised = any(is_quantised(parameter) for parameter in module.parameters())
+        self._names = {n: n for n, _ in module.named_parameters()} if quantised else checkpoint_names(module)
         self._places = _places_by_name(module, self._names)
-        trained = trained_parameters(self._names, options.train_layer_indices)
+        self._adapter: Adapter | None = None
         self.masters: dict[str, nn.Parameter] = {}
-        for parameter_name, parameter in module.named_parameters():
+        if options.adapter is None:
+            self._train_weights(options.train_layer_indices)
+        else:
+            self._adapter = inject(module, options.adapter)
+            self._train_adapter(self._adapter, options)
+
+    def _train_weights(self, layer_indices: str | None) -> None:
+        trained = trained_parameters(self._names, layer_indices)
+        for parameter_name, parameter in self.module.named_parameters():
             parameter.requires_grad_(parameter_name in trained)
             if parameter_name in trained:
                 self.masters[self._names[parameter_name]] = parameter
 
+    def _train_adapter(self, adapter: Adapter, options: PolicyOptions) -> None:
+        dtype = self.dtype if options.master_weights == "none" else torch.float32
+        device = torch.device("cpu") if options.master_weights == "host" else self.device
+        for name, (owner, attribute) in adapter.places().items():
+            self._places[name] = [(owner, attribute)]
+            parameter = nn.Parameter(getattr(owner, attribute).detach().to(device=device, dtype=dtype))
+            setattr(owner, attribute, parameter)
+            self.masters[name] = parameter
+
     @property
     def parameter_names(self) -> Mapping[str, str]:
-        """Module parameter name to checkpoint name, tied parameters once."""
+        """Module parameter name (of the base, before adapters) to checkpoint name, tied parameters once."""
         return self._names
+
+    @property
+    def has_adapter(self) -> bool:
+        return self._adapter is not None
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether forwards with gradients differ from those without, which alone agree with the sampler."""
+        return self._adapter is not None and self._adapter.has_dropout
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -101,11 +134,12 @@ class Policy:
         """Give the module weights of its own in the served dtype, where the masters have another."""
         for name in self._places:
             weight = self._current(name)
-            if weight.dtype != self.dtype:
+            differs = weight.dtype != self.dtype or weight.device.type != self.device.type
+            if weight.is_floating_point() and differs:
                 copy = self._install(name, weight.detach().to(device=self.device, dtype=self.dtype))
                 if name in self.masters:
                     self._copies[name] = copy
-        self.module.to(self.device)  # what is left: buffers
+        _move_buffers(self.module, self.device)
 
     def attach(self, served: Mapping[str, torch.Tensor], *, forwards_from_masters: bool) -> None:
         """Take the server's tensors, by checkpoint name; called again after the server has restarted.
@@ -118,7 +152,7 @@ class Policy:
         for name in self._places:
             if name not in self.masters or not forwards_from_masters:
                 self._install(name, served[name])
-        self.module.to(self.device)
+        _move_buffers(self.module, self.device)
 
     def collect_gradients(self) -> None:
         """Move gradients from the module's parameters to the masters; nothing to do where they are the same.
@@ -195,6 +229,29 @@ class Policy:
             replaced.append((owner, attribute, current))
             setattr(owner, attribute, substitute)
 
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Run forwards on the base alone, without gradients: the reference policy of an adapter run."""
+        with self._required_adapter().disabled(), torch.no_grad():
+            yield
+
+    @torch.no_grad()
+    def adapter_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """The adapter as `adapter_model.safetensors` holds it: PEFT's names, contiguous; in the masters' dtype unless
+        `dtype` says otherwise. Live tensors where no cast was needed.
+        """
+        self._required_adapter()
+        return {name: master.detach().to(dtype or master.dtype).contiguous() for name, master in self.masters.items()}
+
+    def adapter_config(self) -> dict[str, Any]:
+        """The content of the adapter's `adapter_config.json`."""
+        return self._required_adapter().config(self.tokenizer_name)
+
+    def _required_adapter(self) -> Adapter:
+        if self._adapter is None:
+            raise TypeError("this policy trains full weights; it has no adapter")
+        return self._adapter
+
     @torch.no_grad()
     def load_masters(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Overwrite the masters, by checkpoint name, for instance when a run is resumed."""
@@ -216,17 +273,22 @@ class Policy:
     def checkpoint_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """All weights as a Hugging Face checkpoint holds them: contiguous, unfused, tied ones once.
 
-        Trained weights come from the masters, in their precision unless `dtype` says otherwise.
+        Trained weights come from the masters, in their precision unless `dtype` says otherwise. An
+        adapter is merged into the base, and a quantised base is given as the values it computes with.
         They are the live tensors where no cast was needed: write them before the next step.
         """
         tensors: dict[str, torch.Tensor] = {}
         for parameter_name, name in self._names.items():
             weight = self.masters.get(name)
-            tensors[parameter_name] = self._current(name) if weight is None else weight
+            tensors[parameter_name] = self._with_adapter(parameter_name, name) if weight is None else weight
         tensors.update(_persistent_buffers(self.module))
         stored = to_checkpoint_layout(self.module, {name: tensor.detach() for name, tensor in tensors.items()})
         cast = {name: _cast_floating(tensor, dtype) for name, tensor in stored.items()}
         return {name: tensor.contiguous() for name, tensor in cast.items()}
+
+    def _with_adapter(self, parameter_name: str, name: str) -> torch.Tensor:
+        base = dequantised(self._current(name))
+        return base if self._adapter is None else self._adapter.merged(parameter_name, base, self.masters)
 
 
 def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -> Policy:
@@ -235,11 +297,12 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
     Without `forwards_from_masters` the caller attaches served tensors before the first forward.
     """
     device = resolve_device(options.device)
-    stored = _load_config(options)
+    stored = stored_config(options)
     served_dtype = resolve_dtype(options.dtype, stored)
-    load_dtype = served_dtype if options.master_weights == "none" else torch.float32
-    module = _load_module(options, _for_training(stored), load_dtype)
-    if options.master_weights != "host":
+    frozen = options.adapter is not None
+    load_dtype = served_dtype if frozen or options.master_weights == "none" else torch.float32
+    module = load_module(options, stored, load_dtype, device)
+    if frozen or options.master_weights != "host":
         module = module.to(device)
     policy = Policy(module, hf_config=stored, served_dtype=served_dtype, device=device, options=options)
     if forwards_from_masters:
@@ -255,66 +318,6 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
     return policy
 
 
-def resolve_device(name: str) -> torch.device:
-    """The torch device that `auto`, `cpu`, `cuda` or `cuda:N` means on this machine."""
-    if name == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return torch.device(name)
-
-
-def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
-    """The dtype a name means; `auto` is the checkpoint's, and float32 where it does not say."""
-    if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    stored = getattr(hf_config, "dtype", None)
-    return stored if isinstance(stored, torch.dtype) else torch.float32
-
-
-def _load_config(options: PolicyOptions) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(options.model_name)
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(_not_found(options.model_name, error)) from error
-
-
-def _for_training(stored: Any) -> Any:
-    """The checkpoint's configuration without what has no place in training; checkpoints keep the original."""
-    config = deepcopy(stored)
-    config.use_cache = False
-    for name, value in vars(config).items():
-        # The server samples without dropout; with it here, ratios to the sampled logprobs mean nothing.
-        if name.endswith(("dropout", "_pdrop")) and isinstance(value, float):
-            setattr(config, name, 0.0)
-    return config
-
-
-def _load_module(options: PolicyOptions, config: Any, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    if not options.debug_loading:
-        transformers_logging.disable_progress_bar()
-    try:
-        module: Any = AutoModelForCausalLM.from_pretrained(
-            options.model_name, config=config, dtype=dtype, attn_implementation=options.attention
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelNotFound(_not_found(options.model_name, error)) from error
-    if options.gradient_checkpointing:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    trained: nn.Module = module.train()
-    return trained
-
-
-def _not_found(model_name: str, error: Exception) -> str:
-    place = "directory" if Path(model_name).exists() else "name"
-    cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"--model-name {model_name}: no causal language model can be loaded from this {place} ({cause})"
-
-
 def _places_by_name(module: nn.Module, names: Mapping[str, str]) -> dict[str, list[tuple[nn.Module, str]]]:
     """Where each parameter hangs in the module; tied ones hang in several places."""
     name_of = {id(parameter): names[name] for name, parameter in module.named_parameters()}
@@ -323,6 +326,14 @@ def _places_by_name(module: nn.Module, names: Mapping[str, str]) -> dict[str, li
         owner, _, attribute = path.rpartition(".")
         places.setdefault(name_of[id(parameter)], []).append((module.get_submodule(owner), attribute))
     return places
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers follow the forward; `Module.to` would take masters along that live in host memory."""
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if buffer.device.type != device.type:
+                setattr(owner, name, buffer.to(device))
 
 
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ Formula: y = W x + (alpha / r) B A dropout(x), A is r x in, B is out x r and sta
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -106,14 +106,15 @@ class Adapter:
         return readable
 
     @torch.no_grad()
-    def merged(self, path: str, base: torch.Tensor, masters: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Base weight plus adapter, in fp32, for the weight at module path `path`; the base itself where none hangs."""
-        owner = path.removesuffix(".base_layer.weight")
-        if owner == path or owner not in self._layers:
+    def merged(self, weight_name: str, base: torch.Tensor, masters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The base weight plus its adapter, in fp32; the base itself where none hangs on it."""
+        path, _, attribute = weight_name.rpartition(".")
+        if attribute != "weight" or path not in self._layers:
             return base
-        down, up = (masters[f"{_PREFIX}{owner}.{matrix}.weight"].to(base.device) for matrix in _MATRICES)
-        delta = (up.float() @ down.float()) * self._layers[owner].scaling[ADAPTER_NAME]
-        return base.float() + (delta.T if self._peft_config.fan_in_fan_out else delta)
+        down, up = (masters[f"{_PREFIX}{path}.{matrix}.weight"].float().to(base.device) for matrix in _MATRICES)
+        delta: torch.Tensor = (up @ down) * self._layers[path].scaling[ADAPTER_NAME]
+        transposed: bool = self._peft_config.fan_in_fan_out
+        return base.float() + (delta.T if transposed else delta)
 
 
 def inject(module: nn.Module, options: AdapterOptions) -> Adapter:
@@ -190,8 +191,7 @@ def _linear_modules(module: nn.Module) -> dict[str, nn.Module]:
     return {
         path: layer
         for path, layer in module.named_modules()
-        if block_index(path + ".") is not None
-        and (isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D")
+        if block_index(path + ".") is not None and (isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D")
     }
 
 

@@ -37,7 +37,7 @@ class ModelOptions(BaseModel):
         "fp32 masters. auto: masters when publishes overlap or a batch has several steps.",
     )
     train_layer_indices: str | None = Field(
-        None, description="Train these layers only, full weights: 20-31 or 0-3,28-31."
+        None, description="Train these layers only, full weights: 20-31, 0-3,28-31, top-25% or last-12."
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward: less memory, about a third more time."

@@ -72,6 +72,7 @@ class WeightBridge(Protocol):
 
 def policy_options(config: TrainingConfig) -> PolicyOptions:
     """What of the trainer's configuration concerns loading the model."""
+    from example_trainer.learning.adapters import adapter_options
     from example_trainer.model import PolicyOptions
 
     return PolicyOptions(
@@ -80,6 +81,7 @@ def policy_options(config: TrainingConfig) -> PolicyOptions:
         device=config.device,
         master_weights=config.master_weights,
         train_layer_indices=config.train_layer_indices,
+        adapter=adapter_options(config),
         gradient_checkpointing=config.gradient_checkpointing,
         debug_loading=config.debug_loading,
     )

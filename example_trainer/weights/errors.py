@@ -6,7 +6,7 @@ from example_trainer.errors import TrainerError
 
 
 class BadLayerFilter(TrainerError):
-    """`--train-layer-indices` names layers that the model does not have."""
+    """`--train-layer-indices` or `--lora-layer-indices` names layers that the model does not have."""
 
 
 class CannotShare(TrainerError):
