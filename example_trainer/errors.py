@@ -29,6 +29,10 @@ class BadBatch(TrainerError):
     """A batch from the broker cannot be turned into training data."""
 
 
+class UnusableLoss(TrainerError):
+    """A loss of the user's own cannot be imported, or does not give one value a token."""
+
+
 class OptimizerUnavailable(TrainerError):
     """The optimizer asked for needs a package that is not installed."""
 
