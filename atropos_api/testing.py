@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
 
 from atropos_api.broker import Broker
 from atropos_api.client import AsyncBrokerClient
 from atropos_api.config import BrokerConfig
-from atropos_api.http.app import create_app
+from atropos_api.http.app import BrokerApp, create_app
 from atropos_api.http.server import BrokerServer
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.wire.groups import Group
@@ -39,13 +38,13 @@ def make_group(
     return Group(**(values | fields))
 
 
-def make_memory_app(**options: Any) -> FastAPI:
+def make_memory_app(**options: Any) -> BrokerApp:
     """The application over an empty memory store; `options` are those of `BrokerConfig`."""
     config = BrokerConfig(store="memory", **options)
     return create_app(config, Broker(MemoryLedger(), MemoryBodyLog(), settings=config.settings()))
 
 
-def memory_broker(**options: Any) -> tuple[FastAPI, AsyncBrokerClient]:
+def memory_broker(**options: Any) -> tuple[BrokerApp, AsyncBrokerClient]:
     """The application and a client that calls it without a socket."""
     app = make_memory_app(**options)
     transport = httpx.ASGITransport(app=app)
@@ -60,7 +59,7 @@ def served_broker(**options: Any) -> Iterator[str]:
 
 
 @contextmanager
-def serve_in_thread(app: FastAPI) -> Iterator[str]:
+def serve_in_thread(app: BrokerApp) -> Iterator[str]:
     """Serve an application on a free loopback port until the block ends."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

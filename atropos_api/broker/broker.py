@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from atropos_api.broker.batches import Batches, slice_for_rank
 from atropos_api.broker.environments import Environments
@@ -25,7 +26,7 @@ from atropos_api.broker.settings import BrokerSettings
 from atropos_api.broker.state import Clock, State
 from atropos_api.broker.succession import Succession
 from atropos_api.broker.units import batch_in_sequences
-from atropos_api.errors import DamagedBatch, InvalidRequest, StoreDamaged, UnusableGroupSize
+from atropos_api.errors import BrokerError, DamagedBatch, InvalidRequest, StoreDamaged, UnusableGroupSize
 from atropos_api.store.base import LOST, NO_RUN, BodyLog, EnvironmentRow, GroupRow, Ledger, RunRow, Snapshot
 from atropos_api.store.steps import Reach, Step, pass_by
 from atropos_api.wire.messages import (
@@ -39,6 +40,14 @@ from atropos_api.wire.messages import (
     SubmitAnswer,
 )
 from atropos_api.wire.payload import CheckedGroup
+
+
+class Submitted(NamedTuple):
+    """A submission that was taken: what to answer, its rows, and the groups that have no key to be known by."""
+
+    answer: SubmitAnswer
+    rows: Sequence[GroupRow]
+    repeatable: Sequence[CheckedGroup]
 
 
 class Broker:
@@ -299,24 +308,46 @@ class Broker:
     # Submissions
 
     def submit(self, environment_id: int, groups: Sequence[CheckedGroup], *, key: str | None = None) -> SubmitAnswer:
-        """Take groups of a registered environment. Under a key that was used before nothing changes."""
+        """Take groups whose sender is sure to get the answer."""
+        submitted = self.take(environment_id, groups, key=key)
+        self.intake.settle(submitted.rows)
+        return submitted.answer
+
+    def take(self, environment_id: int, groups: Sequence[CheckedGroup], *, key: str | None = None) -> Submitted:
+        """Take groups of a registered environment. Under a key that was used before nothing changes.
+
+        The caller says afterwards how the answer fared: to `intake.settle`, and to `expect_repeat` if it was lost.
+        """
         row = self.state.environments.get(environment_id)
         self.touch(row)
         if key is not None and self.keys.find(row.name, key) is not None:
-            self.state.counters.groups_duplicate_total += len(groups)
-            return SubmitAnswer(accepted=0, buffered=0, duplicates=len(groups), pacing=self.pacing(row))
+            return self._submitted(row, [], duplicates=len(groups))
+        fresh, repeated = (list(groups), []) if key is not None else self.intake.repeats.split(groups)
         had_room = self.pacer.has_room()
         key_row = self.keys.make(row.name, key, len(groups)) if key is not None and groups else None
         taken: list[GroupRow] = []
-        if groups:
-            taken = self.intake.take(groups, [environment_id] * len(groups), run_id=self.run_for(row), key=key_row)
-            if key is None:
-                self.intake.settle(taken)
+        if fresh:
+            try:
+                taken = self.intake.take(fresh, [environment_id] * len(fresh), run_id=self.run_for(row), key=key_row)
+            except BrokerError:
+                self.intake.repeats.expect_all(repeated)
+                raise
         if had_room and not self.pacer.has_room():
             self.state.pacing_changed()
-        waiting = sum(not self.can_be_used(group.size, row.group_size) for group in taken)
         self.count_unpackable(taken)
-        return SubmitAnswer(accepted=len(taken), buffered=waiting, duplicates=0, pacing=self.pacing(row))
+        return self._submitted(row, taken, duplicates=len(repeated), repeatable=() if key is not None else groups)
+
+    def expect_repeat(self, submitted: Submitted) -> None:
+        """The answer did not get through: the same bytes again are a repeat."""
+        self.intake.repeats.expect_all(submitted.repeatable)
+
+    def _submitted(
+        self, row: EnvironmentRow, taken: list[GroupRow], *, duplicates: int, repeatable: Sequence[CheckedGroup] = ()
+    ) -> Submitted:
+        self.state.counters.groups_duplicate_total += duplicates
+        waiting = sum(not self.can_be_used(group.size, row.group_size) for group in taken)
+        answer = SubmitAnswer(accepted=len(taken), buffered=waiting, duplicates=duplicates, pacing=self.pacing(row))
+        return Submitted(answer, taken, repeatable)
 
     def run_for(self, row: EnvironmentRow | None) -> str:
         """The run that a group belongs to: late groups of a run that ended are not the next one's."""

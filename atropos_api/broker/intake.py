@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from blake3 import blake3
 
@@ -84,20 +84,35 @@ class Keys:
 class Repeats:
     """Submissions without a key whose answer may not have arrived: the same bytes again, soon, are no news."""
 
-    def __init__(self, window_seconds: float) -> None:
+    def __init__(self, window_seconds: float, clock: Callable[[], float]) -> None:
         self._window_seconds = window_seconds
+        self._clock = clock
         self._until: dict[bytes, float] = {}
 
-    def expect(self, env_id: int | None, text: bytes, now: float) -> None:
+    def expect(self, env_id: int | None, *parts: bytes | memoryview) -> None:
+        """A group of this environment may come again; `parts` are its bytes."""
         if self._window_seconds > 0:
-            self._until[_fingerprint(env_id, text)] = now + self._window_seconds
+            self._until[_fingerprint(env_id, parts)] = self._clock() + self._window_seconds
 
-    def recognise(self, env_id: int | None, text: bytes, now: float) -> bool:
-        """Whether this is such a repeat; each is recognised once, so equal groups that follow are taken."""
+    def expect_all(self, groups: Iterable[CheckedGroup]) -> None:
+        for group in groups:
+            self.expect(group.env_id, *_parts(group))
+
+    def split(self, groups: Sequence[CheckedGroup]) -> tuple[list[CheckedGroup], list[CheckedGroup]]:
+        """The groups that are new, and those that are such repeats.
+
+        Each repeat is recognised once, so equal groups that follow are taken.
+        """
         if not self._until:
-            return False
+            return list(groups), []
+        now = self._clock()
         self._until = {print_: until for print_, until in self._until.items() if until >= now}
-        return self._until.pop(_fingerprint(env_id, text), None) is not None
+        fresh: list[CheckedGroup] = []
+        repeated: list[CheckedGroup] = []
+        for group in groups:
+            known = self._until.pop(_fingerprint(group.env_id, _parts(group)), None)
+            (fresh if known is None else repeated).append(group)
+        return fresh, repeated
 
 
 class Intake:
@@ -106,7 +121,7 @@ class Intake:
     def __init__(self, state: State, keys: Keys) -> None:
         self._state = state
         self._keys = keys
-        self.repeats = Repeats(state.settings.dedup_window_seconds)
+        self.repeats = Repeats(state.settings.dedup_window_seconds, state.clock)
         self.answered_seq = 0
         self._unanswered: set[int] = set()
 
@@ -185,7 +200,6 @@ class Intake:
         sequences = state.queue.sequences + sum(group.size for group in groups)
         body_bytes = state.queue.body_bytes + sum(group.byte_count for group in groups)
         if sequences > state.settings.max_queued_sequences or body_bytes > state.settings.max_queued_bytes:
-            state.counters.pressure_total += 1
             raise QueueFull(
                 f"the queue holds {state.queue.sequences} sequences ({state.queue.body_bytes} bytes); try again later",
                 queued_sequences=state.queue.sequences,
@@ -206,5 +220,12 @@ class Intake:
         counters.groups_without_version_total += sum(group.oldest_version is None for group in groups)
 
 
-def _fingerprint(env_id: int | None, text: bytes) -> bytes:
-    return blake3(f"{env_id}:".encode() + text).digest()
+def _parts(group: CheckedGroup) -> tuple[bytes | memoryview, ...]:
+    return (group.text,) if group.columns is None else (group.text, group.columns)
+
+
+def _fingerprint(env_id: int | None, parts: Iterable[bytes | memoryview]) -> bytes:
+    hasher = blake3(f"{env_id}:".encode())
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()

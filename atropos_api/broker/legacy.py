@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -47,15 +47,23 @@ class LegacyEnvironment(msgspec.Struct, kw_only=True):
     min_batch_allocation: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
 
 
+class Checked(msgspec.Struct, kw_only=True):
+    """The groups of a list that may be queued. `refused` pairs the places of the others with what is wrong."""
+
+    groups: list[CheckedGroup]
+    refused: list[tuple[int, BrokerError]]
+
+
 class Taken(msgspec.Struct, kw_only=True):
-    """What became of a legacy submission. `refused` pairs places in the list with their errors."""
+    """What became of a legacy submission; `refused` as it was checked."""
 
     rows: list[GroupRow]
     duplicates: int
     refused: list[tuple[int, BrokerError]]
     buffered: int
     last_buffer_size: int
-    repeatable: list[tuple[int | None, bytes]]
+    repeatable: list[CheckedGroup]
+    """Those that came without a key, repeats among them."""
 
 
 class LegacyContract:
@@ -100,48 +108,49 @@ class LegacyContract:
         self._state.pacing_changed()
         return row, run
 
+    def check(self, items: Sequence[Fields], *, where: str = "") -> Checked:
+        """Judge every group of a list by itself; looks at nothing that changes, so any thread may."""
+        checked = Checked(groups=[], refused=[])
+        for index, fields in enumerate(items):
+            place = where.format(index=index)
+            try:
+                group = check_group(fields, where=place)
+                self._broker.intake.check_version(group, place)
+                checked.groups.append(group)
+            except InvalidGroup as error:
+                checked.refused.append((index, error))
+        return checked
+
     def take(self, items: Sequence[Fields], *, key: str | None = None, where: str = "") -> Taken:
         """Take every valid group of a list; an invalid one costs its neighbours nothing."""
-        groups: list[CheckedGroup] = []
-        refused: list[tuple[int, BrokerError]] = []
-        for index, fields in enumerate(items):
-            try:
-                group = check_group(fields, where=where.format(index=index))
-                self._broker.intake.check_version(group, where.format(index=index))
-                groups.append(group)
-            except InvalidGroup as error:
-                refused.append((index, error))
+        return self.take_checked(self.check(items, where=where), key=key)
+
+    def take_checked(self, checked: Checked, *, key: str | None = None) -> Taken:
+        groups = checked.groups
         fresh, repeated = self._sort_out_repeats(groups, key)
-        duplicates = len(repeated)
         try:
             rows = self._store(fresh, key)
         except BrokerError:
             # Nothing of the list was taken: it will come again, and what is a repeat now is one then.
-            self._expect([] if key else [(group.env_id, group.text) for group in repeated])
+            self._broker.intake.repeats.expect_all([] if key else repeated)
             raise
-        self._state.counters.groups_refused_total += len(refused)
         self._broker.count_unpackable(rows)
-        if duplicates:
-            self._state.counters.groups_duplicate_total += duplicates
-            logger.info("%d groups are repeats of what was taken before; not taken again", duplicates)
+        if repeated:
+            self._state.counters.groups_duplicate_total += len(repeated)
+            logger.info("%d groups are repeats of what was taken before; not taken again", len(repeated))
         buffered, buffer_size = self._count_buffered(rows)
         return Taken(
             rows=rows,
-            duplicates=duplicates,
-            refused=refused,
+            duplicates=len(repeated),
+            refused=checked.refused,
             buffered=buffered,
             last_buffer_size=buffer_size,
-            repeatable=[] if key else [(group.env_id, group.text) for group in (*fresh, *repeated)],
+            repeatable=[] if key else groups,
         )
 
     def expect_repeat(self, taken: Taken) -> None:
         """The answer did not get through: the same bytes again are a repeat."""
-        self._expect(taken.repeatable)
-
-    def _expect(self, repeatable: Iterable[tuple[int | None, bytes]]) -> None:
-        now = self._state.clock()
-        for env_id, text in repeatable:
-            self._broker.intake.repeats.expect(env_id, text, now)
+        self._broker.intake.repeats.expect_all(taken.repeatable)
 
     def next_batch(self) -> tuple[RunRow, list[GroupRow]] | None:
         """Commit what was delivered, and give the batch after it; None while it cannot be formed."""
@@ -213,13 +222,7 @@ class LegacyContract:
         if key is not None:
             used = bool(groups) and self._broker.keys.find(self._owner(groups[0]), key) is not None
             return ([], list(groups)) if used else (list(groups), [])
-        now = self._state.clock()
-        fresh: list[CheckedGroup] = []
-        repeated: list[CheckedGroup] = []
-        for group in groups:
-            is_repeat = self._broker.intake.repeats.recognise(group.env_id, group.text, now)
-            (repeated if is_repeat else fresh).append(group)
-        return fresh, repeated
+        return self._broker.intake.repeats.split(groups)
 
     def _store(self, groups: Sequence[CheckedGroup], key: str | None) -> list[GroupRow]:
         if not groups:

@@ -77,10 +77,9 @@ def _cut_short(groups: list[GroupRow], missing: set[int]) -> set[int]:
 
 def _expect_repeats(state: State, intake: Intake, groups: list[GroupRow]) -> None:
     """The last submissions before a crash may be repeated by clients that saw no answer."""
-    now = state.clock()
     for group in groups:
-        if group.key_id or group.form != "json" or group.body == LOST:
+        if group.key_id or group.body == LOST:
             continue
         with suppress(StoreDamaged):
             (body,) = state.bodies.read([group.body])
-            intake.repeats.expect(group.env_id, unseal(body), now)
+            intake.repeats.expect(group.env_id, *unseal(body, group.form))

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Final, NamedTuple
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atropos_api.http.door import changes_something
 from atropos_api.store.steps import Reach, Step
 
-DELIVERY = (Step.DELIVERY_BEGUN, Step.DELIVERY_TORN, Step.DELIVERY_ENDED)
-ANSWER = (Step.ANSWER_BEGUN, Step.ANSWER_TORN, Step.ANSWER_ENDED)
+
+class StepsOfAnswer(NamedTuple):
+    """What an answer passes: before the first byte, in the middle, after the last."""
+
+    begun: Step
+    torn: Step
+    ended: Step
+
+
+DELIVERY: Final = StepsOfAnswer(Step.DELIVERY_BEGUN, Step.DELIVERY_TORN, Step.DELIVERY_ENDED)
+ANSWER: Final = StepsOfAnswer(Step.ANSWER_BEGUN, Step.ANSWER_TORN, Step.ANSWER_ENDED)
+
+
+def steps_of(method: str) -> StepsOfAnswer:
+    return DELIVERY if method == "GET" else ANSWER
 
 
 class AnswerSteps:
@@ -19,10 +34,10 @@ class AnswerSteps:
         self._reach = reach
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not changes_something(scope):
+        if scope["type"] != "http" or not changes_something(scope["method"], scope["path"]):
             await self._app(scope, receive, send)
             return
-        begun, torn, ended = DELIVERY if scope["method"] == "GET" else ANSWER
+        begun, torn, ended = steps_of(scope["method"])
 
         async def send_in_steps(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -16,9 +16,10 @@ from atropos_api.broker.legacy import LegacyContract
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import BrokerError
 from atropos_api.http import describing, events, metrics, ops, policy, v0, v1
+from atropos_api.http.answer_steps import AnswerSteps
 from atropos_api.http.delivery import TRANSPORT_KEY, find_transport
-from atropos_api.http.door import Door
-from atropos_api.http.hot import HotRoutes
+from atropos_api.http.door import Door, Porter
+from atropos_api.http.hot import HotRoutes, PromptCalls, make_prompt_calls
 from atropos_api.http.openapi import make_document
 from atropos_api.http.problems import (
     answer_broker_error,
@@ -30,6 +31,7 @@ from atropos_api.http.problems import (
 from atropos_api.http.services import Services
 from atropos_api.http.settling import SyncBeforeAnswer
 from atropos_api.store.opening import needs_sync
+from atropos_api.store.steps import pass_by
 
 ANSWERS: Final = {
     BrokerError: answer_broker_error,
@@ -46,6 +48,11 @@ class BrokerApp(FastAPI):
         scope[TRANSPORT_KEY] = find_transport(send)
         await super().__call__(scope, receive, send)
 
+    def prompt_calls(self) -> PromptCalls:
+        """What connections may ask directly."""
+        calls: PromptCalls = self.state.prompt_calls
+        return calls
+
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
             routes = (route for route in self.routes if isinstance(route, APIRoute))
@@ -59,11 +66,13 @@ def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
     """The broker's HTTP side; `app.state.services` holds what its handlers share."""
     app = BrokerApp(title="Atropos broker", version="1", redirect_slashes=False, openapi_url=None)
     app.state.services = make_services(config, broker)
+    door, syncs = Door(config), needs_sync(config.store, config.fsync)
+    app.state.prompt_calls = make_prompt_calls(app.state.services, door, syncs=syncs)
     app.add_middleware(HotRoutes)
-    if needs_sync(config.store, config.fsync):
+    if syncs:
         app.add_middleware(SyncBeforeAnswer, sync=broker.sync)
     # Later ones lie further out: only the answers to a browser's own questions before a request pass the door.
-    app.add_middleware(Door, config=config)
+    app.add_middleware(Porter, door=door)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
@@ -73,6 +82,8 @@ def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
     # Routes are tried in order, so those called most come first.
     for part in (v1, v0, policy, ops, events, metrics, describing):
         app.include_router(part.router)
+    if broker.state.reach is not pass_by:
+        app.add_middleware(AnswerSteps, reach=broker.state.reach)
     return app
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -15,8 +16,11 @@ from atropos_api.http.inflating import GZIP_WBITS, inflate
 from atropos_api.http.services import services_of
 
 StructT = TypeVar("StructT")
+AnyT = TypeVar("AnyT")
 
 COMPRESS_FROM_BYTES: Final = 1000
+THREAD_FROM_BYTES: Final = 2 << 20
+"""Checking less takes no longer than a few milliseconds."""
 JSON: Final = "application/json"
 
 _encoder = msgspec.json.Encoder()
@@ -45,6 +49,11 @@ async def read_body(request: Request) -> bytes:
     return await inflate(body, config.max_inflated_bytes) if b"gzip" in encoding and body else body
 
 
+async def beside_the_loop(check: Callable[[bytes], AnyT], body: bytes) -> AnyT:
+    """What `check` makes of a body; of a large one it does so in a thread, for others would wait for it."""
+    return check(body) if len(body) < THREAD_FROM_BYTES else await asyncio.to_thread(check, body)
+
+
 def _length_and_encoding(request: Request) -> tuple[bytes, bytes]:
     length = encoding = b""
     for name, value in request.scope["headers"]:
@@ -69,8 +78,8 @@ def json_response(content: Any, status_code: int = 200) -> Response:
     return Response(_encoder.encode(content), status_code=status_code, media_type=JSON)
 
 
-def wants_gzip(request: Request, size: int) -> bool:
-    return size >= COMPRESS_FROM_BYTES and "gzip" in request.headers.get("accept-encoding", "").lower()
+def wants_gzip(accept_encoding: str) -> bool:
+    return "gzip" in accept_encoding.lower()
 
 
 def compress(pieces: Iterable[bytes]) -> list[bytes]:

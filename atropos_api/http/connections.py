@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import Any, Final
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from atropos_api.http.problems import PROBLEM_TYPE, RETRY_AFTER_SECONDS, problem_body
 
@@ -32,6 +32,7 @@ class Patience:
     max_connections: int = 4096
     header_seconds: float = 10.0
     stall_seconds: float = 30.0
+    idle_seconds: float = 75.0
 
 
 SILENT_SECONDS: Final = 1.0
@@ -54,6 +55,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._since = self.loop.time()
         self._moved_bytes = 0
         self._unparsed_bytes = 0
+        self.has_asked = False
         self._unread_since: float | None = None
         self._unread_bytes = 0
         self._gone: asyncio.Future[None] | None = None
@@ -110,18 +112,33 @@ class GuardedProtocol(HttpToolsProtocol):
         self._owe(_Owes.HEADERS)
 
     def on_headers_complete(self) -> None:
+        self.has_asked = True
         self._owe(_Owes.BODY)
-        super().on_headers_complete()
+        self.take_head()
 
     def on_body(self, body: bytes) -> None:
         self._moved_bytes += len(body)
         self._unparsed_bytes = 0
-        super().on_body(body)
+        self.take_piece(body)
 
     def on_message_complete(self) -> None:
         self._owes = _Owes.NOTHING
         self._unparsed_bytes = 0
+        self.take_end()
+
+    def take_head(self) -> None:
+        """A request begins: what is owed is noted, what is done with it is uvicorn's matter, or a subclass'."""
+        super().on_headers_complete()
+
+    def take_piece(self, piece: bytes) -> None:
+        super().on_body(piece)
+
+    def take_end(self) -> None:
         super().on_message_complete()
+
+    def current_cycle(self) -> RequestResponseCycle | None:
+        """The cycle of the request that came last; None where it has none."""
+        return self.cycle
 
     def send_400_response(self, msg: str) -> None:
         self.close_with(400, "malformed-request", msg)
@@ -143,6 +160,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self.close_with(408, "request-timeout", f"no whole request came within {waited:.0f} s")
         elif self._owes is _Owes.BODY and waited > self._patience.stall_seconds:
             self._check_body(now)
+        elif waited > self._patience.idle_seconds and self._is_idle():
+            self.transport.close()
 
     def _owe(self, what: _Owes) -> None:
         self._owes = what
@@ -150,9 +169,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._moved_bytes = 0
         self._unparsed_bytes = 0
 
+    def _is_idle(self) -> bool:
+        """Nothing is asked, and nobody else closes the connection for that: uvicorn does after answers of its own."""
+        cycle = self.current_cycle()
+        answered = cycle is None or cycle.response_complete
+        return self._owes is _Owes.NOTHING and answered and self.timeout_keep_alive_task is None
+
     def _check_body(self, now: float) -> None:
         enough = self._moved_bytes >= LEAST_BYTES_PER_SECOND * self._patience.stall_seconds
-        answered = self.cycle is not None and self.cycle.response_complete
+        cycle = self.current_cycle()
+        answered = cycle is not None and cycle.response_complete
         if answered or not (enough or self.flow.read_paused):
             self.close_with(408, "request-timeout", f"the body stood still for {self._patience.stall_seconds:g} s")
         else:
@@ -172,7 +198,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """One connection too many: the oldest that never asked anything goes, or else this newest one."""
         others = [other for other in self.connections if isinstance(other, GuardedProtocol) and other.is_open]
         if len(others) > self._patience.max_connections:
-            silent = [other for other in others if other.cycle is None and other.age() > SILENT_SECONDS]
+            silent = [other for other in others if not other.has_asked and other.age() > SILENT_SECONDS]
             victim = max(silent, key=GuardedProtocol.age, default=self)
             victim.close_with(503, "too-many-connections", "the broker has all the connections it takes")
 
@@ -186,9 +212,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _is_owed_an_answer(self) -> bool:
-        if self.cycle is None or not self.cycle.response_started:
+        cycle = self.current_cycle()
+        if cycle is None or not cycle.response_started:
             return True
-        return self.cycle.response_complete and self._owes is _Owes.HEADERS
+        return cycle.response_complete and self._owes is _Owes.HEADERS
 
 
 def _render_problem(status: int, kind: str, detail: str) -> bytes:

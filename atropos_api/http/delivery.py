@@ -56,11 +56,11 @@ class PiecesResponse(Response):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         # Of what the base class prepares only this much is needed.
-        self._pieces = list(coalesce(pieces)) if len(pieces) > 1 else pieces
+        self.pieces = list(coalesce(pieces)) if len(pieces) > 1 else pieces
         self.status_code = status_code
         self.background = None
         self.raw_headers = [
-            (b"content-length", b"%d" % sum(map(len, self._pieces))),
+            (b"content-length", b"%d" % sum(map(len, self.pieces))),
             (b"content-type", media_type.encode("latin-1")),
         ]
         for name, value in (headers or {}).items():
@@ -68,8 +68,8 @@ class PiecesResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's form
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        last = self._pieces[-1]
-        for piece in self._pieces[:-1]:
+        last = self.pieces[-1]
+        for piece in self.pieces[:-1]:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
@@ -79,18 +79,18 @@ class TrackedResponse(PiecesResponse):
 
     def __init__(self, pieces: Sequence[bytes], *, on_result: Callable[[bool], None], **options: Any) -> None:
         super().__init__(pieces, **options)
-        self._on_result = on_result
+        self.on_result = on_result
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's form
         accepted = False
         try:
             accepted = await self._send_all(scope, send)
         finally:
-            self._on_result(accepted)
+            self.on_result(accepted)
 
     async def _send_all(self, scope: Scope, send: Send) -> bool:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for piece in self._pieces:
+        for piece in self.pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         accepted = await _wait_until_written(scope.get(TRANSPORT_KEY), send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -109,8 +109,13 @@ async def _wait_until_written(transport: asyncio.Transport | None, send: Send) -
     # With no room to buffer, the protocol is paused while anything is unwritten, and sending waits for it.
     transport.set_write_buffer_limits(high=0)
     await send({"type": "http.response.body", "body": b"", "more_body": True})
-    protocol = transport.get_protocol()
+    return was_written(transport)
+
+
+def was_written(transport: asyncio.Transport) -> bool:
+    """Whether the kernel had every byte when the protocol was last told to go on, with no room to buffer since."""
     if not transport.is_closing():
         transport.set_write_buffer_limits()
         return transport.get_write_buffer_size() == 0
+    protocol = transport.get_protocol()
     return isinstance(protocol, GuardedProtocol) and not protocol.unwritten

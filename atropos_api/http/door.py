@@ -10,7 +10,7 @@ import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -37,33 +37,30 @@ Shown = Mapping[bytes, bytes]
 """What a request shows of the headers that matter here."""
 
 
-def changes_something(scope: Scope) -> bool:
+def changes_something(method: str, path: str) -> bool:
     """Whether the request may change state; two GETs of the Atropos contract do, and asking for a batch forms it."""
-    return scope["method"] not in SAFE_METHODS or CHANGING_GETS.fullmatch(scope["path"]) is not None
+    return method not in SAFE_METHODS or CHANGING_GETS.fullmatch(path) is not None
 
 
 class Door:
-    """ASGI middleware. Legacy clients cannot send a token but can be given `http://host:port/t/<token>` as base URL."""
+    """The rules. Legacy clients cannot send a token but can be given `http://host:port/t/<token>` as base URL."""
 
-    def __init__(self, app: ASGIApp, config: BrokerConfig) -> None:
-        self._app = app
+    def __init__(self, config: BrokerConfig) -> None:
         self._token = config.token.encode() if config.token else None
         self._allowed_origins = frozenset(origin.lower() for origin in config.allowed_origins)
         names = {"localhost", config.host.lower(), socket.gethostname().lower(), *map(str.lower, config.allowed_hosts)}
         self._host_names = names
         self._own_hosts: set[bytes] = set()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-        elif scope["type"] == "http":
-            shown = {name: value for name, value in scope["headers"] if name in WANTED_HEADERS}
-            scope, token = _take_prefix(scope)
-            refusal = self._check_token(scope, shown, token) or self._check_site(scope, shown)
-            await (refusal or self._app)(scope, receive, send)
+    def refuse(
+        self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], token: bytes | None = None
+    ) -> Response | None:
+        """What to answer instead of the call, if it may not be made. `path` is without the `token` before it."""
+        shown = {name: value for name, value in headers if name in WANTED_HEADERS}
+        return self._check_token(path, shown, token) or self._check_site(method, path, shown)
 
-    def _check_token(self, scope: Scope, shown: Shown, token: bytes | None) -> Response | None:
-        if self._token is None or scope["path"] in OPEN_PATHS:
+    def _check_token(self, path: str, shown: Shown, token: bytes | None) -> Response | None:
+        if self._token is None or path in OPEN_PATHS:
             return None
         if token is None:
             credentials = shown.get(b"authorization", b"")
@@ -73,14 +70,14 @@ class Door:
         detail = "this broker asks for a token: send Authorization: Bearer <token>, or use /t/<token>/ before the path"
         return problem_response(401, "token-required", detail)
 
-    def _check_site(self, scope: Scope, shown: Shown) -> Response | None:
+    def _check_site(self, method: str, path: str, shown: Shown) -> Response | None:
         host = shown.get(b"host", b"")
         # Whoever knows the token is no stray page; without one, only a name of ours proves that DNS was not rebound.
         if self._token is None and not self._is_own_host(host):
             name = host.decode("latin-1")[:80]
             detail = f"the host name {name!r} is not one of this broker's; allow it with --allowed-hosts"
             return problem_response(403, "cross-site-request", detail, field="Host", value=name)
-        if not changes_something(scope) and scope["path"] not in TOUCHING_GETS:
+        if not changes_something(method, path) and path not in TOUCHING_GETS:
             return None
         return self._check_page(shown, host)
 
@@ -120,6 +117,22 @@ class Door:
         except ValueError:
             return False
         return True
+
+
+class Porter:
+    """ASGI middleware: nothing comes in past the door."""
+
+    def __init__(self, app: ASGIApp, door: Door) -> None:
+        self._app = app
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            scope, token = _take_prefix(scope)
+            refusal = self._door.refuse(scope["method"], scope["path"], scope["headers"], token)
+            await (refusal or self._app)(scope, receive, send)
 
 
 def _take_prefix(scope: Scope) -> tuple[Scope, bytes | None]:

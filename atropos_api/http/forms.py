@@ -6,13 +6,14 @@ A group is stored in the form it came in. Asked for in the other it is transcode
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from fastapi import Request
 
 from atropos_api.errors import NotAcceptable, UnsupportedMediaType
-from atropos_api.http.bodies import JSON, compress, wants_gzip
+from atropos_api.http.asked import Asked
+from atropos_api.http.bodies import COMPRESS_FROM_BYTES, JSON, compress, wants_gzip
 from atropos_api.store.base import GroupRow
 from atropos_api.wire.columns import MEDIA_TYPE, VERSION, begin_body
 from atropos_api.wire.columns_check import check_submission
@@ -21,13 +22,16 @@ from atropos_api.wire.payload import CheckedGroup, check_group, decode_submissio
 from atropos_api.wire.transcode import columns_to_json, json_to_columns
 
 MEDIA_TYPES: Final = {"json": JSON, "columns": f"{MEDIA_TYPE}; version={VERSION}"}
+VARIES: Final[Mapping[str, str]] = {"Vary": "Accept, Accept-Encoding"}
 THREAD_FROM_BYTES: Final = 1 << 18
 """Compressing less than this costs no more than handing it to a thread."""
 
 
-def form_of_body(request: Request) -> Form:
+def form_of_body(asked: Asked) -> Form:
     """Columns where the sender says so; anything else is read as JSON, as Atropos' own clients need it."""
-    declared = request.headers.get("content-type", "")
+    declared = asked.header(b"content-type") or ""
+    if declared == JSON:
+        return "json"
     kind, parameters = _parse_media_type(declared)
     if kind != MEDIA_TYPE:
         return "json"
@@ -99,17 +103,16 @@ def join_texts(head: bytes, bodies: Sequence[bytes]) -> list[bytes]:
     return [*pieces, b"]}"]
 
 
-async def encode_pieces(request: Request, pieces: Sequence[bytes]) -> tuple[Sequence[bytes], dict[str, str]]:
+async def encode_pieces(request: Request, pieces: Sequence[bytes]) -> tuple[Sequence[bytes], Mapping[str, str]]:
     """The body as it travels, and the headers that say so."""
-    headers = {"Vary": "Accept, Accept-Encoding"}
     size = sum(map(len, pieces))
-    if not wants_gzip(request, size):
-        return pieces, headers
+    if size < COMPRESS_FROM_BYTES or not wants_gzip(request.headers.get("accept-encoding", "")):
+        return pieces, VARIES
     if size >= THREAD_FROM_BYTES:
         pieces = await asyncio.to_thread(compress, pieces)
     else:
         pieces = compress(pieces)
-    return pieces, headers | {"Content-Encoding": "gzip"}
+    return pieces, {**VARIES, "Content-Encoding": "gzip"}
 
 
 def _transcode(bodies: Sequence[bytes], forms: Sequence[Form], wanted: Form) -> Iterator[bytes]:

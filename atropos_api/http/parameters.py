@@ -8,6 +8,7 @@ from typing import Final
 from fastapi import Request
 
 from atropos_api.errors import InvalidRequest
+from atropos_api.http.asked import Asked
 
 LONGEST_WAIT_SECONDS: Final = 60.0
 LONGEST_KEY: Final = 200
@@ -38,9 +39,9 @@ def read_wait(request: Request) -> float:
     return min(float(text), LONGEST_WAIT_SECONDS)
 
 
-def read_key(request: Request) -> str | None:
+def read_key(asked: Asked) -> str | None:
     """The idempotency key, where one is given."""
-    key = request.headers.get("idempotency-key")
+    key = asked.header(b"idempotency-key")
     if key is not None and not 0 < len(key) <= LONGEST_KEY:
         raise InvalidRequest(f"Idempotency-Key: 1 to {LONGEST_KEY} characters are needed", field="Idempotency-Key")
     return key

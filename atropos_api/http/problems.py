@@ -13,7 +13,7 @@ import msgspec
 from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 
-from atropos_api.errors import BrokerError, StoreUnavailable
+from atropos_api.errors import BrokerError, InvalidGroup, QueueFull, StoreUnavailable
 from atropos_api.http.services import Services
 
 Answerer = Callable[[Request, Exception], Response]
@@ -75,18 +75,27 @@ def problem_body(status: int, kind: str, detail: str) -> dict[str, Any]:
     return {"type": TYPE_PREFIX + kind, "title": _title(status), "status": status, "detail": detail}
 
 
-def answer_broker_error(request: Request, error: Exception) -> Response:
+def answer_error(services: Services, path: str, error: BrokerError) -> Response:
     """The one place where an error of the rules becomes a status."""
-    if not isinstance(error, BrokerError):
-        raise error
     if isinstance(error, StoreUnavailable):
-        _note_store_failure(request.app.state.services, error)
+        _note_store_failure(services, error)
+    elif isinstance(error, QueueFull):
+        services.broker.state.counters.pressure_total += 1
+    elif isinstance(error, InvalidGroup):
+        services.broker.state.counters.groups_refused_total += 1
     status = STATUS_BY_KIND[error.kind]
     if status == 422:
         logger.warning("refused: %s", error)
-    if not request.url.path.startswith("/v1/"):
+    if not path.startswith("/v1/"):
         return legacy_response(status, error)
     return problem_response(status, error.kind, str(error), **error.details)
+
+
+def answer_broker_error(request: Request, error: Exception) -> Response:
+    """As `answer_error`, in the form of the framework's handlers."""
+    if not isinstance(error, BrokerError):
+        raise error
+    return answer_error(request.app.state.services, request.url.path, error)
 
 
 def on_the_loop(answer: Answerer) -> Callable[[Request, Exception], Awaitable[Response]]:
@@ -124,6 +133,10 @@ def describe_invalid(error: BrokerError) -> dict[str, Any]:
 
 
 def answer_unexpected(_: Request, __: Exception) -> Response:
+    return fault_response()
+
+
+def fault_response() -> Response:
     """A fault of ours; the server logs it whole, the caller is told so and may repeat what is repeatable."""
     return problem_response(500, "internal-error", "the broker failed at this request; its log says why")
 

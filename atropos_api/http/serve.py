@@ -7,13 +7,10 @@ import os
 import secrets
 import socket
 
-from fastapi import FastAPI
-
 from atropos_api.broker import Broker
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import PortInUse
-from atropos_api.http.answer_steps import AnswerSteps
-from atropos_api.http.app import create_app
+from atropos_api.http.app import BrokerApp, create_app
 from atropos_api.http.server import BrokerServer, notice_vanished_peers
 from atropos_api.http.standby import Standby
 from atropos_api.store.base import BodyLog, Ledger
@@ -60,7 +57,7 @@ def serve_redis(config: BrokerConfig, session: RedisSession, listener: socket.so
     """Serve while this process holds the lease of a Redis, stand by while it does not."""
     reach = read_crash_step(os.environ)
 
-    def activate(*, fresh: bool) -> tuple[FastAPI, Broker]:
+    def activate(*, fresh: bool) -> tuple[BrokerApp, Broker]:
         app, broker = make_app(config, open_held(session, fresh=fresh), reach=reach)
         logger.info("active on %s; %s", session.place, describe_contents(broker))
         return app, broker
@@ -74,14 +71,13 @@ def serve_redis(config: BrokerConfig, session: RedisSession, listener: socket.so
     return 0
 
 
-def make_app(config: BrokerConfig, store: tuple[Ledger, BodyLog], *, reach: Reach = pass_by) -> tuple[FastAPI, Broker]:
+def make_app(
+    config: BrokerConfig, store: tuple[Ledger, BodyLog], *, reach: Reach = pass_by
+) -> tuple[BrokerApp, Broker]:
     ledger, bodies = store
     reach(Step.STORE_OPENED)
     broker = Broker(ledger, bodies, settings=config.settings(), reach=reach)
-    app = create_app(config, broker)
-    if reach is not pass_by:
-        app.add_middleware(AnswerSteps, reach=reach)
-    return app, broker
+    return create_app(config, broker), broker
 
 
 def with_token(config: BrokerConfig) -> BrokerConfig:

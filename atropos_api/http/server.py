@@ -9,13 +9,15 @@ import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import Receive, Scope, Send
 
 from atropos_api.config import BrokerConfig
-from atropos_api.http.connections import GuardedProtocol, Patience, sweep
+from atropos_api.http.connections import Patience, sweep
+from atropos_api.http.hot import PromptCalls
+from atropos_api.http.prompt import PromptProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +33,18 @@ PROBE_AFTER_SECONDS: Final = 30
 """A peer that fell silent is asked by the kernel whether it is still there; a vanished one is noticed in a minute."""
 
 
+class BrokerASGI(Protocol):
+    """An application with calls that connections may ask directly."""
+
+    def prompt_calls(self) -> PromptCalls: ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
 class BrokerServer(uvicorn.Server):
     """uvicorn, with every long wait ended as soon as a signal asks the process to stop."""
 
-    def __init__(self, app: ASGIApp, config: BrokerConfig, stop: Callable[[], None]) -> None:
+    def __init__(self, app: BrokerASGI, config: BrokerConfig, stop: Callable[[], None]) -> None:
         self._stop = stop
         super().__init__(_uvicorn_config(app, config))
 
@@ -50,16 +60,17 @@ class BrokerServer(uvicorn.Server):
         self._stop()
 
 
-def _uvicorn_config(app: ASGIApp, config: BrokerConfig) -> uvicorn.Config:
+def _uvicorn_config(app: BrokerASGI, config: BrokerConfig) -> uvicorn.Config:
     patience = Patience(
         max_connections=_affordable_connections(config.max_connections),
         header_seconds=config.header_timeout,
         stall_seconds=config.stall_timeout,
+        idle_seconds=KEEP_ALIVE_SECONDS,
     )
-    protocol = functools.partial(GuardedProtocol, patience=patience)
+    protocol = functools.partial(PromptProtocol, patience=patience, find_calls=app.prompt_calls)
     return uvicorn.Config(
         app,
-        http=cast("type[GuardedProtocol]", protocol),
+        http=cast("type[PromptProtocol]", protocol),
         ws="none",
         log_config=None,
         # Warnings are about malformed requests, of which anyone may send any number.

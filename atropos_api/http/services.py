@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -43,6 +44,41 @@ class Bell:
             waiter.cancel()
 
 
+class Turn:
+    """One at a time, in the order of asking; while nobody has it, it is had without waiting."""
+
+    def __init__(self) -> None:
+        self._taken = False
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    def take_now(self) -> bool:
+        """Take it if nobody has it."""
+        had, self._taken = self._taken, True
+        return not had
+
+    async def take(self) -> None:
+        if self.take_now():
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                # It was given just before its taker left.
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """The next who waits has it from here on."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self._taken = False
+
+
 @dataclass(slots=True)
 class Services:
     """The broker and what surrounds it for one app. `stopping` ends every wait, so that shutting down is quick."""
@@ -54,7 +90,7 @@ class Services:
     pacing_bell: Bell = field(default_factory=Bell)
     events_bell: Bell = field(default_factory=Bell)
     stop_bell: Bell = field(default_factory=Bell)
-    legacy_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    legacy_turn: Turn = field(default_factory=Turn)
     stopping: bool = False
     store_failure: str | None = None
     """Why the store refused the last write; None once it took another."""

@@ -42,7 +42,7 @@ class SyncBeforeAnswer:
         self._commit = GroupCommit(sync)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not changes_something(scope):
+        if scope["type"] != "http" or not changes_something(scope["method"], scope["path"]):
             await self._app(scope, receive, send)
             return
 

@@ -12,12 +12,13 @@ import threading
 import time
 from typing import Any, Final, Protocol
 
-from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos_api.broker import Broker
 from atropos_api.errors import AtroposError, StoreUnavailable
+from atropos_api.http.app import BrokerApp
+from atropos_api.http.hot import PromptCalls
 from atropos_api.http.problems import problem_response
 from atropos_api.http.services import Services
 from atropos_api.store.redis_session import RedisSession
@@ -31,7 +32,7 @@ ALIVE_PATHS: Final = frozenset({"/livez", "/health"})
 
 
 class Activate(Protocol):
-    def __call__(self, *, fresh: bool) -> tuple[FastAPI, Broker]:
+    def __call__(self, *, fresh: bool) -> tuple[BrokerApp, Broker]:
         """Build the broker from what the store holds, or after deleting that."""
 
 
@@ -41,7 +42,7 @@ class Standby:
     def __init__(self, session: RedisSession, activate: Activate) -> None:
         self._session = session
         self._activate = activate
-        self._app: FastAPI | None = None
+        self._app: BrokerApp | None = None
         self._broker: Broker | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._holder: dict[str, Any] | None = None
@@ -72,6 +73,10 @@ class Standby:
         if self._broker is not None:
             self._broker.close()
         self._session.close()
+
+    def prompt_calls(self) -> PromptCalls:
+        """Those of the application, while this process is active."""
+        return self._app.prompt_calls() if self._app is not None and self._session.held else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._loop = asyncio.get_running_loop()
@@ -137,6 +142,6 @@ class Standby:
             self._loop.call_soon_threadsafe(_services_of(app).stop)
 
 
-def _services_of(app: FastAPI) -> Services:
+def _services_of(app: BrokerApp) -> Services:
     services: Services = app.state.services
     return services

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
+import msgspec
 from fastapi import APIRouter, Request, Response
 
-from atropos_api.http.bodies import decode_body, json_response, read_body
-from atropos_api.http.delivery import PiecesResponse
+from atropos_api.http.asked import Asked
+from atropos_api.http.bodies import JSON, beside_the_loop, decode_body, json_response, read_body
+from atropos_api.http.delivery import PiecesResponse, TrackedResponse
 from atropos_api.http.forms import (
     MEDIA_TYPES,
     encode_pieces,
@@ -21,17 +25,40 @@ from atropos_api.http.waiting import Wait
 from atropos_api.store.base import GroupRow
 from atropos_api.wire.groups import Form
 from atropos_api.wire.messages import CommitRequest, EnvironmentRequest, RunRequest
+from atropos_api.wire.payload import CheckedGroup
 
 router = APIRouter(prefix="/v1", tags=["v1"])
+
+_encode = msgspec.json.Encoder().encode
 
 
 @router.post("/groups", summary="Submit scored groups", status_code=202)
 async def submit(request: Request) -> Response:
-    key = read_key(request)
-    form = form_of_body(request)
-    env_id, groups = read_submission(await read_body(request), form)
-    answer = services_of(request).broker.submit(env_id, groups, key=key)
-    return json_response(answer, status_code=202)
+    asked = Asked.of(request, b"")
+    key, form = read_key(asked), form_of_body(asked)
+    submission = await beside_the_loop(functools.partial(read_submission, form=form), await read_body(request))
+    return _take(services_of(request), key, *submission)
+
+
+def answer_submit(services: Services, asked: Asked) -> Response:
+    key, form = read_key(asked), form_of_body(asked)
+    return _take(services, key, *read_submission(asked.body, form))
+
+
+def _take(services: Services, key: str | None, env_id: int, groups: list[CheckedGroup]) -> Response:
+    broker = services.broker
+    submitted = broker.take(env_id, groups, key=key)
+
+    def note(accepted: bool) -> None:
+        broker.intake.settle(submitted.rows)
+        if not accepted:
+            broker.expect_repeat(submitted)
+
+    pieces = [_encode(submitted.answer)]
+    if not submitted.repeatable:
+        broker.intake.settle(submitted.rows)
+        return PiecesResponse(pieces, media_type=JSON, status_code=202)
+    return TrackedResponse(pieces, on_result=note, media_type=JSON, status_code=202)
 
 
 @router.put("/environments/{environment_id}/heartbeat", summary="Stay alive; pacing, or its next change")

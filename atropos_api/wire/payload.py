@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from atropos_api.errors import InvalidGroup, InvalidRequest
-from atropos_api.wire.columns import pack_record
+from atropos_api.wire.columns import pack_record, unpack_record
 from atropos_api.wire.groups import WIRE_KEYS, Form, Span
 from atropos_api.wire.rows import check_floats, check_ids, check_nested, check_numbers
 
@@ -122,9 +122,13 @@ def seal(group: CheckedGroup, received_version: int | None) -> bytes:
     return b"".join((group.text, _STAMP, version, b"}"))
 
 
-def unseal(body: bytes) -> bytes:
-    """The text that `seal` closed: what two JSON submissions of the same group have in common."""
-    return body[: body.rindex(_STAMP)]
+def unseal(body: bytes, form: Form) -> tuple[bytes | memoryview, ...]:
+    """Text and columns as `seal` found them: what two submissions of the same group have in common."""
+    if form == "json":
+        return (body[: body.rindex(_STAMP)],)
+    record = unpack_record(body)
+    head = bytes(record.head)
+    return head[: head.rindex(_STAMP)], record.data
 
 
 def _check_tokens(texts: dict[str, bytes], where: str) -> list[int]:

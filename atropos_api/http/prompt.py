@@ -1,0 +1,169 @@
+"""Connections that answer the calls made all the time in the callback that reads a request's last byte.
+
+A task, an ASGI scope and six messages cost several times what such a call does. A request that some call may answer at
+once is therefore held back until it is whole. What the call leaves alone goes the long way from there, through the
+application with the same bytes; what is out of the ordinary from its head on takes that way at once: large, chunked,
+compressed or upgrading bodies, browsers, HTTP/1.0, peers that pipeline more than a few requests or read too slowly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+from atropos_api.http.connections import GuardedProtocol
+from atropos_api.http.delivery import PiecesResponse, TrackedResponse, was_written
+from atropos_api.http.hot import PromptCall, PromptCalls
+from atropos_api.http.problems import fault_response
+from atropos_api.store.steps import pass_by
+
+logger = logging.getLogger(__name__)
+
+FindCalls = Callable[[], PromptCalls]
+
+MOST_IN_A_ROW: Final = 16
+"""Requests of one piece of input; others have their turn before the rest."""
+
+LONG_WAY_HEADERS: Final = frozenset(
+    {
+        b"transfer-encoding",
+        b"content-encoding",
+        b"expect",
+        b"upgrade",
+        b"origin",
+        b"referer",
+        b"sec-fetch-site",
+        b"sec-purpose",
+        b"purpose",
+    }
+)
+
+
+class PromptProtocol(GuardedProtocol):
+    """`find_calls` names the calls that may be answered here; it is asked at each request, for brokers come and go."""
+
+    def __init__(self, *args: Any, find_calls: FindCalls, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._find_calls = find_calls
+        self._in_a_row = 0
+        self._call: PromptCall | None = None
+        self._query = b""
+        self._pieces: list[bytes] = []
+        self._answered_promptly = False
+        self._closing = False
+
+    def data_received(self, data: bytes) -> None:
+        self._in_a_row = 0
+        super().data_received(data)
+
+    def current_cycle(self) -> RequestResponseCycle | None:
+        return None if self._call is not None or self._answered_promptly else self.cycle
+
+    def take_head(self) -> None:
+        self._call = self._find_call()
+        self._answered_promptly = False
+        if self._call is None and not self._closing:
+            super().take_head()
+
+    def take_piece(self, piece: bytes) -> None:
+        if self._call is not None:
+            self._pieces.append(piece)
+        elif not self._closing:
+            super().take_piece(piece)
+
+    def take_end(self) -> None:
+        call, pieces = self._call, self._pieces
+        if call is None:
+            if not self._closing:
+                super().take_end()
+            return
+        self._call, self._pieces = None, []
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        response = self._ask(call, body)
+        if response is not None:
+            self._answered_promptly = True
+            self._send(response, call)
+            return
+        super().take_head()
+        if body:
+            super().take_piece(body)
+        super().take_end()
+
+    def _find_call(self) -> PromptCall | None:
+        path, _, self._query = self.url.partition(b"?")
+        call = self._find_calls().get((self.parser.get_method(), path))
+        if call is None or self._in_a_row >= MOST_IN_A_ROW or self.flow.write_paused or self._closing:
+            return None
+        if self.cycle is not None and not self.cycle.response_complete:
+            return None
+        if self.parser.get_http_version() != "1.1" or not self._is_ordinary(call):
+            return None
+        self._in_a_row += 1
+        return call
+
+    def _is_ordinary(self, call: PromptCall) -> bool:
+        for name, value in self.headers:
+            if name in LONG_WAY_HEADERS:
+                return False
+            if name == b"content-length" and int(value) > call.most_bytes:
+                return False
+        return True
+
+    def _ask(self, call: PromptCall, body: bytes) -> Response | None:
+        try:
+            return call.answer(self._query, self.headers, body)
+        except Exception:  # the parser would make a malformed request of it
+            logger.exception("a call failed")
+            return fault_response()
+
+    def _send(self, response: Response, call: PromptCall) -> None:
+        keep = self.parser.should_keep_alive()
+        self._closing = not keep
+        body = response.pieces if isinstance(response, PiecesResponse) else [bytes(response.body)]
+        pieces = [self._render_head(response, keep=keep), *body]
+        if not isinstance(response, TrackedResponse):
+            self._write(pieces, call)
+            self._end(call)
+            return
+        # With no room to buffer, what the kernel takes is written at once, and what it does not is known.
+        self.transport.set_write_buffer_limits(high=0)
+        self._write(pieces, call)
+        if self.flow.write_paused and not self.transport.is_closing():
+            task = self.loop.create_task(self._tell_later(response, call))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+        else:
+            response.on_result(was_written(self.transport))
+            self._end(call)
+
+    def _write(self, pieces: list[bytes], call: PromptCall) -> None:
+        if call.reach is pass_by:
+            self.transport.writelines(pieces)
+            return
+        data = b"".join(pieces)
+        call.reach(call.steps.begun)
+        self.transport.write(data[: len(data) // 2])
+        call.reach(call.steps.torn)
+        self.transport.write(data[len(data) // 2 :])
+
+    async def _tell_later(self, response: TrackedResponse, call: PromptCall) -> None:
+        try:
+            await self.flow.drain()
+        finally:
+            response.on_result(was_written(self.transport))
+        self._end(call)
+
+    def _end(self, call: PromptCall) -> None:
+        if self._closing:
+            self.transport.close()
+        call.reach(call.steps.ended)
+
+    def _render_head(self, response: Response, *, keep: bool) -> bytes:
+        headers = (*self.server_state.default_headers, *response.raw_headers)
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        last = b"\r\n" if keep else b"connection: close\r\n\r\n"
+        return b"".join((STATUS_LINE[response.status_code], *lines, last))
