@@ -6,12 +6,13 @@ finds the state; nothing is padded or shifted by hand. Placeholders of 1.0, whic
 wherever nothing was sampled, must not be found at a trained token.
 
 Sequences that teach nothing leave here: groups without reward differences, `set_advantage_to_zero`, rows without
-a trained token or longer than `--seq-len`. Their rewards stay in their group's baseline.
+a trained token, longer than `--seq-len`, or cut off where that is masked. Their rewards stay in their group's baseline.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,15 @@ from torch import Tensor
 from atropos_api.wire import Batch, Group
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import BadBatch, MissingLogprobs
+from example_trainer.learning.supplied import (
+    Teacher,
+    supplied_advantages,
+    supplied_reference,
+    supplied_teacher,
+    where,
+)
 from example_trainer.objective.advantages import AdvantageSettings, compute_advantages, has_signal, shuffle
+from example_trainer.objective.overlong import OverlongSettings, is_truncated, overlong_penalty
 from example_trainer.objective.packing import Row
 
 logger = logging.getLogger(__name__)
@@ -44,6 +53,9 @@ class DataSettings:
 
     max_tokens: int
     advantages: AdvantageSettings
+    overlong: OverlongSettings = field(default_factory=OverlongSettings)
+    teacher: bool = False
+    """Whether the loss learns from `distill_token_ids`; else they are not read."""
     shuffle_advantages: bool = False
     seed: int = 0
 
@@ -62,9 +74,19 @@ class Targets:
     """Policy version the token was sampled under; -1 where the group does not say."""
     version_bounds: Tensor
     """The same, with the version at arrival at the broker for unknown ones: a bound of the token's age."""
+    reference_logprobs: Tensor | None = None
+    """Of the reference policy; NaN where nobody has said them yet, None where none is needed or known."""
+    proximal_logprobs: Tensor | None = None
+    """Under the weights the batch began with, once the learner has scored them."""
+    teacher_ids: Tensor | None = None
+    """[N, K] tokens that a teacher names; None where no sequence has one."""
+    teacher_logprobs: Tensor | None = None
+    """[N, K], -inf where there are fewer than K."""
 
     def to(self, device: torch.device) -> Targets:
-        return Targets(**{name: getattr(self, name).to(device) for name in self.__slots__})
+        tensors = {name: getattr(self, name) for name in self.__slots__}
+        moved = {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
+        return Targets(**moved)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -83,6 +105,8 @@ class TrainingBatch:
     """Sampled tokens of every sequence, by its mask."""
     counts: dict[str, int] = field(default_factory=dict)
     """How many sequences were left out, by cause."""
+    overlong_penalty: float = 0.0
+    """Mean of what length took from the rewards; `rewards` are those without it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +119,8 @@ class _Candidate:
     temperature: float
     advantages: FloatArray | None
     """Per trained token, when the environment supplies them."""
+    reference_logprobs: FloatArray | None
+    teacher: Teacher | None
     versions: IntArray
     version_bounds: IntArray
     group: int
@@ -110,6 +136,13 @@ def data_settings(config: TrainingConfig) -> DataSettings:
             norm="none" if raw_rewards else config.advantage_norm,
             std=config.advantage_std,
         ),
+        overlong=OverlongSettings(
+            limit=config.max_response_tokens,
+            buffer=config.overlong_buffer,
+            penalty=config.overlong_penalty,
+            mask=config.mask_overlong,
+        ),
+        teacher=config.distill != "none",
         shuffle_advantages=config.shuffle_advantages,
         seed=config.seed,
     )
@@ -117,15 +150,23 @@ def data_settings(config: TrainingConfig) -> DataSettings:
 
 def prepare_batch(batch: Batch, settings: DataSettings) -> TrainingBatch:
     """Check a batch and lay it out; a pure function of the batch and the settings."""
-    counts = {"overlong": 0, "no_signal": 0, "no_trained_token": 0, "zeroed": 0}
-    lengths: list[int] = []
+    counts = dict.fromkeys(("overlong", "truncated", "no_signal", "no_trained_token", "zeroed"), 0)
+    read = [
+        [_read_sequence(group, number, index, settings) for index in range(len(group.tokens))]
+        for number, group in enumerate(batch.groups)
+    ]
+    lengths = [len(candidate.targets) for candidates in read for candidate in candidates]
+    penalties = [[overlong_penalty(len(one.targets), settings.overlong) for one in candidates] for candidates in read]
+    scores = [
+        [float(score) + penalty for score, penalty in zip(group.scores, own, strict=True)]
+        for group, own in zip(batch.groups, penalties, strict=True)
+    ]
     kept: list[_Candidate] = []
-    advantages = compute_advantages([group.scores for group in batch.groups], settings.advantages)
-    for number, (group, values) in enumerate(zip(batch.groups, advantages, strict=True)):
-        candidates = [_read_sequence(group, number, index) for index in range(len(group.tokens))]
-        lengths += [len(candidate.targets) for candidate in candidates]
+    for group, rewards, values, candidates in zip(
+        batch.groups, scores, compute_advantages(scores, settings.advantages), read, strict=True
+    ):
         for index, candidate in enumerate(candidates):
-            cause = _why_left_out(group, candidate, index, settings)
+            cause = _why_left_out(group, rewards, candidate, index, settings)
             if cause is None:
                 candidate.advantage = float(values[index])
                 kept.append(candidate)
@@ -140,6 +181,7 @@ def prepare_batch(batch: Batch, settings: DataSettings) -> TrainingBatch:
         rewards=[float(score) for group in batch.groups for score in group.scores],
         response_lengths=lengths,
         counts=counts,
+        overlong_penalty=sum(map(sum, penalties)) / max(1, len(lengths)),
     )
 
 
@@ -148,14 +190,21 @@ def find_temperature(group: Group, index: int) -> float:
     overrides = (group.overrides or [])[index : index + 1]
     for source in (*overrides, group.generation_params, group.group_overrides):
         if isinstance(source, Mapping) and source.get("temperature") is not None:
-            temperature = float(source["temperature"])
-            if temperature <= 0.0:
-                raise BadBatch(
-                    f"{_where(group, index)}: temperature {temperature:g} gives no distribution to learn from; "
-                    "sample rollouts for training at a temperature above 0"
-                )
-            return temperature
+            return _checked_temperature(source["temperature"], where(group, index))
     return DEFAULT_TEMPERATURE
+
+
+def _checked_temperature(value: object, place: str) -> float:
+    try:
+        temperature = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        temperature = math.nan
+    if math.isfinite(temperature) and temperature > 0.0:
+        return temperature
+    raise BadBatch(
+        f"{place}: temperature {value} gives no distribution to learn from; sample rollouts for training at a "
+        "temperature above 0"
+    )
 
 
 def report_logprobs(batch: Batch) -> None:
@@ -165,17 +214,17 @@ def report_logprobs(batch: Batch) -> None:
         logger.info("inference_logprobs found in batch (sample len: %d)", len(sample))
 
 
-def _read_sequence(group: Group, number: int, index: int) -> _Candidate:
+def _read_sequence(group: Group, number: int, index: int, settings: DataSettings) -> _Candidate:
     tokens = np.asarray(group.tokens[index], dtype=np.int64)
     mask = np.asarray(group.masks[index], dtype=np.int64)
     if len(mask) != len(tokens):
-        raise BadBatch(f"{_where(group, index)}: {len(tokens)} tokens but {len(mask)} mask entries")
+        raise BadBatch(f"{where(group, index)}: {len(tokens)} tokens but {len(mask)} mask entries")
     positions = np.flatnonzero(mask != MASKED)
     targets = positions[positions > 0]  # nothing precedes the first token, so nothing predicts it
     wrong = targets[mask[targets] != tokens[targets]]
     if len(wrong):
         raise BadBatch(
-            f"{_where(group, index)}: mask at position {wrong[0]} is {mask[wrong[0]]}, neither -100 nor the token "
+            f"{where(group, index)}: mask at position {wrong[0]} is {mask[wrong[0]]}, neither -100 nor the token "
             f"{tokens[wrong[0]]}"
         )
     versions = _versions(group, index, len(tokens))[targets]
@@ -185,7 +234,9 @@ def _read_sequence(group: Group, number: int, index: int) -> _Candidate:
         targets=targets,
         rollout_logprobs=_rollout_logprobs(group, index, targets, len(tokens)),
         temperature=find_temperature(group, index),
-        advantages=_supplied_advantages(group, index, targets, len(tokens)),
+        advantages=supplied_advantages(group, index, targets, len(tokens)),
+        reference_logprobs=supplied_reference(group, index, targets, len(tokens)),
+        teacher=supplied_teacher(group, index, targets, len(tokens)) if settings.teacher else None,
         versions=versions,
         version_bounds=np.where(versions == UNKNOWN_VERSION, bound, versions),
         group=number,
@@ -210,23 +261,9 @@ def _rollout_logprobs(group: Group, index: int, targets: IntArray, length: int) 
 
 def _missing(group: Group, index: int, cause: str) -> str:
     return (
-        f"GRPO requires inference_logprobs for importance sampling: {_where(group, index)}: {cause}; "
+        f"GRPO requires inference_logprobs for importance sampling: {where(group, index)}: {cause}; "
         "let the environment sample through a server that returns logprobs (--openai.server_type vllm)"
     )
-
-
-def _supplied_advantages(group: Group, index: int, targets: IntArray, length: int) -> FloatArray | None:
-    """Advantages sent by the environment: one a token, or a single one for the sequence."""
-    if not group.advantages or index >= len(group.advantages) or len(group.advantages[index]) == 0:
-        return None
-    values = np.asarray(group.advantages[index], dtype=np.float32)
-    if len(values) == 1:
-        return np.full(len(targets), values[0], dtype=np.float32)
-    if len(values) != length:
-        raise BadBatch(
-            f"{_where(group, index)}: {len(values)} advantages for {length} tokens; send one, or one a token"
-        )
-    return values[targets]
 
 
 def _versions(group: Group, index: int, length: int) -> IntArray:
@@ -237,17 +274,28 @@ def _versions(group: Group, index: int, length: int) -> IntArray:
     return versions
 
 
-def _why_left_out(group: Group, candidate: _Candidate, index: int, settings: DataSettings) -> str | None:
+def _why_left_out(
+    group: Group, rewards: Sequence[float], candidate: _Candidate, index: int, settings: DataSettings
+) -> str | None:
     override = group.overrides[index] if group.overrides and index < len(group.overrides) else None
-    supplied = candidate.advantages
-    signal = has_signal(group.scores, settings.advantages) if supplied is None else bool(np.any(supplied))
+    zeroed = bool(override and override.get("set_advantage_to_zero"))
     causes = (
         (not len(candidate.targets), "no_trained_token"),
-        (bool(override and override.get("set_advantage_to_zero")), "zeroed"),
-        (not signal, "no_signal"),
+        (zeroed, "zeroed"),
+        (not _has_signal(rewards, candidate, settings), "no_signal"),
         (len(candidate.tokens) > settings.max_tokens, "overlong"),
+        (settings.overlong.mask and is_truncated(len(candidate.targets), settings.overlong), "truncated"),
     )
     return next((cause for holds, cause in causes if holds), None)
+
+
+def _has_signal(rewards: Sequence[float], candidate: _Candidate, settings: DataSettings) -> bool:
+    """Whether anything moves the policy here: a teacher always does, advantages where one is not 0."""
+    if candidate.teacher is not None:
+        return True
+    if candidate.advantages is not None:
+        return bool(np.any(candidate.advantages))
+    return has_signal(rewards, settings.advantages)
 
 
 def _shuffle_advantages(kept: Sequence[_Candidate], seed: int, batch_number: int) -> None:
@@ -268,28 +316,52 @@ def _rows(kept: Sequence[_Candidate]) -> list[Row]:
 
 def _targets(kept: Sequence[_Candidate]) -> Targets:
     counts = [len(candidate.targets) for candidate in kept]
-    constants = [np.full(count, candidate.advantage) for count, candidate in zip(counts, kept, strict=True)]
-    supplied = [candidate.advantages for candidate in kept]
+    given = [
+        np.full(count, candidate.advantage) if candidate.advantages is None else candidate.advantages
+        for count, candidate in zip(counts, kept, strict=True)
+    ]
+    temperatures = [np.full(count, one.temperature) for count, one in zip(counts, kept, strict=True)]
+    teacher_ids, teacher_logprobs = _teachers(kept)
     return Targets(
         labels=_join([candidate.tokens[candidate.targets] for candidate in kept], np.int64),
         rollout_logprobs=_join([candidate.rollout_logprobs for candidate in kept], np.float32),
-        advantages=_join(
-            [own if given is None else given for own, given in zip(constants, supplied, strict=True)], np.float32
-        ),
-        temperatures=_join(
-            [np.full(count, candidate.temperature) for count, candidate in zip(counts, kept, strict=True)], np.float32
-        ),
+        advantages=_join(given, np.float32),
+        temperatures=_join(temperatures, np.float32),
         sequences=_join([np.full(count, row) for row, count in enumerate(counts)], np.int64),
         versions=_join([candidate.versions for candidate in kept], np.int64),
         version_bounds=_join([candidate.version_bounds for candidate in kept], np.int64),
+        reference_logprobs=_references(kept),
+        teacher_ids=teacher_ids,
+        teacher_logprobs=teacher_logprobs,
     )
+
+
+def _references(kept: Sequence[_Candidate]) -> Tensor | None:
+    """Supplied reference logprobs, NaN for sequences without; None when no sequence has any."""
+    given = [candidate.reference_logprobs for candidate in kept]
+    if all(values is None for values in given):
+        return None
+    unknown = [np.full(len(candidate.targets), np.nan) for candidate in kept]
+    return _join([own if values is None else values for own, values in zip(unknown, given, strict=True)], np.float32)
+
+
+def _teachers(kept: Sequence[_Candidate]) -> tuple[Tensor | None, Tensor | None]:
+    """The teachers' tokens of all sequences at one width; None when no sequence has a teacher."""
+    width = max((candidate.teacher[0].shape[1] for candidate in kept if candidate.teacher), default=0)
+    if not width:
+        return None, None
+    total = sum(len(candidate.targets) for candidate in kept)
+    ids, logprobs = np.zeros((total, width), dtype=np.int64), np.full((total, width), -np.inf, dtype=np.float32)
+    first = 0
+    for candidate in kept:
+        if candidate.teacher is not None:
+            own_ids, own = candidate.teacher
+            ids[first : first + len(own), : own.shape[1]] = own_ids
+            logprobs[first : first + len(own), : own.shape[1]] = own
+        first += len(candidate.targets)
+    return torch.from_numpy(ids), torch.from_numpy(logprobs)
 
 
 def _join(pieces: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
     joined = np.concatenate(pieces) if pieces else np.zeros(0)
     return torch.from_numpy(joined.astype(dtype, copy=False))
-
-
-def _where(group: Group, index: int) -> str:
-    environment = "unknown" if group.env_id is None else group.env_id
-    return f"environment {environment}, sequence {index} of its group"

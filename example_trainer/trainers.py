@@ -26,11 +26,14 @@ from atropos_api.common import metric_names as names
 from atropos_api.wire import Batch, RunRequest
 from example_trainer.api import BatchFeed, BrokerSession
 from example_trainer.checkpointing import TrainerState, find_checkpoint, read_state, restore
-from example_trainer.data import TrainingBatch, data_settings, prepare_batch, report_logprobs
+from example_trainer.data import data_settings, prepare_batch, report_logprobs
 from example_trainer.learning import step_log
 from example_trainer.learning.alignment import Alignment
+from example_trainer.learning.batch_facts import PreparedBatch, describe
 from example_trainer.learning.layout import choose_layout
+from example_trainer.learning.objective import make_objective
 from example_trainer.learning.tail import Progress, Tail
+from example_trainer.running.health import ANY_SIGN, HealthEvent, HealthMonitor
 from example_trainer.running.optimizers import make_optimizer, optimizer_settings
 from example_trainer.running.trackers import Tracker
 from example_trainer.training import Learner, StopRequestedError, learner_settings
@@ -56,11 +59,13 @@ class Trainer:
     ) -> None:
         self.config = config
         self.progress = Progress()
+        self.stopped_by: HealthEvent | None = None
+        """The sign that ended the run, where `--stop-on` asks for that."""
         self._session = session
         self._bridge = bridge
         self._make_tracker = tracker
         self._should_stop = should_stop
-        self._flat_reward = step_log.FlatReward()
+        self._health = HealthMonitor()
         self._learner: Learner
         self._alignment: Alignment
         self._tail: Tail
@@ -99,7 +104,13 @@ class Trainer:
         config = self.config
         policy = self._bridge.prepare()
         optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
-        self._learner = Learner(policy, optimizer, learner_settings(config), layout=choose_layout(policy))
+        self._learner = Learner(
+            policy,
+            optimizer,
+            learner_settings(config),
+            objective=make_objective(config, policy),
+            layout=choose_layout(policy),
+        )
         self._alignment = Alignment(
             self._learner,
             keep=config.keep_versions,
@@ -135,18 +146,19 @@ class Trainer:
         finally:
             feed.close()
 
-    def _step(self, step: int, feed: BatchFeed[TrainingBatch]) -> bool:
+    def _step(self, step: int, feed: BatchFeed[PreparedBatch]) -> bool:
         clock = step_log.StepClock()
-        batch = feed.take(step)
-        if batch is None or self._should_stop():
+        prepared = feed.take(step)
+        if prepared is None or self._should_stop():
             return False
         clock.fetched()
+        batch = prepared.training
         older = self._alignment.score_older(batch)
         result = self._learner.train(
             batch, before_update=partial(clock.waiting, self._tail.join), should_stop=self._should_stop
         )
-        metrics = step_log.measure(batch, result, self.progress) | self._alignment.measure(batch, result, older)
-        self._flat_reward.check(batch)
+        metrics = prepared.metrics | step_log.measure(batch, result, self.progress)
+        metrics |= self._alignment.measure(batch, result, older)
         clock.trained()
         self._tail.join()
         self.progress.step = step
@@ -154,21 +166,30 @@ class Trainer:
             self.progress.weights_step = step
             self._alignment.moved()
         self._tail.run(step)
-        metrics |= clock.metrics(sum(batch.response_lengths))
+        metrics |= clock.metrics(sampled_tokens=sum(batch.response_lengths), trained_tokens=len(batch.targets))
+        self._log(step, metrics)
+        return self.stopped_by is None
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
         metrics[names.POLICY_VERSION] = self.progress.version
         metrics |= step_log.publish_metrics(self._tail.report)
+        metrics |= step_log.memory_metrics(self._learner.policy.device)
         self._tracker.log(step, metrics)
         step_log.say(step, self.config.training_steps, metrics)
-        return True
+        for event in self._health.check(step, metrics):
+            logger.warning("step %d: %s; %s", step, event.message, event.advice)
+            self._tracker.event(event)
+            if {ANY_SIGN, event.sign} & set(self.config.stop_on or ()):
+                self.stopped_by = event
 
-    def _make_feed(self) -> BatchFeed[TrainingBatch]:
+    def _make_feed(self) -> BatchFeed[PreparedBatch]:
         settings = data_settings(self.config)
         first = self.progress.step + 1
 
-        def prepare(batch: Batch) -> TrainingBatch:
+        def prepare(batch: Batch) -> PreparedBatch:
             if batch.number == first:
                 report_logprobs(batch)
-            return prepare_batch(batch, settings)
+            return describe(batch, prepare_batch(batch, settings))
 
         return BatchFeed(
             self._session.get_batch,

@@ -20,9 +20,9 @@ from atropos_api.common import metric_names as names
 from example_trainer.config import TrainingConfig
 from example_trainer.data import Targets, TrainingBatch
 from example_trainer.errors import TrainingDiverged
+from example_trainer.learning.objective import Objective
 from example_trainer.objective.logprobs import head_of, token_logprobs
-from example_trainer.objective.losses import LossSettings, token_losses, token_weights
-from example_trainer.objective.metrics import logprob_warnings, policy_metrics
+from example_trainer.objective.losses import token_weights
 from example_trainer.objective.packing import LayoutKind, PackedMicroBatch, Row, forward_hidden, pack_rows
 from example_trainer.running.optimizers import LearningRate, learning_rate, set_lr
 
@@ -40,7 +40,6 @@ class StopRequestedError(Exception):
 class LearnerSettings:
     """What of the configuration concerns a training step."""
 
-    loss: LossSettings
     aggregation: Literal["token", "sequence", "constant"]
     constant_length: int
     token_budget: int
@@ -54,17 +53,8 @@ class LearnerSettings:
 
 def learner_settings(config: TrainingConfig) -> LearnerSettings:
     return LearnerSettings(
-        loss=LossSettings(
-            loss_type=config.loss_type,
-            importance_sampling=config.importance_sampling,
-            clip_eps_low=config.clip_eps,
-            clip_eps_high=config.clip_eps_high or config.clip_eps,
-            dual_clip=config.dual_clip,
-            tis_cap=config.tis_cap,
-            log_ratio_clamp=config.log_ratio_clamp,
-        ),
         aggregation=config.loss_aggregation,
-        constant_length=config.seq_len,
+        constant_length=config.max_response_tokens or config.seq_len,
         token_budget=config.micro_batch_tokens,
         chunk_tokens=config.logprob_chunk_tokens,
         epochs=config.epochs_per_batch,
@@ -92,6 +82,7 @@ class _Pass:
     logprobs: Tensor
     entropies: Tensor
     loss: float = 0.0
+    terms: dict[str, float] = field(default_factory=dict)
     useful_tokens: int = 0
     computed_tokens: int = 0
 
@@ -100,11 +91,18 @@ class Learner:
     """Owns the optimizer and its count of updates; trains the policy one batch at a time."""
 
     def __init__(
-        self, policy: Policy, optimizer: torch.optim.Optimizer, settings: LearnerSettings, *, layout: LayoutKind
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        settings: LearnerSettings,
+        *,
+        objective: Objective,
+        layout: LayoutKind,
     ) -> None:
         self.policy = policy
         self.optimizer = optimizer
         self.settings = settings
+        self.objective = objective
         self.layout = layout
         self.updates = 0
         """Optimizer steps taken in the whole run, over resumes; the schedule depends on it."""
@@ -120,8 +118,9 @@ class Learner:
         """Train one batch. `before_update` is called before the weights change; it may wait for a publish."""
         result = StepResult(metrics={names.TRAIN_SKIPPED: 0.0 if batch.rows else 1.0})
         if not batch.rows:
+            self.objective.after_batch(batch.number, result.metrics)
             return result
-        targets = batch.targets.to(self.policy.device)
+        targets = self.objective.prepare(batch.rows, batch.targets.to(self.policy.device), self.score)
         parts = [part for _ in range(self.settings.epochs) for part in _split(batch.rows, self.settings.mini_batches)]
         # A stop is honoured before the first update only: half a batch trained would be in no checkpoint's terms.
         done = [self._update(parts[0], targets, before_update, should_stop)]
@@ -129,7 +128,7 @@ class Learner:
         first = done[: min(self.settings.mini_batches, len(batch.rows))]
         result.updates = sum(stepped for _, _, stepped in done)
         result.logprobs = done[0][0].logprobs
-        result.metrics |= self._metrics(
+        result.metrics |= self.objective.metrics(
             targets, _merge([each.logprobs for each, _, _ in first]), _merge([each.entropies for each, _, _ in first])
         )
         result.metrics |= {
@@ -141,6 +140,9 @@ class Learner:
             - sum(p.useful_tokens for p, _, _ in done) / sum(p.computed_tokens for p, _, _ in done),
             "perf/forward_tokens": float(sum(each.computed_tokens for each, _, _ in done)),
         }
+        for term in done[0][0].terms:
+            result.metrics[f"train/loss_{term}"] = sum(each.terms[term] for each, _, _ in done) / len(done)
+        self.objective.after_batch(batch.number, result.metrics)
         return result
 
     def score(self, rows: Sequence[Row], targets: Targets) -> Tensor:
@@ -148,7 +150,7 @@ class Learner:
         scored = torch.full((len(targets),), math.nan, device=self.policy.device)
         with torch.no_grad():
             for micro in self._pack(rows):
-                logprobs, _ = self._forward(micro, targets)
+                logprobs, _ = self._forward(micro, targets, targets.labels[micro.target_index])
                 scored[micro.target_index] = logprobs
         return scored
 
@@ -177,31 +179,31 @@ class Learner:
         for micro in self._pack(rows):
             if should_stop():
                 raise StopRequestedError
-            logprobs, entropies = self._forward(micro, targets)
             at = micro.target_index
-            losses = token_losses(
-                logprobs,
-                targets.rollout_logprobs[at],
-                targets.advantages[at],
-                targets.sequences[at],
-                self.settings.loss,
-            )
-            loss = (losses * weights[at]).sum()
+            logprobs, entropies = self._forward(micro, targets, self.objective.labels(targets, at))
+            terms = {
+                name: (losses * weights[at]).sum()
+                for name, losses in self.objective.terms(targets, at, logprobs, entropies).items()
+            }
+            loss = torch.stack(list(terms.values())).sum()
             loss.backward()  # type: ignore[no-untyped-call]
-            passed.logprobs[at], passed.entropies[at] = logprobs.detach(), entropies
+            passed.logprobs[at] = logprobs.detach().view(len(at), -1)[:, 0]
+            passed.entropies[at] = entropies.detach()
             passed.loss += loss.item()
+            for name, term in terms.items():
+                passed.terms[name] = passed.terms.get(name, 0.0) + term.item()
             passed.useful_tokens += micro.useful_tokens
             passed.computed_tokens += micro.computed_tokens
         return passed
 
-    def _forward(self, micro: PackedMicroBatch, targets: Targets) -> tuple[Tensor, Tensor]:
+    def _forward(self, micro: PackedMicroBatch, targets: Targets, labels: Tensor) -> tuple[Tensor, Tensor]:
         weight, bias = head_of(self.policy.module)
         with self.policy.autocast():
             return token_logprobs(
                 forward_hidden(self.policy.module, micro),
                 weight,
                 micro.hidden_index,
-                targets.labels[micro.target_index],
+                labels,
                 targets.temperatures[micro.target_index],
                 bias=bias,
                 chunk_tokens=self.settings.chunk_tokens,
@@ -235,13 +237,6 @@ class Learner:
                 f"{self._nonfinite_in_a_row} optimizer steps in a row had no finite gradient (loss {loss}, gradient "
                 f"norm {norm}); lower --lr, or look at the rewards and logprobs of the last batches"
             )
-
-    def _metrics(self, targets: Targets, logprobs: Tensor, entropies: Tensor) -> dict[str, float]:
-        for warning in logprob_warnings(targets.rollout_logprobs, logprobs):
-            logger.warning("%s", warning)
-        return policy_metrics(
-            logprobs, entropies, targets.rollout_logprobs, targets.advantages, targets.sequences, self.settings.loss
-        )
 
 
 def _split(rows: Sequence[Row], parts: int) -> Iterator[Sequence[Row]]:

@@ -20,7 +20,11 @@ EQUAL_REWARDS_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageSettings:
-    """`baseline` none leaves the raw rewards; `std` picks TRL's form (sample) or the population's."""
+    """`baseline` none leaves the raw rewards; `std` picks between two published forms of the scale.
+
+    sample: the std with n - 1 plus 1e-4, as TRL divides; for a batch, of the rewards as they are. population: the std
+    with n and a floor of 1e-8, as Atropos' trainer divides; for a batch, of the centred rewards.
+    """
 
     baseline: Literal["group", "none"] = "group"
     norm: Literal["none", "group", "batch"] = "group"
@@ -41,13 +45,14 @@ def has_signal(rewards: Sequence[float], settings: AdvantageSettings) -> bool:
 
 def compute_advantages(groups: Sequence[Sequence[float]], settings: AdvantageSettings) -> list[Tensor]:
     """Per group a float32 tensor `[G]`; a group of one, or of equal rewards, gets zeros under a group baseline."""
-    centred = [_centre(torch.tensor(list(rewards), dtype=torch.float64), settings) for rewards in groups]
-    if settings.norm == "batch" and centred:
-        everything = torch.cat(centred)
-        return [_scale(values, everything, settings.std).float() for values in centred]
+    rewards = [torch.tensor(list(values), dtype=torch.float64) for values in groups]
+    centred = [_centre(values, settings) for values in rewards]
+    if settings.norm == "none" or not centred:
+        return [values.float() for values in centred]
     if settings.norm == "group":
         return [_scale(values, values, settings.std).float() for values in centred]
-    return [values.float() for values in centred]
+    everything = torch.cat(rewards if settings.std == "sample" else centred)
+    return [_scale(values, everything, settings.std).float() for values in centred]
 
 
 def shuffle(advantages: Tensor, generator: torch.Generator) -> Tensor:

@@ -26,10 +26,11 @@ def token_logprobs(
     bias: Tensor | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of `labels[i]` under the state `hidden[index[i]]` at `temperatures[i]`, and the entropy there.
+    """Logprobs of `labels[i]` under the state `hidden[index[i]]` at `temperatures[i]`, and the entropy there.
 
-    `hidden` is `[T, H]`, `weight` `[V, H]`, the rest `[N]`. Both results are fp32 `[N]`; gradients flow from the
-    logprobs to hidden, weight and bias.
+    `hidden` is `[T, H]`, `weight` `[V, H]`, `labels` `[N]` or, for several tokens at each place, `[N, K]`, the rest
+    `[N]`. Logprobs have the shape of `labels`, entropies are `[N]`, both fp32; gradients flow from both to hidden,
+    weight and bias. A result that no loss uses costs no backward.
     """
     head: Any = _ChunkedHead
     logprobs, entropies = head.apply(hidden, weight, bias, index, labels, temperatures, chunk_tokens)
@@ -60,15 +61,15 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         compute = _compute_dtype(hidden)
         count, vocabulary = len(index), len(weight)
-        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
-        entropies = torch.empty_like(logprobs)
+        logprobs = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        entropies = torch.empty(count, dtype=torch.float32, device=hidden.device)
         keep = count * vocabulary <= KEEP_PROBABILITIES_BELOW and any(ctx.needs_input_grad)
         kept: list[Tensor] = []
         head = weight.to(compute)
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logs = _log_softmax(hidden[index[part]].to(compute), head, bias, temperatures[part])
-            logprobs[part] = logs.gather(1, labels[part, None]).squeeze(1)
+            logprobs[part] = logs.gather(1, _columns(labels[part])).view(labels[part].shape)
             probabilities = logs.exp()
             # A logit of -inf has probability 0 and no entropy, where 0 * -inf would be NaN.
             entropies[part] = -(probabilities * logs.clamp_(min=torch.finfo(logs.dtype).min)).sum(1)
@@ -77,7 +78,7 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, index, labels, temperatures, *kept)
         ctx.chunk_tokens = chunk_tokens
         ctx.compute = compute
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
@@ -91,11 +92,9 @@ class _ChunkedHead(torch.autograd.Function):
         for number, start in enumerate(range(0, len(index), ctx.chunk_tokens)):
             part = slice(start, start + ctx.chunk_tokens)
             states = hidden[index[part]].to(ctx.compute)
-            logits_gradient = (
-                kept[number] if kept else _log_softmax(states, head, bias, temperatures[part]).exp()
-            ).neg()
-            logits_gradient.scatter_add_(1, labels[part, None], torch.ones_like(logits_gradient[:, :1]))
-            logits_gradient *= (gradients[0][part] / temperatures[part])[:, None]
+            probabilities = kept[number] if kept else _log_softmax(states, head, bias, temperatures[part]).exp()
+            upstream = (_tempered(gradient, part, temperatures) for gradient in gradients)
+            logits_gradient = _logits_gradient(probabilities, labels[part], *upstream)
             if grad_hidden is not None:
                 grad_hidden.index_add_(0, index[part], logits_gradient @ head.float())
             if grad_weight is not None:
@@ -121,6 +120,35 @@ def _log_softmax(states: Tensor, weight: Tensor, bias: Tensor | None, temperatur
         if bias is not None:
             logits += bias.float()
         return (logits / temperatures[:, None]).log_softmax(1)
+
+
+def _logits_gradient(
+    probabilities: Tensor, labels: Tensor, logprob_gradient: Tensor | None, entropy_gradient: Tensor | None
+) -> Tensor:
+    """`[n, V]` gradient of the tempered logits: g * (1_label - p) of logprobs, -g * p * (log p + H) of the entropy."""
+    if logprob_gradient is None:
+        gradient = torch.zeros_like(probabilities)
+    else:
+        upstream = _columns(logprob_gradient)
+        gradient = probabilities * -upstream.sum(1, keepdim=True)
+        gradient.scatter_add_(1, _columns(labels), upstream)
+    if entropy_gradient is not None:
+        terms = torch.xlogy(probabilities, probabilities)  # 0 where the probability is
+        terms -= probabilities * terms.sum(1, keepdim=True)
+        gradient.addcmul_(terms, entropy_gradient[:, None], value=-1.0)
+    return gradient
+
+
+def _tempered(gradient: Tensor | None, part: slice, temperatures: Tensor) -> Tensor | None:
+    """A chunk's upstream gradient, through the division of the logits by their temperature."""
+    if gradient is None:
+        return None
+    own = temperatures[part]
+    return gradient[part] / (own if gradient.ndim == 1 else own[:, None])
+
+
+def _columns(values: Tensor) -> Tensor:
+    return values[:, None] if values.ndim == 1 else values
 
 
 def _cast(gradient: Tensor | None, like: Tensor) -> Tensor | None:

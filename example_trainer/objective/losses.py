@@ -1,68 +1,173 @@
 """Policy-gradient losses over a flat list of trained tokens.
 
 Each loss gives one value a token; the step's loss is their sum under `token_weights`, which hold the
-denominators of the whole optimizer step. So a micro-batch can be split anywhere and gradients stay the same.
-Probabilities, ratios and losses are fp32.
+denominators of the whole optimizer step. So a micro-batch can be split anywhere and gradients stay the same, as long
+as the tokens of one sequence stay together. Probabilities, ratios and losses are fp32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from example_trainer.objective.distillation import DistillForm, forward_kl
+from example_trainer.objective.kl import KlEstimator, kl_estimates
+from example_trainer.objective.ratios import (
+    MismatchCorrection,
+    log_ratios,
+    masked_weights,
+    mismatch_weights,
+    off_policy_mask,
+    sequence_means,
+    truncated_weights,
+)
+
+CLIPPED_LOSSES = frozenset({"grpo", "dr_grpo", "dapo", "gspo"})
+"""Losses with PPO's clipped surrogate; they differ in denominators, advantages and the level of the ratio."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LossInputs:
+    """What a loss sees of some trained tokens, whole sequences of them: `[N]` tensors on one device."""
+
+    logprobs: Tensor
+    """Under the policy in training, with gradient, at the temperature of sampling."""
+    entropies: Tensor
+    """Of the whole distribution at each token, in nats, with gradient."""
+    rollout_logprobs: Tensor
+    """Under the policy that sampled, as the sampler computed them."""
+    advantages: Tensor
+    sequences: Tensor
+    """Which sequence a token belongs to; any integers."""
+    proximal_logprobs: Tensor | None = None
+    """Under the weights the batch began with; None where these are still in place."""
+    reference_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    """`[N, K]` of the teacher's tokens; -inf where there is none."""
+    student_logprobs: Tensor | None = None
+    """`[N, K]` of the same tokens under the policy in training, with gradient."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSettings:
-    """`importance_sampling` says how rollouts of an older policy are corrected."""
+    """Which terms a token's loss has, and their bounds; the fields are those of the options with the same names."""
 
-    loss_type: Literal["grpo", "gspo", "reinforce_with_baseline", "no_baseline"] = "grpo"
-    importance_sampling: Literal["clip", "truncated"] = "clip"
+    loss_type: str = "grpo"
+    own_loss: OwnLoss | None = None
+    """Replaces the surrogate of `loss_type`."""
+    importance_sampling: Literal["clip", "truncated", "masked"] = "clip"
+    """How rollouts of an older policy are corrected by one ratio, policy to sampler."""
     clip_eps_low: float = 0.2
     clip_eps_high: float = 0.2
     dual_clip: float | None = 3.0
+    cispo_cap: float = 5.0
     tis_cap: float = 2.0
+    tis_floor: float = 0.0
     log_ratio_clamp: float = 20.0
+    old_logprobs: Literal["rollout", "recomputed"] = "rollout"
+    """The denominator of the surrogate's ratio: the sampler's numbers, or the trainer's before the first update."""
+    mismatch_correction: MismatchCorrection = "none"
+    """With recomputed old logprobs: the weight for proximal against sampler."""
+    off_policy_threshold: float | None = None
+    kl_coef: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    entropy_coef: float = 0.0
+    distill: DistillForm = "none"
+    distill_coef: float = 1.0
+    distill_temperature: float = 1.0
 
 
-def token_losses(
-    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, sequences: Tensor, settings: LossSettings
-) -> Tensor:
-    """`[N]` loss of each trained token; `sequences` names the sequence each token belongs to."""
-    logs = log_ratios(logprobs, rollout_logprobs, settings.log_ratio_clamp)
-    if settings.loss_type == "gspo":
-        logs = sequence_log_ratios(logs, sequences)
-    if settings.importance_sampling == "truncated":
-        return truncated_losses(logprobs, logs.detach().exp(), advantages, settings.tis_cap)
-    if settings.loss_type in {"grpo", "gspo"}:
-        return clipped_losses(logs.exp(), advantages, settings)
-    return naive_losses(logprobs, advantages)
+OwnLoss: TypeAlias = Callable[[LossInputs, LossSettings], Tensor]
+"""A user's loss: `[N]` values with gradient, one a trained token; denominators are the trainer's."""
 
 
-def log_ratios(logprobs: Tensor, rollout_logprobs: Tensor, clamp: float) -> Tensor:
-    """The log-ratio log pi_new - log pi_rollout, bounded so that exp stays finite whatever a stale token brings."""
-    return (logprobs.float() - rollout_logprobs.float()).clamp(-clamp, clamp)
+def token_losses(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """`[N]` loss of each trained token: the sum of its `loss_terms`."""
+    return torch.stack(list(loss_terms(inputs, settings).values())).sum(0)
 
 
-def sequence_log_ratios(logs: Tensor, sequences: Tensor) -> Tensor:
-    """GSPO's ratio: the mean log-ratio of the sequence, at each of its tokens.
+def loss_terms(inputs: LossInputs, settings: LossSettings) -> dict[str, Tensor]:
+    """`[N]` losses by term: `policy` always; `kl`, `entropy` and `distill` where they have a coefficient."""
+    terms = {"policy": policy_losses(inputs, settings)}
+    if settings.kl_coef and inputs.reference_logprobs is not None:
+        divergence = kl_estimates(
+            inputs.logprobs, inputs.reference_logprobs, settings.kl_estimator, settings.log_ratio_clamp
+        )
+        terms["kl"] = settings.kl_coef * divergence
+    if settings.entropy_coef:
+        terms["entropy"] = -settings.entropy_coef * inputs.entropies.float()
+    if settings.distill == "forward_kl" and inputs.teacher_logprobs is not None:
+        assert inputs.student_logprobs is not None, "the student's logprobs of the teacher's tokens are missing"
+        found = forward_kl(inputs.student_logprobs, inputs.teacher_logprobs, settings.distill_temperature)
+        terms["distill"] = settings.distill_coef * found
+    return terms
 
-    Length-normalised, since a sum would make one cap mean different things for short and long answers. The value
-    is the sequence's, the gradient is spread over its own tokens.
-    """
-    _, local, counts = torch.unique(sequences, return_inverse=True, return_counts=True)
-    sums = torch.zeros(len(counts), dtype=logs.dtype, device=logs.device).index_add(0, local, logs)
-    means: Tensor = sums / counts
-    return means[local]
+
+def policy_losses(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """`[N]` surrogate of the loss type, under the weights for the sampler's mismatch and the off-policy mask."""
+    surrogate = settings.own_loss or _surrogate
+    losses = surrogate(inputs, settings)
+    if settings.mismatch_correction != "none":
+        losses = losses * mismatch_of(inputs, settings)
+    if settings.off_policy_threshold is not None:
+        keep = off_policy_mask(
+            inputs.logprobs,
+            inputs.rollout_logprobs,
+            inputs.advantages,
+            inputs.sequences,
+            settings.off_policy_threshold,
+        )
+        losses = losses * keep
+    return losses
+
+
+def surrogate_log_ratios(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """`[N]` log-ratio that the surrogate clips or weighs by: of the token, or for GSPO of its sequence."""
+    logs = log_ratios(inputs.logprobs, old_logprobs(inputs, settings), settings.log_ratio_clamp)
+    return sequence_means(logs, inputs.sequences) if settings.loss_type == "gspo" else logs
+
+
+def old_logprobs(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """The denominator of the surrogate's ratio."""
+    if settings.old_logprobs == "rollout":
+        return inputs.rollout_logprobs
+    return inputs.logprobs.detach() if inputs.proximal_logprobs is None else inputs.proximal_logprobs
+
+
+def mismatch_of(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """`[N]` weights of the trainer's own old logprobs against the sampler's."""
+    return mismatch_weights(
+        old_logprobs(inputs, settings),
+        inputs.rollout_logprobs,
+        inputs.sequences,
+        settings.mismatch_correction,
+        floor=settings.tis_floor,
+        cap=settings.tis_cap,
+        clamp=settings.log_ratio_clamp,
+    )
+
+
+def _surrogate(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    ratios = surrogate_log_ratios(inputs, settings).exp()
+    if settings.importance_sampling != "clip":
+        bound = truncated_weights if settings.importance_sampling == "truncated" else masked_weights
+        return weighted_losses(inputs.logprobs, bound(ratios, settings.tis_floor, settings.tis_cap), inputs.advantages)
+    if settings.loss_type == "cispo":
+        return cispo_losses(inputs.logprobs, ratios, inputs.advantages, settings.cispo_cap)
+    if settings.loss_type in CLIPPED_LOSSES:
+        return clipped_losses(ratios, inputs.advantages, settings)
+    return naive_losses(inputs.logprobs, inputs.advantages)
 
 
 def clipped_losses(ratios: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:
     """PPO's pessimistic minimum for both signs of the advantage, bounded below for negative ones (dual clip).
 
     A > 0: no gradient once the ratio is above 1 + high. A < 0: none once it is below 1 - low, and none above
-    `dual_clip`, where a single stale token could otherwise dominate the step.
+    `dual_clip`, where a single stale token could otherwise dominate the step (Schulman et al. 2017; Ye et al. 2020).
     """
     bounded = ratios.clamp(1.0 - settings.clip_eps_low, 1.0 + settings.clip_eps_high)
     objective = torch.minimum(ratios * advantages, bounded * advantages)
@@ -72,13 +177,17 @@ def clipped_losses(ratios: Tensor, advantages: Tensor, settings: LossSettings) -
     return -objective
 
 
-def truncated_losses(logprobs: Tensor, ratios: Tensor, advantages: Tensor, cap: float) -> Tensor:
-    """Importance-weighted policy gradient with the weight cut at `cap`: every token keeps a bounded gradient.
+def weighted_losses(logprobs: Tensor, weights: Tensor, advantages: Tensor) -> Tensor:
+    """Importance-weighted policy gradient: -w * A * grad log pi, whatever the ratio does to the value.
 
-    The value equals the clipped loss at ratio 1; the gradient is -min(ratio, cap) * A * grad log pi.
+    The value equals the clipped loss at ratio 1.
     """
-    weights = ratios.detach().clamp(max=cap)
     return -(weights * advantages) * (logprobs - logprobs.detach() + 1.0)
+
+
+def cispo_losses(logprobs: Tensor, ratios: Tensor, advantages: Tensor, cap: float) -> Tensor:
+    """CISPO: the weight is cut, not the token (MiniMax-M1, 2025): -min(r, cap) * A * log pi, the weight held fixed."""
+    return -ratios.detach().clamp(max=cap) * advantages * logprobs
 
 
 def naive_losses(logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -87,10 +196,13 @@ def naive_losses(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def is_clipped(ratios: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:
-    """Which tokens the correction bounded: no gradient under clip, a cut weight under truncation."""
-    if settings.importance_sampling == "truncated":
-        return ratios > settings.tis_cap
-    if settings.loss_type not in {"grpo", "gspo"}:
+    """Which tokens the correction bounded: no gradient under clip, a cut weight under truncation, none under a mask."""
+    if settings.importance_sampling != "clip":
+        below = ratios < settings.tis_floor
+        return below | (ratios > settings.tis_cap)
+    if settings.loss_type == "cispo":
+        return ratios > settings.cispo_cap
+    if settings.loss_type not in CLIPPED_LOSSES:
         return torch.zeros_like(ratios, dtype=torch.bool)
     above = (advantages > 0) & (ratios > 1.0 + settings.clip_eps_high)
     below = (advantages < 0) & (ratios < 1.0 - settings.clip_eps_low)

@@ -7,44 +7,79 @@ means that trainer and server hold different weights or count positions differen
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from atropos_api.common import metric_names as names
-from example_trainer.objective.losses import LossSettings, is_clipped, log_ratios, sequence_log_ratios
+from example_trainer.objective.kl import kl_estimates
+from example_trainer.objective.losses import (
+    LossInputs,
+    LossSettings,
+    is_clipped,
+    old_logprobs,
+    surrogate_log_ratios,
+)
+from example_trainer.objective.ratios import log_ratios, off_policy_mask, sequence_means
 
 LOGPROB_GAP_LIMIT = 2.0
 
 
-def policy_metrics(
-    logprobs: Tensor,
-    entropies: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    sequences: Tensor,
-    settings: LossSettings,
-) -> dict[str, float]:
+def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, float]:
     """Ratio, clip, entropy, divergence and logprob statistics over `[N]` trained tokens."""
-    logs = log_ratios(logprobs, rollout_logprobs, settings.log_ratio_clamp)
+    logprobs, rollout, advantages = inputs.logprobs, inputs.rollout_logprobs, inputs.advantages
+    logs = log_ratios(logprobs, rollout, settings.log_ratio_clamp)
     ratios = logs.exp()
-    judged = sequence_log_ratios(logs, sequences).exp() if settings.loss_type == "gspo" else ratios
-    clipped = is_clipped(judged, advantages, settings)
-    return {
+    clipped = is_clipped(surrogate_log_ratios(inputs, settings).exp(), advantages, settings)
+    found = {
         names.MEAN_RATIO: _mean(ratios),
-        "grpo/max_ratio": float(ratios.max()),
+        names.MAX_RATIO: float(ratios.max()),
         names.CLIPPED_FRACTION: _mean(clipped.float()),
-        names.TRAIN_ENTROPY: _mean(entropies),
+        names.TRAIN_ENTROPY: _mean(inputs.entropies),
         # k3: an unbiased estimate of KL(rollout, policy) on rollout samples that is never negative.
         names.TRAIN_KL: _mean((ratios - 1.0 - logs).clamp(min=0.0)),
-        "train/pos_logp": _mean(logprobs[advantages > 0]),
-        "train/neg_logp": _mean(logprobs[advantages < 0]),
-        "logprobs/training_mean": _mean(logprobs),
-        "logprobs/training_std": _std(logprobs),
-        "logprobs/inference_mean": _mean(rollout_logprobs),
-        "logprobs/inference_std": _std(rollout_logprobs),
+        names.TRAIN_POS_LOGP: _mean(logprobs[advantages > 0]),
+        names.TRAIN_NEG_LOGP: _mean(logprobs[advantages < 0]),
+        names.LOGPROBS_TRAINING_MEAN: _mean(logprobs),
+        names.LOGPROBS_TRAINING_STD: _std(logprobs),
+        names.LOGPROBS_INFERENCE_MEAN: _mean(rollout),
+        names.LOGPROBS_INFERENCE_STD: _std(rollout),
     }
+    return found | _mismatch_metrics(inputs, settings) | _reference_metrics(inputs, settings)
+
+
+def _mismatch_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, float]:
+    """How far trainer and sampler are apart before any weight is cut, and what the masks silence."""
+    found: dict[str, float] = {}
+    if settings.old_logprobs == "recomputed":
+        gap = log_ratios(old_logprobs(inputs, settings), inputs.rollout_logprobs, settings.log_ratio_clamp)
+        found |= {names.MISMATCH_MEAN_RATIO: _mean(gap.exp()), names.MISMATCH_MAX_RATIO: float(gap.exp().max())}
+        if settings.mismatch_correction.startswith("sequence"):
+            gap = sequence_means(gap, inputs.sequences)
+        bounded = (gap.exp() < settings.tis_floor) | (gap.exp() > settings.tis_cap)
+        if settings.mismatch_correction != "none":
+            found[names.MISMATCH_BOUNDED_FRACTION] = _mean(bounded.float())
+    if settings.off_policy_threshold is not None:
+        keep = off_policy_mask(
+            inputs.logprobs,
+            inputs.rollout_logprobs,
+            inputs.advantages,
+            inputs.sequences,
+            settings.off_policy_threshold,
+        )
+        found[names.OFF_POLICY_FRACTION] = 1.0 - _mean(keep.float())
+    return found
+
+
+def _reference_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, float]:
+    if inputs.reference_logprobs is None:
+        return {}
+    divergence = kl_estimates(
+        inputs.logprobs, inputs.reference_logprobs, settings.kl_estimator, settings.log_ratio_clamp
+    )
+    return {names.TRAIN_KL_REFERENCE: _mean(divergence)}
 
 
 def alignment_metrics(differences: Tensor) -> dict[str, float]:
@@ -71,20 +106,30 @@ def reward_metrics(rewards: Sequence[float], response_lengths: Sequence[int]) ->
 
 
 def staleness_metrics(versions: Tensor, steps_by_version: Mapping[int, int], weights_step: int) -> dict[str, float]:
-    """Age of trained tokens in trainer steps; versions that nothing is known of are left out."""
-    seen, counts = torch.unique(versions, return_counts=True)
-    ages = [
-        (max(weights_step - steps_by_version[version], 0), count)
-        for version, count in zip(seen.tolist(), counts.tolist(), strict=True)
-        if version in steps_by_version
-    ]
-    if not ages:
+    """Age of trained tokens in trainer steps, with its histogram; of unknown versions only the share is known."""
+    if not len(versions):
         return {}
-    tokens = sum(count for _, count in ages)
-    return {
-        names.STALENESS_MEAN: sum(age * count for age, count in ages) / tokens,
-        names.STALENESS_MAX: float(max(age for age, _ in ages)),
-    }
+    seen, counts = torch.unique(versions, return_counts=True)
+    by_age: Counter[int] = Counter()
+    for version, count in zip(seen.tolist(), counts.tolist(), strict=True):
+        if version in steps_by_version:
+            by_age[max(weights_step - steps_by_version[version], 0)] += count
+    known = by_age.total()
+    found = {names.STALENESS_UNKNOWN: 1 - known / len(versions)}
+    for age, count in by_age.items():
+        name = names.STALENESS_AGE.format(steps=age_class(age))
+        found[name] = found.get(name, 0.0) + count / len(versions)
+    if known:
+        found[names.STALENESS_MEAN] = sum(age * count for age, count in by_age.items()) / known
+        found[names.STALENESS_MAX] = float(max(by_age))
+    return found
+
+
+def age_class(steps: int) -> str:
+    """The class of an age in the histogram: 0, 1, 2, 3, 4_to_7, 8_or_more."""
+    if steps < 4:
+        return str(steps)
+    return "4_to_7" if steps < 8 else "8_or_more"
 
 
 def logprob_warnings(rollout_logprobs: Tensor, logprobs: Tensor) -> list[str]:

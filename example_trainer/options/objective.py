@@ -5,38 +5,110 @@ Part of `TrainingConfig`; importing it loads no torch.
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from example_trainer.options.naming import aliases
 
-LossType = Literal["grpo", "gspo", "reinforce_with_baseline", "no_baseline"]
+LossType = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_with_baseline", "no_baseline"]
+
+PUBLISHED_FORMS: Mapping[str, Mapping[str, object]] = {
+    "dr_grpo": {"loss_aggregation": "constant", "advantage_norm": "none"},
+    "dapo": {"loss_aggregation": "token", "clip_eps_high": 0.28},
+    "gspo": {"loss_aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
+    "cispo": {"loss_aggregation": "token"},
+}
+"""What a loss type sets besides its surrogate, where the user says nothing: the forms their papers give."""
+
+_OWN_LOSS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class ObjectiveOptions(BaseModel):
     """Advantages and loss."""
 
-    loss_type: LossType = Field("grpo", description="The policy-gradient loss.")
-    importance_sampling: Literal["clip", "truncated"] = Field(
+    loss_type: LossType | str = Field(
+        "grpo",
+        description="The policy-gradient loss. dr_grpo, dapo, gspo and cispo also set, where nothing else is said, "
+        "the aggregation, norm and clip of their papers. package.module:function is a loss of your own.",
+    )
+    importance_sampling: Literal["clip", "truncated", "masked"] = Field(
         "clip",
-        description="Correction for the age of the rollouts: PPO's pessimistic clip, or importance "
-        "weights truncated at --tis-cap (keeps learning when batches are several steps old).",
+        description="Correction for the age of the rollouts by one ratio, policy to sampler: PPO's pessimistic clip, "
+        "or importance weights cut at --tis-cap, or 0 beyond it (both keep learning when batches are steps old).",
     )
     clip_eps: float = Field(
         0.2,
         gt=0.0,
         description="Clip the probability ratio to [1-eps, 1+eps].",
-        json_schema_extra=aliases("cliprange"),
+        json_schema_extra=aliases("cliprange", "clip_eps_low", "epsilon_low"),
     )
     clip_eps_high: float | None = Field(
-        None, gt=0.0, description="Another epsilon for the upper side; unset: --clip-eps."
+        None,
+        gt=0.0,
+        description="Another epsilon for the upper side; unset: --clip-eps.",
+        json_schema_extra=aliases("epsilon_high"),
     )
     dual_clip: float | None = Field(
         3.0, gt=1.0, description="Bound on the ratio where the advantage is negative; None: off."
     )
-    tis_cap: float = Field(2.0, gt=0.0, description="Cap of truncated importance weights.")
+    cispo_cap: float = Field(5.0, gt=0.0, description="Where --loss-type cispo cuts its weights.")
+    tis_cap: float = Field(
+        2.0, gt=0.0, description="Upper bound of importance weights: of --importance-sampling or --mismatch-correction."
+    )
+    tis_floor: float = Field(0.0, ge=0.0, description="Their lower bound; 0: none.")
     log_ratio_clamp: float = Field(20.0, gt=0.0, description="Log-ratios are clamped to this before exp.")
+    old_logprobs: Literal["rollout", "recomputed"] = Field(
+        "rollout",
+        description="Denominator of the clipped ratio: the sampler's own logprobs, or the trainer's under the weights "
+        "a batch begins with (one more forward where a batch has several optimizer steps).",
+    )
+    mismatch_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        "none",
+        description="With --old-logprobs recomputed: weight the loss by trainer to sampler, per token or by a "
+        "sequence's geometric mean, and cut it to --tis-floor and --tis-cap or silence what is outside.",
+    )
+    off_policy_mask: float | None = Field(
+        None,
+        ge=0.0,
+        description="Silence tokens of negative advantage in sequences whose mean log-ratio, sampler to policy, is "
+        "above this; None: off.",
+    )
+    kl_coef: float = Field(
+        0.0,
+        ge=0.0,
+        description="Weight of the divergence from a reference policy; 0: none, and none is kept.",
+        json_schema_extra=aliases("beta", "kl_beta"),
+    )
+    kl_estimator: Literal["k1", "k3"] = Field("k3", description="How that divergence is estimated from a token.")
+    target_kl: float | None = Field(
+        None, gt=0.0, description="Adapt --kl-coef, from batch to batch, so that the divergence comes to this."
+    )
+    kl_adapt_rate: float = Field(
+        0.1, gt=0.0, le=1.0, description="How fast: the share of the relative error, bounded to a fifth, per batch."
+    )
+    ref_model: str | None = Field(
+        None,
+        description="Reference policy: a model directory of the same architecture; unset: the policy at the run's "
+        "start, or the base alone where adapters are trained.",
+    )
+    ref_update_interval: int = Field(
+        0, ge=0, description="Take the policy itself as the new reference every so many steps; 0: never."
+    )
+    entropy_coef: float = Field(
+        0.0,
+        description="Bonus for the entropy of the policy at each trained token.",
+        json_schema_extra=aliases("entropy_coeff"),
+    )
+    distill: Literal["none", "forward_kl", "reverse_kl"] = Field(
+        "none",
+        description="Learn from a teacher's logprobs where groups carry them: pull the distribution towards the "
+        "teacher's, or credit each sampled token with log teacher - log sampler.",
+    )
+    distill_coef: float = Field(1.0, gt=0.0, description="Weight of what --distill adds.")
+    distill_temperature: float = Field(1.0, gt=0.0, description="Temperature of the teacher's probabilities.")
     loss_aggregation: Literal["token", "sequence", "constant"] = Field(
         "token",
         description="Average over all trained tokens of the step, over sequences of token means, "
@@ -49,8 +121,42 @@ class ObjectiveOptions(BaseModel):
         "sample",
         description="sample: n-1 form plus 1e-4; population: n form with a floor of 1e-8.",
     )
+    max_response_tokens: int | None = Field(
+        None, ge=1, description="Longest answer the environments allow, in tokens; at this length it was cut off."
+    )
+    overlong_buffer: int = Field(
+        0, ge=0, description="Tokens before that limit over which --overlong-penalty grows from nothing."
+    )
+    overlong_penalty: float = Field(0.0, ge=0.0, description="Taken from the reward of an answer at the limit.")
+    mask_overlong: bool = Field(
+        False, description="Do not train on answers that were cut off; they keep their place in the baseline."
+    )
     shuffle_advantages: bool = Field(
         False,
         description="Diagnostic control run: permute the advantages inside each batch. Such a run "
         "must not learn; if it does, the reward curve proves nothing.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_published_form(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or not isinstance(values.get("loss_type"), str):
+            return values
+        return {**PUBLISHED_FORMS.get(values["loss_type"], {}), **values}
+
+    @field_validator("loss_type")
+    @classmethod
+    def _check_loss_type(cls, value: str) -> str:
+        known = get_args(LossType)
+        if value in known or _OWN_LOSS.fullmatch(value):
+            return value
+        raise ValueError(f"{value} is none of {', '.join(known)}, nor package.module:function")
+
+    @property
+    def has_own_loss(self) -> bool:
+        return ":" in self.loss_type
+
+    @property
+    def optimizes_towards_reference(self) -> bool:
+        """Whether a reference policy has to be at hand."""
+        return self.kl_coef > 0.0

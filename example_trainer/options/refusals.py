@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from example_trainer.options.naming import flag
+from example_trainer.options.objective_rules import refuse_objective
 from example_trainer.options.publish import LORA_MODES
 
 if TYPE_CHECKING:
@@ -30,7 +31,12 @@ SHARED_VLLM_REFUSES = {
 
 def reason_to_refuse(config: TrainingConfig) -> str | None:
     """The first reason why these settings cannot work together, or None."""
-    rules: tuple[Callable[[TrainingConfig], str | None], ...] = (_refuse_general, _refuse_shared, _refuse_lora)
+    rules: tuple[Callable[[TrainingConfig], str | None], ...] = (
+        _refuse_general,
+        _refuse_shared,
+        _refuse_lora,
+        refuse_objective,
+    )
     return next((reason for refuse in rules if (reason := refuse(config))), None)
 
 

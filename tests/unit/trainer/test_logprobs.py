@@ -61,7 +61,32 @@ def test_the_entropy_is_that_of_the_distribution_sampled_from() -> None:
     _, entropies = token_logprobs(hidden, weight, index, labels, temperatures, chunk_tokens=2)
     distribution = torch.distributions.Categorical(logits=hidden[index] @ weight.t() / temperatures[:, None])
     torch.testing.assert_close(entropies, distribution.entropy())
-    assert not entropies.requires_grad
+
+
+@pytest.mark.parametrize("keeps_probabilities", [True, False])
+def test_entropies_and_several_labels_a_token_have_the_gradients_of_full_logits(
+    keeps_probabilities: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not keeps_probabilities:
+        monkeypatch.setattr(logprobs_module, "KEEP_PROBABILITIES_BELOW", 0)
+    hidden, weight, index, _, temperatures = make_inputs()
+    labels, upstream, bonus = torch.randint(50, (7, 3)), torch.randn(7, 3), torch.randn(7)
+    found, entropies = token_logprobs(hidden, weight, index, labels, temperatures, chunk_tokens=3)
+    logs = (hidden[index] @ weight.t() / temperatures[:, None]).log_softmax(-1)
+    expected, entropy = logs.gather(1, labels), -(logs.exp() * logs).sum(-1)
+    torch.testing.assert_close(found, expected)
+    actual = torch.autograd.grad((found * upstream).sum() + (entropies * bonus).sum(), [hidden, weight])
+    wanted = torch.autograd.grad((expected * upstream).sum() + (entropy * bonus).sum(), [hidden, weight])
+    for left, right in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_an_entropy_alone_has_its_gradient() -> None:
+    hidden, weight, index, labels, temperatures = make_inputs()
+    _, entropies = token_logprobs(hidden, weight, index, labels, temperatures)
+    logs = (hidden[index] @ weight.t() / temperatures[:, None]).log_softmax(-1)
+    wanted = torch.autograd.grad(-(logs.exp() * logs).sum(), [hidden])[0]
+    torch.testing.assert_close(torch.autograd.grad(entropies.sum(), [hidden])[0], wanted)
 
 
 def test_a_bias_of_the_head_is_honoured_and_trained() -> None:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from example_trainer.objective.losses import (
+    LossInputs,
     LossSettings,
     clipped_losses,
     is_clipped,
-    log_ratios,
-    sequence_log_ratios,
     token_losses,
     token_weights,
 )
+from example_trainer.objective.ratios import log_ratios, sequence_means
 
 # (advantage, ratio, gradient flows): PPO's pessimistic minimum, dual clip at 3.
 CLIP_TABLE = [
@@ -36,11 +36,22 @@ CLIP_TABLE = [
 ]
 
 
+def inputs(logprobs: Tensor, advantages: Tensor, rollout: float = -1.0, **more: Tensor) -> LossInputs:
+    """Tokens, each a sequence of its own unless `sequences` says otherwise."""
+    values: dict[str, Tensor] = {
+        "logprobs": logprobs,
+        "entropies": torch.ones_like(logprobs),
+        "rollout_logprobs": torch.full_like(logprobs, rollout),
+        "advantages": advantages,
+        "sequences": torch.arange(len(logprobs)),
+    }
+    return LossInputs(**(values | more))
+
+
 def gradient(advantages: Tensor, ratios: Tensor, settings: LossSettings) -> Tensor:
     """Gradient of the summed loss with respect to the logprobs, at the given ratios to rollout logprobs of -1."""
     logprobs = (ratios.log() - 1.0).requires_grad_()
-    rollout = torch.full_like(logprobs, -1.0)
-    token_losses(logprobs, rollout, advantages, torch.arange(len(ratios)), settings).sum().backward()
+    token_losses(inputs(logprobs, advantages), settings).sum().backward()
     assert logprobs.grad is not None
     return logprobs.grad
 
@@ -85,8 +96,8 @@ def test_truncated_importance_weights_keep_every_token_learning(ratio: float, we
 @pytest.mark.parametrize("loss_type", ["reinforce_with_baseline", "no_baseline"])
 def test_reinforce_is_minus_advantage_times_logprob(loss_type: str) -> None:
     logprobs = torch.tensor([-0.5, -2.0])
-    settings = LossSettings(loss_type=loss_type)  # type: ignore[arg-type]
-    values = token_losses(logprobs, torch.zeros(2) - 1, torch.tensor([2.0, -1.0]), torch.arange(2), settings)
+    settings = LossSettings(loss_type=loss_type)
+    values = token_losses(inputs(logprobs, torch.tensor([2.0, -1.0])), settings)
     assert values.tolist() == pytest.approx([1.0, -2.0])
 
 
@@ -109,7 +120,7 @@ def test_fresh_gspo_has_the_gradient_of_per_sequence_grpo() -> None:
 
     def weighted(settings: LossSettings) -> Tensor:
         logprobs = torch.full((16,), -1.0, requires_grad=True)
-        losses = token_losses(logprobs, torch.full((16,), -1.0), advantages, sequences, settings)
+        losses = token_losses(inputs(logprobs, advantages, sequences=sequences), settings)
         (losses * weights).sum().backward()
         assert logprobs.grad is not None
         return logprobs.grad
@@ -120,7 +131,7 @@ def test_fresh_gspo_has_the_gradient_of_per_sequence_grpo() -> None:
 def test_a_sequence_ratio_does_not_depend_on_the_length() -> None:
     short, long = torch.full((2,), 0.1), torch.full((200,), 0.1)
     sequences = torch.cat([torch.zeros(2), torch.ones(200)]).long()
-    found = sequence_log_ratios(torch.cat([short, long]), sequences)
+    found = sequence_means(torch.cat([short, long]), sequences)
     torch.testing.assert_close(found, torch.full((202,), 0.1))
 
 
@@ -132,7 +143,7 @@ def test_log_ratios_are_clamped_so_that_exp_stays_finite() -> None:
 
 def test_losses_are_fp32_whatever_the_advantages_come_in() -> None:
     logprobs = torch.tensor([-1.0], dtype=torch.bfloat16)
-    values = token_losses(logprobs, torch.tensor([-1.0]), torch.tensor([1.0]), torch.zeros(1).long(), LossSettings())
+    values = token_losses(inputs(logprobs, torch.tensor([1.0])), LossSettings())
     assert values.dtype == torch.float32
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from example_trainer.objective.losses import LossSettings
+from example_trainer.objective.losses import LossInputs, LossSettings
 from example_trainer.objective.metrics import (
     alignment_metrics,
     logprob_warnings,
@@ -15,10 +16,22 @@ from example_trainer.objective.metrics import (
 )
 
 
+def inputs(new: Tensor, old: Tensor, advantages: Tensor | None = None, **more: Tensor) -> LossInputs:
+    """Tokens of as many sequences."""
+    return LossInputs(
+        logprobs=new,
+        entropies=torch.zeros_like(new),
+        rollout_logprobs=old,
+        advantages=torch.ones_like(new) if advantages is None else advantages,
+        sequences=torch.arange(len(new)),
+        **more,
+    )
+
+
 def test_ratios_are_reported_before_any_truncation() -> None:
     new, old = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -3.0])
     settings = LossSettings(importance_sampling="truncated", tis_cap=2.0)
-    metrics = policy_metrics(new, torch.zeros(2), old, torch.ones(2), torch.arange(2), settings)
+    metrics = policy_metrics(inputs(new, old), settings)
     ratios = [1.0, torch.tensor(2.0).exp().item()]
     assert metrics["grpo/mean_ratio"] == pytest.approx(sum(ratios) / 2)
     assert metrics["grpo/max_ratio"] == pytest.approx(ratios[1])
@@ -27,14 +40,14 @@ def test_ratios_are_reported_before_any_truncation() -> None:
 
 def test_logprobs_are_split_by_the_sign_of_the_advantage_over_trained_tokens_only() -> None:
     logprobs, advantages = torch.tensor([-1.0, -2.0, -5.0]), torch.tensor([1.0, 1.0, -1.0])
-    metrics = policy_metrics(logprobs, torch.zeros(3), logprobs, advantages, torch.arange(3), LossSettings())
+    metrics = policy_metrics(inputs(logprobs, logprobs, advantages), LossSettings())
     assert (metrics["train/pos_logp"], metrics["train/neg_logp"]) == (-1.5, -5.0)
 
 
 def test_the_divergence_estimate_is_never_negative() -> None:
     torch.manual_seed(0)
     new, old = -torch.rand(100), -torch.rand(100)
-    metrics = policy_metrics(new, torch.zeros(100), old, torch.ones(100), torch.arange(100), LossSettings())
+    metrics = policy_metrics(inputs(new, old), LossSettings())
     assert metrics["train/kl"] >= 0.0
 
 

@@ -15,6 +15,7 @@ from example_trainer.data import TrainingBatch, data_settings, prepare_batch
 from example_trainer.errors import TrainingDiverged, UnsupportedModel
 from example_trainer.learning.alignment import Alignment
 from example_trainer.learning.layout import choose_layout
+from example_trainer.learning.objective import make_objective
 from example_trainer.model import Policy, PolicyOptions, load_policy
 from example_trainer.objective.packing import LayoutKind
 from example_trainer.running.optimizers import make_optimizer, optimizer_settings
@@ -36,7 +37,8 @@ def make_learner(model: Path, *, layout: LayoutKind | None = None, **settings: A
     policy = load_policy(PolicyOptions(model_name=str(model), dtype="float32", device="cpu"))
     optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
     chosen = choose_layout(policy)
-    return Learner(policy, optimizer, learner_settings(config), layout=layout or chosen)
+    objective = make_objective(config, policy)
+    return Learner(policy, optimizer, learner_settings(config), objective=objective, layout=layout or chosen)
 
 
 def make_batch(
@@ -249,7 +251,8 @@ def test_a_policy_served_in_bf16_trains_packed_and_agrees_with_its_sampler(tiny_
     policy = load_policy(options)
     assert choose_layout(policy) == "shared"
     optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
-    learner = Learner(policy, optimizer, learner_settings(config), layout="shared")
+    objective = make_objective(config, policy)
+    learner = Learner(policy, optimizer, learner_settings(config), objective=objective, layout="shared")
     batch = make_batch(tiny_model)
     before = weights_of(learner)
     result = learner.train(batch)
