@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
+from example_trainer.running.leftovers import SHARED_MEMORY, mapped_files
 from example_trainer.weights.manifest import BridgeManifest, load_manifest
 from example_trainer.weights.versions import SegmentHeader
 
@@ -38,9 +40,17 @@ def start_server(tiny_qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """Starts servers that are stopped with the session."""
     servers: list[VllmServer] = []
 
-    def start(*flags: str, launcher: Sequence[str] | None = None, environ: dict[str, str] | None = None) -> VllmServer:
+    def start(
+        *flags: str,
+        model: Path | None = None,
+        port: int | None = None,
+        launcher: Sequence[str] | None = None,
+        environ: dict[str, str] | None = None,
+    ) -> VllmServer:
         directory = tmp_path_factory.mktemp("server")
-        server = VllmServer.start(tiny_qwen2, directory, flags, launcher=launcher, environ=environ or {})
+        server = VllmServer.start(
+            model or tiny_qwen2, directory, flags, port=port, launcher=launcher, environ=environ or {}
+        )
         servers.append(server)
         return server
 
@@ -82,10 +92,11 @@ class VllmServer:
         directory: Path,
         flags: Sequence[str],
         *,
+        port: int | None = None,
         launcher: Sequence[str] | None = None,
         environ: dict[str, str],
     ) -> VllmServer:
-        port = free_port()
+        port = port or free_port()
         command = [*(launcher or [sys.executable, "-m", "example_trainer.vllm_api_server"])]
         command += ["--model", str(model), "--port", str(port), "--dtype", "float32", "--bridge-dir", str(directory)]
         log_path = directory / "log"
@@ -159,9 +170,11 @@ class VllmServer:
     def header(self) -> SegmentHeader:
         return SegmentHeader(Path(self.manifest.header_path))
 
-    def publish(self, write: Callable[[], object] | None = None, **fields: Any) -> dict[str, Any]:
-        """One whole publish under the next version; what its begin and its end said."""
-        version = (self.version or 0) + 1
+    def publish(
+        self, write: Callable[[], object] | None = None, *, version: int | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        """One whole publish, under the next version unless told which; what its begin and its end said."""
+        version = version or (self.version or 0) + 1
         begun = self.begin(**fields)
         header = self.header()
         header.begin_write(version)
@@ -184,6 +197,18 @@ class VllmServer:
             flat = weights[name].reshape(-1)
             for view, start, count in pieces:
                 view.copy_(flat[start : start + count].view(view.shape))
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group; of what is left in shared memory the next start removes its own kind."""
+        family = [self.process.pid, *(child.pid for child in psutil.Process(self.process.pid).children(recursive=True))]
+        mapped = set().union(*map(mapped_files, family))
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(20)
+        self.client.close()
+        self.views.clear()
+        for name in mapped:
+            if name.startswith("sem.mp-"):  # R39: the resource tracker, which would have removed it, is dead too
+                (SHARED_MEMORY / name).unlink(missing_ok=True)
 
     def stop(self) -> None:
         """As the launcher does: SIGTERM, a limit, SIGKILL to the group."""
@@ -260,6 +285,11 @@ def make_tiny_qwen2(directory: Path) -> None:
             if parameter.ndim == 2:
                 parameter.mul_(4.0)  # sharper than an untrained model, so that versions differ clearly
     model.save_pretrained(directory)
+
+
+@pytest.fixture(scope="session")
+def make_reference() -> type[Reference]:
+    return Reference
 
 
 @pytest.fixture(scope="session")
