@@ -44,6 +44,8 @@ TOKENIZER_FILES = (
 
 
 RandomState = dict[str, Any]
+ObjectiveState = dict[str, Any]
+"""What the objective carries from batch to batch: tensors and numbers, as `Objective.state` gives them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +84,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     random: RandomState,
     *,
+    objective: ObjectiveState | None = None,
     keep_last: int = 0,
 ) -> Path:
     """Write `checkpoint-<step>` under `root` and point `latest` to it; prune to `keep_last` when that is set."""
@@ -92,7 +95,7 @@ def save_checkpoint(
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
         _write_model(beside, policy)
-        _write_state(beside, state, optimizer, random)
+        _write_state(beside, state, {"optimizer": optimizer.state_dict(), "random": random, "objective": objective})
         _sync_tree(beside)
         shutil.rmtree(target, ignore_errors=True)
         beside.rename(target)
@@ -133,8 +136,11 @@ def read_state(checkpoint: Path) -> TrainerState:
         raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: {error}") from error
 
 
-def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Load weights, optimizer and random state of a checkpoint into a policy that has been prepared."""
+def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> ObjectiveState | None:
+    """Load weights, optimizer and random state of a checkpoint into a policy that has been prepared.
+
+    Gives back the state of the objective, None where the checkpoint has none.
+    """
     import torch
 
     policy.load_masters(_read_tensors(checkpoint))
@@ -149,6 +155,8 @@ def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) 
     torch.set_rng_state(saved["random"]["cpu"])
     if torch.cuda.is_available() and saved["random"]["cuda"]:
         torch.cuda.set_rng_state_all(saved["random"]["cuda"])
+    objective: ObjectiveState | None = saved.get("objective")
+    return objective
 
 
 def remembered(steps_by_version: Mapping[int, int]) -> dict[str, int]:
@@ -192,10 +200,10 @@ def _copy_tokenizer(name: str, directory: Path) -> None:
     AutoTokenizer.from_pretrained(name).save_pretrained(directory)
 
 
-def _write_state(directory: Path, state: TrainerState, optimizer: torch.optim.Optimizer, random: RandomState) -> None:
+def _write_state(directory: Path, state: TrainerState, tensors: dict[str, Any]) -> None:
     import torch
 
-    torch.save({"optimizer": optimizer.state_dict(), "random": random}, directory / TENSOR_STATE_FILE)
+    torch.save(tensors, directory / TENSOR_STATE_FILE)
     text = json.dumps({**asdict(state), "batch": state.batch}, indent=2)
     (directory / STATE_FILE).write_text(text + "\n", encoding="utf-8")
 

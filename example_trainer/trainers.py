@@ -128,7 +128,9 @@ class Trainer:
         )
 
     def _resume(self, checkpoint: Path, state: TrainerState) -> None:
-        restore(checkpoint, self._learner.policy, self._learner.optimizer)
+        objective = restore(checkpoint, self._learner.policy, self._learner.optimizer)
+        if objective is not None:
+            self._learner.objective.load_state(objective)
         progress = self.progress
         progress.step = progress.weights_step = progress.committed = progress.checkpointed = state.step
         progress.version = max(progress.version, state.highest_version)

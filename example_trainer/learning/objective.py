@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from atropos_api.common import metric_names as names
+from example_trainer.checkpointing import ObjectiveState
 from example_trainer.learning.reference import Reference, Score
 from example_trainer.objective.distillation import teacher_credits
 from example_trainer.objective.kl import KlController
@@ -137,20 +138,18 @@ class Objective:
         if self.reference is not None:
             self.reference.after_step(number)
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> ObjectiveState:
         """What a checkpoint has to remember, as `torch.save` takes it."""
         reference = self.reference
         swapped = reference.weights if reference is not None and reference.swapped else None
         return {"kl_coef": self.kl.coefficient, "reference": swapped}
 
-    def load_state(self, state: dict[str, object]) -> None:
-        """Go on from `state`."""
-        coefficient, weights = state["kl_coef"], state["reference"]
-        assert isinstance(coefficient, float)
-        if self.settings.kl_coef:
-            self.kl.coefficient = coefficient
-        if self.reference is not None and isinstance(weights, dict):
-            self.reference.restore(weights)
+    def load_state(self, state: ObjectiveState) -> None:
+        """Go on from `state`; a run that was resumed with another --kl-coef keeps the one it was given."""
+        if self.kl.target is not None and state["kl_coef"]:
+            self.kl.coefficient = state["kl_coef"]
+        if self.reference is not None and state["reference"] is not None:
+            self.reference.restore(state["reference"])
 
 
 def make_objective(config: TrainingConfig, policy: Policy) -> Objective:

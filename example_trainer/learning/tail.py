@@ -15,7 +15,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from example_trainer.api import BackgroundCall, BrokerSession
-from example_trainer.checkpointing import RandomState, TrainerState, random_state, remembered, save_checkpoint
+from example_trainer.checkpointing import (
+    ObjectiveState,
+    RandomState,
+    TrainerState,
+    random_state,
+    remembered,
+    save_checkpoint,
+)
 
 if TYPE_CHECKING:
     from example_trainer.config import TrainingConfig
@@ -76,7 +83,7 @@ class Tail:
         if publish:
             self._take_version()
         state = self._state() if self._is_checkpoint_due(step) else None
-        work = partial(self._work, step, publish, state, random_state())
+        work = partial(self._work, step, publish, state, random_state(), self._learner.objective.state())
         if self._config.overlap_publish:
             self._running = BackgroundCall(work, name=f"publish-{step}")
         else:
@@ -107,7 +114,7 @@ class Tail:
         self.join()
         step = self._progress.step
         if self._progress.checkpointed != step and (finished or step):
-            self._save(self._state(), random_state())
+            self._save(self._state(), random_state(), self._learner.objective.state())
         if self._progress.committed < step:
             self._commit(step)
         if finished:
@@ -115,14 +122,16 @@ class Tail:
         else:
             logger.info("stopped after step %d; --resume auto goes on from there", step)
 
-    def _work(self, step: int, publish: bool, state: TrainerState | None, random: RandomState) -> None:
+    def _work(
+        self, step: int, publish: bool, state: TrainerState | None, random: RandomState, objective: ObjectiveState
+    ) -> None:
         if publish:
             self._publish_taken()
         else:
             # The version stays as old as it is; the broker must know the step, or environments wait for it.
             self._session.announce_policy(self._progress.version, step)
         if state is not None:
-            self._save(state, random)
+            self._save(state, random, objective)
         if state is not None or self._config.checkpoint_interval == 0:
             # Without checkpoints on the way there is nothing to come back to, so nothing is kept for it.
             self._commit(step)
@@ -186,10 +195,16 @@ class Tail:
             config=config.model_dump(mode="json", exclude={"atropos_token", "bridge_token"}),
         )
 
-    def _save(self, state: TrainerState, random: RandomState) -> None:
+    def _save(self, state: TrainerState, random: RandomState, objective: ObjectiveState) -> None:
         learner, config = self._learner, self._config
         path = save_checkpoint(
-            config.checkpoint_root, state, learner.policy, learner.optimizer, random, keep_last=config.keep_last
+            config.checkpoint_root,
+            state,
+            learner.policy,
+            learner.optimizer,
+            random,
+            objective=objective,
+            keep_last=config.keep_last,
         )
         self._progress.checkpointed = state.step
         logger.info("wrote %s", path)

@@ -29,7 +29,7 @@ def sequence_means(values: Tensor, sequences: Tensor) -> Tensor:
 
 
 def truncated_weights(ratios: Tensor, floor: float, cap: float) -> Tensor:
-    """Importance weights cut at `cap` and `floor`: every token keeps a bounded say (rho bar of Espeholt et al. 2018)."""
+    """Importance weights cut at `cap` and `floor`, so that every token keeps a bounded say (Espeholt et al. 2018)."""
     return ratios.detach().clamp(floor, cap)
 
 

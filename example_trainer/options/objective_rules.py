@@ -59,7 +59,8 @@ def _importance_bounds(config: TrainingConfig) -> Iterator[str]:
 def _reference(config: TrainingConfig) -> Iterator[str]:
     for field in ("target_kl", "ref_model", "ref_update_interval"):
         if getattr(config, field) and not config.kl_coef:
-            yield f"{flag(field)} {getattr(config, field)} needs a divergence to act on; add --kl-coef, 1e-3 for instance"
+            given = f"{flag(field)} {getattr(config, field)}"
+            yield f"{given} needs a divergence to act on; add --kl-coef, 1e-3 for instance"
     if config.ref_model is not None and config.weight_bridge_mode in LORA_MODES:
         yield (
             f"--ref-model {config.ref_model}: under {config.weight_bridge_mode} the reference is the base with the "
