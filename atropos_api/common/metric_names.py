@@ -44,7 +44,7 @@ TRAINED_TOKENS: Final = "data/trained_tokens"
 TRAINED_FRACTION: Final = "data/trained_fraction"
 """Trained tokens in all sampled ones."""
 LEFT_OUT: Final = "data/{cause}"
-"""Sequences left out, by cause: `overlong`, `truncated`, `no_signal` (rewards all alike), `zeroed`, `no_trained_token`."""
+"""Sequences left out: `overlong`, `truncated`, `no_signal` (rewards all alike), `zeroed`, `no_trained_token`."""
 NO_SIGNAL_FRACTION: Final = "data/no_signal_fraction"
 """Sequences left out because their group's rewards are alike, in all sequences."""
 

@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import psutil
+import torch
+
 from atropos_api.common import metric_names as names
 from example_trainer.objective.metrics import reward_metrics, staleness_metrics
 
@@ -18,23 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FLAT_REWARD_STEPS = 5
-
-
-class FlatReward:
-    """Warns once when several batches in a row had nothing to learn."""
-
-    def __init__(self) -> None:
-        self._in_a_row = 0
-
-    def check(self, batch: TrainingBatch) -> None:
-        self._in_a_row = 0 if batch.rows else self._in_a_row + 1
-        if self._in_a_row == FLAT_REWARD_STEPS:
-            logger.warning(
-                "%d batches in a row had nothing to learn: every group's rewards are alike (flat reward); look at the "
-                "task's difficulty and its reward function",
-                FLAT_REWARD_STEPS,
-            )
+GIB = 2**30
 
 
 class StepClock:
@@ -56,26 +43,34 @@ class StepClock:
         action()
         self._waited += time.monotonic() - started
 
-    def metrics(self, response_tokens: int) -> dict[str, float]:
-        """All times of the step, and the rate at which it got through its batch's sampled tokens."""
+    def metrics(self, *, sampled_tokens: int, trained_tokens: int) -> dict[str, float]:
+        """All times of the step, and the rates at which it got through its batch's tokens."""
         now = time.monotonic()
+        training = self._trained - self._fetched - self._waited
         return {
             names.TIME_STEP: now - self._started,
             names.TIME_FETCH: self._fetched - self._started,
-            "time/train": self._trained - self._fetched - self._waited,
-            "time/sync_wait": now - self._trained + self._waited,
-            names.TOKENS_PER_SECOND: response_tokens / max(now - self._started, 1e-9),
+            names.TIME_TRAIN: training,
+            names.TIME_SYNC_WAIT: now - self._trained + self._waited,
+            names.TOKENS_PER_SECOND: sampled_tokens / max(now - self._started, 1e-9),
+            names.TRAINED_TOKENS_PER_SECOND: trained_tokens / max(training, 1e-9),
         }
 
 
 def measure(batch: TrainingBatch, result: StepResult, progress: Progress) -> dict[str, float]:
-    """Metrics of the batch and of what the step made of it; ages count from the step before."""
-    targets = batch.targets
+    """What the step made of its batch, and the batch's rewards and ages; ages count from the step before."""
     metrics = reward_metrics(batch.rewards, batch.response_lengths) | result.metrics
-    metrics |= staleness_metrics(targets.version_bounds, progress.steps_by_version, progress.step)
-    metrics |= {f"data/{cause}": float(count) for cause, count in batch.counts.items()}
-    metrics["data/trained_tokens"] = float(len(targets))
-    return metrics
+    return metrics | staleness_metrics(batch.targets.version_bounds, progress.steps_by_version, progress.step)
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Memory of this process in GiB, and of its GPU since the last call."""
+    found = {names.HOST_MEMORY: psutil.Process().memory_info().rss / GIB}
+    if device.type == "cuda":
+        found[names.GPU_MEMORY] = torch.cuda.max_memory_allocated(device) / GIB
+        found[names.GPU_MEMORY_RESERVED] = torch.cuda.memory_reserved(device) / GIB
+        torch.cuda.reset_peak_memory_stats(device)
+    return found
 
 
 def publish_metrics(report: PublishReport | None) -> dict[str, float]:
@@ -84,7 +79,7 @@ def publish_metrics(report: PublishReport | None) -> dict[str, float]:
         return {}
     return {
         names.TIME_SYNC: report.seconds,
-        "time/sync_fence": report.fence_seconds,
+        names.TIME_SYNC_FENCE: report.fence_seconds,
         names.RECOMPUTED_FRACTION: report.recomputed_tokens / max(1, report.generated_tokens),
     }
 

@@ -5,7 +5,9 @@ Part of `TrainingConfig`; importing it loads no torch.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
+
+from example_trainer.running.health import ANY_SIGN, sign_names
 
 
 class TrackingOptions(BaseModel):
@@ -15,4 +17,19 @@ class TrackingOptions(BaseModel):
     wandb_project: str | None = Field(None, description="W&B project.")
     wandb_group: str | None = Field(None, description="W&B group; made from the name if unset.")
     wandb_run_name: str | None = Field(None, description="W&B run name; unset: --name.")
+    tensorboard: bool = Field(False, description="Write TensorBoard event files into the run directory.")
+    stop_on: list[str] | None = Field(
+        None,
+        description="End the run, with a checkpoint and exit code 3, when a sign of trouble appears: health for any, "
+        "or the names of some (docs/reference/metrics.md lists them).",
+    )
     benchmark: bool = Field(False, description="Log a summary of times and rates at the end.")
+
+    @field_validator("stop_on")
+    @classmethod
+    def _know_the_signs(cls, value: list[str] | None) -> list[str] | None:
+        known = [ANY_SIGN, *sign_names()]
+        for name in value or ():
+            if name not in known:
+                raise ValueError(f"--stop-on {name}: no such sign; there are {', '.join(known)}")
+        return value

@@ -1,4 +1,8 @@
-"""Where a step's metrics go: always one JSON line in `metrics.jsonl`, and Weights & Biases when asked."""
+"""Where a step's metrics go: always one JSON line in `metrics.jsonl`, W&B and TensorBoard when asked.
+
+What happens at a step and is no number (signs of trouble, see `running.health`) goes to `events.jsonl` beside it, so
+that every line of `metrics.jsonl` is a step.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,25 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import fmean, median
+from typing import Any, Protocol, TextIO
 
 from atropos_api.common import metric_names as names
 from example_trainer.errors import TrainerError
+from example_trainer.running.health import HealthEvent
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
 
 
 class Tracker(Protocol):
-    """Takes one step's metrics at a time."""
+    """Takes one step's metrics at a time, and what happened at it."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def event(self, event: HealthEvent) -> None: ...
 
     def close(self) -> None: ...
 
@@ -33,37 +42,50 @@ class JsonlTracker:
     `resumed_step` is the last step that is kept: lines of later ones belong to a history that is trained anew.
     """
 
-    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if resumed_step is not None and path.exists():
-            _keep_steps_up_to(path, resumed_step)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+    def __init__(self, directory: Path, *, resumed_step: int | None = None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._metrics = _open_lines(directory / METRICS_FILE, resumed_step)
+        self._events = _open_lines(directory / EVENTS_FILE, resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         line: dict[str, Any] = {names.STEP: step, "timestamp": time.time()}
         line |= {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._file.write(json.dumps(line) + "\n")
+        self._metrics.write(json.dumps(line) + "\n")
+
+    def event(self, event: HealthEvent) -> None:
+        self._events.write(json.dumps({**event.fields(), "timestamp": time.time()}) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        self._metrics.close()
+        self._events.close()
 
 
 class SummaryTracker:
-    """Adds up times and rates and logs their means when the run ends (`--benchmark`)."""
+    """Gathers times, rates and memory and logs them when the run ends (`--benchmark`)."""
 
     def __init__(self) -> None:
-        self._steps = 0
-        self._sums: dict[str, float] = {}
+        self._values: dict[str, list[float]] = {}
+        self._events = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002 - the protocol's
-        self._steps += 1
         for name, value in metrics.items():
             if name.startswith(("time/", "perf/", "sync/")):
-                self._sums[name] = self._sums.get(name, 0.0) + value
+                self._values.setdefault(name, []).append(value)
+
+    def event(self, event: HealthEvent) -> None:  # noqa: ARG002 - the protocol's
+        self._events += 1
 
     def close(self) -> None:
-        for name, total in sorted(self._sums.items()):
-            logger.info("benchmark: %s %.4f (mean of %d steps)", name, total / self._steps, self._steps)
+        for name, values in sorted(self._values.items()):
+            logger.info(
+                "benchmark: %s mean %.4f median %.4f max %.4f (%d steps)",
+                name,
+                fmean(values),
+                median(values),
+                max(values),
+                len(values),
+            )
+        logger.info("benchmark: %d health events", self._events)
 
 
 class WandbTracker:
@@ -76,7 +98,8 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise TrainerError("--use-wandb needs wandb: pip install wandb, or leave the flag out") from error
-        self._run = wandb.init(
+        directory.mkdir(parents=True, exist_ok=True)
+        self.run = wandb.init(
             project=project or "atropos-grpo",
             group=group or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
             name=name,
@@ -85,10 +108,38 @@ class WandbTracker:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self.run.log(dict(metrics), step=step)
+
+    def event(self, event: HealthEvent) -> None:
+        self.run.alert(title=event.sign, text=f"step {event.step}: {event.message}; {event.advice}")
 
     def close(self) -> None:
-        self._run.finish()
+        self.run.finish()
+
+
+class TensorBoardTracker:
+    """Writes event files for TensorBoard into `directory` (`--tensorboard`)."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise TrainerError(
+                "--tensorboard needs the tensorboard package: pip install tensorboard, or leave the flag out"
+            ) from error
+        self._writer = SummaryWriter(str(directory))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def event(self, event: HealthEvent) -> None:
+        text = f"{event.message}; {event.advice}"
+        self._writer.add_text(f"health/{event.sign}", text, event.step)
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class TrackerSet:
@@ -100,6 +151,10 @@ class TrackerSet:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for tracker in self._trackers:
             tracker.log(step, metrics)
+
+    def event(self, event: HealthEvent) -> None:
+        for tracker in self._trackers:
+            tracker.event(event)
 
     def close(self) -> None:
         for tracker in self._trackers:
@@ -115,6 +170,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             logger.debug("an incomplete line in %s was left out", path)
     return found
+
+
+def _open_lines(path: Path, resumed_step: int | None) -> TextIO:
+    if resumed_step is not None and path.exists():
+        _keep_steps_up_to(path, resumed_step)
+    return path.open("a", encoding="utf-8", buffering=1)
 
 
 def _keep_steps_up_to(path: Path, step: int) -> None:

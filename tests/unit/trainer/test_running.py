@@ -14,8 +14,19 @@ import torch
 
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import OptimizerUnavailable, TrainerError
+from example_trainer.running.health import HealthEvent
 from example_trainer.running.optimizers import LearningRate, OptimizerSettings, learning_rate, make_optimizer, set_lr
-from example_trainer.running.trackers import JsonlTracker, SummaryTracker, TrackerSet, WandbTracker, read_metrics
+from example_trainer.running.trackers import (
+    EVENTS_FILE,
+    JsonlTracker,
+    SummaryTracker,
+    TensorBoardTracker,
+    TrackerSet,
+    WandbTracker,
+    read_metrics,
+)
+
+SIGN = HealthEvent(sign="kl", step=3, value=1.5, message="KL 1.50 is above 1: diverging KL", advice="lower --lr")
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
@@ -77,7 +88,7 @@ def test_the_rate_reaches_every_parameter_group() -> None:
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker = JsonlTracker(tmp_path)
     tracker.log(1, {"reward/mean": 0.5, "train/loss": float("nan")})
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (line["step"], line["reward/mean"]) == (1, 0.5)
@@ -88,7 +99,7 @@ def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
 def test_a_resumed_run_drops_the_lines_of_steps_that_are_trained_anew(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"step": 6, "rew')
-    tracker = JsonlTracker(path, resumed_step=3)
+    tracker = JsonlTracker(tmp_path, resumed_step=3)
     tracker.log(4, {})
     tracker.close()
     assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
@@ -98,10 +109,14 @@ def test_all_trackers_hear_of_a_step_and_are_closed() -> None:
     class Memory:
         def __init__(self) -> None:
             self.steps: list[int] = []
+            self.events: list[HealthEvent] = []
             self.closed = False
 
         def log(self, step: int, metrics: object) -> None:
             self.steps.append(step)
+
+        def event(self, event: HealthEvent) -> None:
+            self.events.append(event)
 
         def close(self) -> None:
             self.closed = True
@@ -109,8 +124,9 @@ def test_all_trackers_hear_of_a_step_and_are_closed() -> None:
     members = [Memory(), Memory()]
     both = TrackerSet(members)
     both.log(3, {})
+    both.event(SIGN)
     both.close()
-    assert [(member.steps, member.closed) for member in members] == [([3], True)] * 2
+    assert [(member.steps, member.events, member.closed) for member in members] == [([3], [SIGN], True)] * 2
 
 
 def test_the_benchmark_summary_gives_the_mean_times_of_the_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,7 +135,7 @@ def test_the_benchmark_summary_gives_the_mean_times_of_the_run(caplog: pytest.Lo
         summary.log(step, {"time/step": seconds, "reward/mean": 1.0})
     with caplog.at_level(logging.INFO):
         summary.close()
-    assert "benchmark: time/step 2.0000 (mean of 2 steps)" in caplog.text
+    assert "benchmark: time/step mean 2.0000 median 2.0000 max 3.0000 (2 steps)" in caplog.text
     assert "reward" not in caplog.text
 
 
@@ -127,3 +143,50 @@ def test_wandb_that_is_asked_for_and_missing_is_one_line(monkeypatch: pytest.Mon
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(TrainerError, match="pip install wandb"):
         WandbTracker(project=None, group=None, name="n", directory=tmp_path, config={})
+
+
+def test_an_event_is_a_line_of_its_own_file_and_leaves_with_the_steps_that_are_trained_anew(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path)
+    tracker.event(SIGN)
+    tracker.close()
+    (line,) = read_metrics(tmp_path / EVENTS_FILE)
+    assert {name: line[name] for name in ("event", "sign", "step", "value")} == {
+        "event": "health",
+        "sign": "kl",
+        "step": 3,
+        "value": 1.5,
+    }
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    JsonlTracker(tmp_path, resumed_step=2).close()
+    assert read_metrics(tmp_path / EVENTS_FILE) == []
+
+
+def test_wandb_offline_writes_a_run_that_holds_the_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracker = WandbTracker(project="p", group=None, name="tried", directory=tmp_path, config={"lr": 1e-5})
+    group = tracker.run.group
+    tracker.log(1, {"reward/mean": 0.25})
+    tracker.event(SIGN)
+    tracker.close()
+    (recorded,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"reward/mean" in recorded.read_bytes()
+    assert group.startswith("tried-"), "a group is made from the name"
+
+
+def test_tensorboard_s_files_hold_the_steps(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log(1, {"reward/mean": 0.25})
+    tracker.log(2, {"reward/mean": 0.5})
+    tracker.event(SIGN)
+    tracker.close()
+    read = accumulators.EventAccumulator(str(tmp_path)).Reload()
+    assert [(point.step, point.value) for point in read.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_tensorboard_that_is_asked_for_and_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in ("torch.utils.tensorboard", "torch.utils.tensorboard.writer"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(TrainerError, match="pip install tensorboard"):
+        TensorBoardTracker(tmp_path)

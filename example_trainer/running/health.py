@@ -1,0 +1,270 @@
+"""Signs that a run is going wrong, read from each step's metrics, with what to do about them.
+
+A sign becomes an event when it appears, not again while it stays: a line in `events.jsonl`, a warning in the log, and
+with `--stop-on` the end of the run. Limits are those that the published guides give; where they give only words
+("drops dramatically") the limit is ours, and `HealthLimits` says which. Importing this module loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean, median
+from typing import Any
+
+from atropos_api.common import metric_names as names
+
+ANY_SIGN = "health"
+"""What `--stop-on` takes for every sign there is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HealthLimits:
+    """Where a value stops being healthy."""
+
+    mean_ratio: tuple[float, float] = (0.8, 1.2)
+    clipped_fraction: float = 0.3
+    loss: float = -10.0
+    alignment: float = 0.1
+    logprob_gap: float = 2.0
+    """Nats between the mean logprobs of sampler and trainer."""
+    kl: float = 1.0
+    repetition: float = 0.5
+    """Ours: half of all 4-grams are repeats."""
+    reward_drop: float = 0.5
+    """Ours: a fall of the reward's mean over a window, in standard deviations of a batch's rewards."""
+    rate_drop: float = 0.5
+    """Ours: tokens per second against the median of the steps before."""
+    flat_steps: int = 5
+    window_steps: int = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HealthEvent:
+    """One sign, at the step at which it appeared."""
+
+    sign: str
+    step: int
+    value: float
+    message: str
+    """What was found, in the words that people search for."""
+    advice: str
+
+    def fields(self) -> dict[str, Any]:
+        """As a line of `events.jsonl` holds it."""
+        return {"event": "health", **{name: getattr(self, name) for name in self.__slots__}}
+
+
+Check = Callable[[Mapping[str, float]], float | None]
+"""Looks at one step's metrics, in the order of the steps; the offending value, or None while all is well."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sign:
+    name: str
+    check: Check
+    message: str
+    """With `{value}`, and the step's metrics by name through `{metrics[...]}`."""
+    advice: str
+
+
+class HealthMonitor:
+    """Holds what earlier steps looked like; ask it once a step."""
+
+    def __init__(self, limits: HealthLimits | None = None) -> None:
+        self._signs = _make_signs(limits or HealthLimits())
+        self._present: set[str] = set()
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> list[HealthEvent]:
+        """The signs that appear at this step and did not show at the one before."""
+        values = {sign.name: sign.check(metrics) for sign in self._signs}
+        found = [
+            HealthEvent(
+                sign=sign.name,
+                step=step,
+                value=value,
+                message=sign.message.format(value=value, metrics=metrics),
+                advice=sign.advice,
+            )
+            for sign in self._signs
+            if (value := values[sign.name]) is not None and sign.name not in self._present
+        ]
+        self._present = {name for name, value in values.items() if value is not None}
+        return found
+
+
+def sign_names() -> list[str]:
+    """Every sign, as `--stop-on` and `events.jsonl` spell it."""
+    return [sign.name for sign in _make_signs(HealthLimits())]
+
+
+def sign_table() -> list[tuple[str, str, str]]:
+    """Name, message (as a template) and advice of each sign, for the reference page."""
+    return [(sign.name, sign.message, sign.advice) for sign in _make_signs(HealthLimits())]
+
+
+def _above(name: str, limit: float) -> Check:
+    return lambda metrics: metrics[name] if metrics.get(name, limit) > limit else None
+
+
+def _below(name: str, limit: float) -> Check:
+    return lambda metrics: metrics[name] if metrics.get(name, limit) < limit else None
+
+
+def _outside(name: str, low: float, high: float) -> Check:
+    return lambda metrics: metrics[name] if not low <= metrics.get(name, low) <= high else None
+
+
+def _logprob_gap(limit: float, metrics: Mapping[str, float]) -> float | None:
+    if names.LOGPROBS_INFERENCE_MEAN not in metrics or names.LOGPROBS_TRAINING_MEAN not in metrics:
+        return None
+    gap = metrics[names.LOGPROBS_INFERENCE_MEAN] - metrics[names.LOGPROBS_TRAINING_MEAN]
+    return gap if abs(gap) > limit else None
+
+
+class _FlatReward:
+    """Steps in a row in which no group had rewards that differ."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._in_a_row = 0
+
+    def __call__(self, metrics: Mapping[str, float]) -> float | None:
+        flat = metrics.get(names.TRAIN_SKIPPED, 0.0) == 1.0
+        self._in_a_row = self._in_a_row + 1 if flat else 0
+        return float(self._in_a_row) if self._in_a_row >= self._steps else None
+
+
+class _RewardDrop:
+    """The mean reward over a window, against the best such window of the run."""
+
+    def __init__(self, limits: HealthLimits) -> None:
+        self._limits = limits
+        self._recent: deque[tuple[float, float]] = deque(maxlen=limits.window_steps)
+        self._best: tuple[float, float] | None = None
+        """Mean and spread of the rewards in the best window."""
+
+    def __call__(self, metrics: Mapping[str, float]) -> float | None:
+        if names.REWARD_MEAN not in metrics:
+            return None
+        self._recent.append((metrics[names.REWARD_MEAN], metrics.get(names.REWARD_STD, 0.0)))
+        if len(self._recent) < self._limits.window_steps:
+            return None
+        mean = fmean(reward for reward, _ in self._recent)
+        spread = fmean(std for _, std in self._recent)
+        if self._best is None or mean > self._best[0]:
+            self._best = mean, spread
+        fall = self._best[0] - mean
+        # The spread now counts too: where every answer was right, any answer that is not would be far off.
+        return fall if fall > self._limits.reward_drop * max(self._best[1], spread) and fall > 0 else None
+
+
+class _RateDrop:
+    """The rate of the last steps, against the median of those before."""
+
+    def __init__(self, limits: HealthLimits) -> None:
+        self._limits = limits
+        self._recent: deque[float] = deque(maxlen=limits.window_steps)
+        self._before: list[float] = []
+
+    def __call__(self, metrics: Mapping[str, float]) -> float | None:
+        if names.TOKENS_PER_SECOND not in metrics:
+            return None
+        if len(self._recent) == self._limits.window_steps:
+            self._before.append(self._recent[0])
+        self._recent.append(metrics[names.TOKENS_PER_SECOND])
+        if len(self._before) < self._limits.window_steps:
+            return None
+        now = median(self._recent)
+        return now if now < self._limits.rate_drop * median(self._before) else None
+
+
+def _make_signs(limits: HealthLimits) -> tuple[_Sign, ...]:
+    return (*_policy_signs(limits), *_logprob_signs(limits), *_outcome_signs(limits))
+
+
+def _policy_signs(limits: HealthLimits) -> tuple[_Sign, ...]:
+    low, high = limits.mean_ratio
+    return (
+        _Sign(
+            name="mean_ratio",
+            check=_outside(names.MEAN_RATIO, low, high),
+            message=f"mean_ratio {{value:.3f}} is outside {low:g}-{high:g}: the policy has left the one that sampled",
+            advice="keep --clip-eps 0.2, lower --lr, add --warmup-steps 20, bound the age with --max-staleness",
+        ),
+        _Sign(
+            name="clipped_fraction",
+            check=_above(names.CLIPPED_FRACTION, limits.clipped_fraction),
+            message=f"clipped_fraction {{value:.2f}} is above {limits.clipped_fraction:g}: much is clipped away",
+            advice="lower --lr or --epochs-per-batch, or use --importance-sampling truncated with old rollouts",
+        ),
+        _Sign(
+            name="loss",
+            check=_below(names.TRAIN_LOSS, limits.loss),
+            message=f"loss {{value:.2f}} is below {limits.loss:g}: ratios or advantages are out of bounds",
+            advice="keep the clip on, look at the scale of the rewards and at grpo/max_ratio",
+        ),
+        _Sign(
+            name="kl",
+            check=_above(names.TRAIN_KL, limits.kl),
+            message=f"KL {{value:.2f}} is above {limits.kl:g}: diverging KL",
+            advice="raise --beta, lower --lr, narrow --clip-eps, look at the scale of the rewards",
+        ),
+    )
+
+
+def _logprob_signs(limits: HealthLimits) -> tuple[_Sign, ...]:
+    return (
+        _Sign(
+            name="reference_logprobs",
+            check=_above(names.LOGPROBS_INFERENCE_MEAN, 0.0),
+            message="ref_logprobs avg {value:.3f} (should be negative!): this suggests inference_logprobs alignment is "
+            "wrong",
+            advice="the environment has to pass on the server's logprobs, a token each, 1.0 where nothing was sampled",
+        ),
+        _Sign(
+            name="logprob_gap",
+            check=partial(_logprob_gap, limits.logprob_gap),
+            message=f"Logprob gap: ref={{metrics[{names.LOGPROBS_INFERENCE_MEAN}]:.3f}}, "
+            f"train={{metrics[{names.LOGPROBS_TRAINING_MEAN}]:.3f}}",
+            advice="the rollouts come from other weights or another temperature, or their logprobs are shifted",
+        ),
+        _Sign(
+            name="alignment",
+            check=_above(names.ALIGNMENT_DIFF_ABS_MEAN, limits.alignment),
+            message=f"alignment/diff_abs_mean {{value:.3f}} is above {limits.alignment:g}: trainer and server do not "
+            "hold the same weights, or count positions differently",
+            advice="check that the server serves this trainer's run (/bridge/info) and returns processed logprobs",
+        ),
+    )
+
+
+def _outcome_signs(limits: HealthLimits) -> tuple[_Sign, ...]:
+    return (
+        _Sign(
+            name="reward_drop",
+            check=_RewardDrop(limits),
+            message="the mean reward of the last steps is {value:.3f} below its best: accuracy drops",
+            advice="go back to an earlier checkpoint with --resume PATH and a lower --lr; look at grpo/mean_ratio",
+        ),
+        _Sign(
+            name="repetition",
+            check=_above(names.RESPONSE_REPETITION, limits.repetition),
+            message="{value:.0%} of 4-grams are repeats: the output is repetitive (degenerate)",
+            advice="go back to an earlier checkpoint and lower --lr; let the reward punish repetition",
+        ),
+        _Sign(
+            name="flat_reward",
+            check=_FlatReward(limits.flat_steps),
+            message="{value:.0f} batches in a row had nothing to learn: every group's rewards are alike (flat reward)",
+            advice="look at the task's difficulty and its reward function; a larger --env.group_size finds differences",
+        ),
+        _Sign(
+            name="rate_drop",
+            check=_RateDrop(limits),
+            message=f"tokens/s fell to {{value:.0f}}, below {limits.rate_drop:.0%} of the median before",
+            advice="look at time/fetch (environments are slow), time/sync_wait (publishing is) and response lengths",
+        ),
+    )
