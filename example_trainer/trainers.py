@@ -31,6 +31,7 @@ from example_trainer.learning import step_log
 from example_trainer.learning.alignment import Alignment
 from example_trainer.learning.batch_facts import PreparedBatch, describe
 from example_trainer.learning.layout import choose_layout
+from example_trainer.learning.objective import make_objective
 from example_trainer.learning.tail import Progress, Tail
 from example_trainer.running.health import ANY_SIGN, HealthEvent, HealthMonitor
 from example_trainer.running.optimizers import make_optimizer, optimizer_settings
@@ -103,7 +104,13 @@ class Trainer:
         config = self.config
         policy = self._bridge.prepare()
         optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
-        self._learner = Learner(policy, optimizer, learner_settings(config), layout=choose_layout(policy))
+        self._learner = Learner(
+            policy,
+            optimizer,
+            learner_settings(config),
+            objective=make_objective(config, policy),
+            layout=choose_layout(policy),
+        )
         self._alignment = Alignment(
             self._learner,
             keep=config.keep_versions,
