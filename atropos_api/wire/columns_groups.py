@@ -129,7 +129,9 @@ def _flatten(name: str, rows: Iterable[Sequence[Any]]) -> Column | None:
     """Packing row by row with `struct` is the fastest way from lists, and refuses what is no number of its kind."""
     try:
         if name in FLOAT_COLUMNS:
-            return narrow(np.frombuffer(b"".join(struct.pack(f"{len(row)}d", *row) for row in rows), dtype=np.float64))
-        return np.frombuffer(b"".join(struct.pack(f"{len(row)}i", *row) for row in rows), dtype=np.int32)
+            return narrow(
+                np.frombuffer(b"".join([struct.pack(f"{len(row)}d", *row) for row in rows]), dtype=np.float64)
+            )
+        return np.frombuffer(b"".join([struct.pack(f"{len(row)}i", *row) for row in rows]), dtype=np.int32)
     except struct.error:
         return None

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import uvicorn
 
 SAMPLES, TOKENS = 8, 64
@@ -28,7 +29,8 @@ class InstantServer:
     def __init__(self, end: int) -> None:
         rng = random.Random(0)
         tokens = [[rng.randrange(5, VOCABULARY) for _ in range(TOKENS - 1)] + [end] for _ in range(SAMPLES)]
-        logprobs = [[-rng.expovariate(1.5) for _ in range(TOKENS)] for _ in range(SAMPLES)]
+        # A model's logprobs are float32, whatever the width they are written in.
+        logprobs = [[float(np.float32(-rng.expovariate(1.5))) for _ in range(TOKENS)] for _ in range(SAMPLES)]
         reply = {"finish_reasons": ["stop"] * SAMPLES, "token_ids": tokens, "prompt_token_ids": [5]}
         pairs = [
             [[{str(token): value}] for token, value in zip(*sample, strict=True)]

@@ -48,7 +48,11 @@ class CostEnv(BaseEnv):
 async def measure(settings: dict[str, Any]) -> float:
     url, workers, groups = settings["url"], settings["workers"], settings["groups"]
     config = BaseEnvConfig(
-        group_size=8, tokenizer_name=settings["tokenizer"], rollout_server_url=url, ensure_scores_are_not_same=False
+        group_size=8,
+        tokenizer_name=settings["tokenizer"],
+        rollout_server_url=url,
+        use_wandb=False,
+        ensure_scores_are_not_same=False,
     )
     env = CostEnv(config, APIServerConfig(server_type="vllm", base_url=f"{url}{settings['prefix']}/v1"))
     rules = GroupRules(group_size=8, max_token_length=2048, ensure_scores_are_not_same=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-YOUNG_OBJECTS = 20_000  # Python's own 700 would look through the rollouts in flight many times a second
+YOUNG_OBJECTS = 50_000  # more than the rollouts in flight hold, which at 700 would be looked through all the time
 
 
 def collect_rarely() -> None:

