@@ -29,7 +29,7 @@ class ModelOptions(BaseModel):
     master_weights: Literal["fp32", "host", "none"] = Field(
         "fp32",
         description="Where the optimizer's weights live: fp32 beside the model, fp32 in host "
-        "memory, or none (update the served weights themselves: least memory, coarse rounding).",
+        "memory, or none (update the served weights themselves, in bf16 with stochastic rounding: a true single copy).",
     )
     forward_weights: Literal["auto", "views", "masters"] = Field(
         "auto",

@@ -1,7 +1,9 @@
 """Optimizers over the master weights, and the learning-rate schedule.
 
-An optimizer whose package is missing is an error with the line that installs it: a quiet fallback would train
-another run than the one asked for.
+An optimizer whose package is missing, or has no kernel for this device, is an error with the line that
+installs it: a quiet fallback would train another run than the one asked for. Masters in bf16
+(`--master-weights none`) are stepped with stochastic rounding, whichever optimizer it is. Weight
+decay leaves out norms and biases, as Hugging Face's `Trainer` does.
 """
 
 from __future__ import annotations
@@ -9,21 +11,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import OptimizerUnavailable
+from example_trainer.running.stochastic_rounding import StochasticRounding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings:
+    """Of `adafactor` only rate and decay are its own: it keeps no first moment, and decays the second by its rule."""
+
     name: Literal["adamw", "adamw_8bit", "adafactor"]
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    seed: int = 0
+    """Of stochastic rounding."""
 
 
 def optimizer_settings(config: TrainingConfig) -> OptimizerSettings:
@@ -33,24 +41,21 @@ def optimizer_settings(config: TrainingConfig) -> OptimizerSettings:
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
         weight_decay=config.weight_decay,
+        seed=config.seed,
     )
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """The named optimizer; its states live on the device of the parameters."""
+    """The named optimizer; its states live on the device of the parameters.
+
+    Raises `OptimizerUnavailable` where its package cannot be imported or cannot step on that device.
+    """
     trained = list(parameters)
-    if settings.name == "adamw_8bit":
-        return _adamw_8bit(trained, settings)
-    if settings.name == "adafactor":
-        return torch.optim.Adafactor(trained, lr=settings.lr, weight_decay=settings.weight_decay)
-    return torch.optim.AdamW(
-        trained,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+    groups = _decay_groups(trained, settings.weight_decay)
+    make = partial(_MAKERS[settings.name], settings=settings)
+    if any(parameter.dtype == torch.bfloat16 for parameter in trained):
+        return StochasticRounding(groups, make, seed=settings.seed)
+    return make(groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +98,32 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def _adamw_8bit(parameters: list[torch.nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def _decay_groups(parameters: list[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, norms and biases (everything of one dimension) do not."""
+    groups = [
+        {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+def _adafactor(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """With an absolute rate, as Hugging Face's `Trainer` sets it up.
+
+    Torch's form and the paper's have rates relative to each tensor's own size, which leave an
+    adapter's zero matrices where they are.
+    """
+    from transformers.optimization import Adafactor
+
+    made: torch.optim.Optimizer = Adafactor(groups, lr=settings.lr, scale_parameter=False, relative_step=False)
+    return made
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
     try:
         import bitsandbytes
     except (ImportError, RuntimeError, OSError) as error:
@@ -101,8 +131,24 @@ def _adamw_8bit(parameters: list[torch.nn.Parameter], settings: OptimizerSetting
             f"--optimizer adamw_8bit needs bitsandbytes, which cannot be imported ({error}); "
             "pip install bitsandbytes, or use --optimizer adamw"
         ) from error
-    optimizer: Any = bitsandbytes.optim.AdamW8bit(
-        parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
-    )
-    made: torch.optim.Optimizer = optimizer
+    make = partial(bitsandbytes.optim.AdamW8bit, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    device = groups[0]["params"][0].device
+    try:
+        _step_once(make, device)
+    except Exception as error:
+        raise OptimizerUnavailable(
+            f"--optimizer adamw_8bit: bitsandbytes {bitsandbytes.__version__} cannot step on {device} ({error}); "
+            "pip install 'bitsandbytes>=0.48', or use --optimizer adamw"
+        ) from error
+    made: torch.optim.Optimizer = make(groups)
     return made
+
+
+def _step_once(make: Any, device: torch.device) -> None:
+    """A step over a block that is large enough for 8-bit states: a missing kernel shows here, not after a batch."""
+    probe = torch.nn.Parameter(torch.zeros(4096, device=device))
+    probe.grad = torch.ones_like(probe)
+    make([probe]).step()
+
+
+_MAKERS = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}

@@ -1,0 +1,202 @@
+"""Optimizers step what they say they step, or refuse; bf16 weights are rounded without bias; the schedule."""
+
+from __future__ import annotations
+
+import builtins
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+from example_trainer.config import TrainingConfig
+from example_trainer.errors import OptimizerUnavailable
+from example_trainer.running.optimizers import LearningRate, OptimizerSettings, learning_rate, make_optimizer, set_lr
+from example_trainer.running.stochastic_rounding import StochasticRounding, round_stochastically
+
+NAMES = ["adamw", "adamw_8bit", "adafactor"]
+
+
+def run(name: str, weight: torch.Tensor, gradients: list[torch.Tensor], *, seed: int = 0, lr: float) -> torch.Tensor:
+    """The weight after a step for each gradient, in the weight's dtype."""
+    parameter = torch.nn.Parameter(weight.clone())
+    settings = OptimizerSettings(name=name, lr=lr, weight_decay=0.0, seed=seed)  # type: ignore[arg-type]
+    optimizer = make_optimizer([parameter], settings)
+    for gradient in gradients:
+        parameter.grad = gradient.to(weight.dtype)
+        optimizer.step()
+    return parameter.detach().float()
+
+
+def steady_gradients(shape: tuple[int, int], steps: int) -> list[torch.Tensor]:
+    base = torch.randn(shape)
+    return [base + 0.3 * torch.randn(shape) for _ in range(steps)]
+
+
+def cosine(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(left.flatten(), right.flatten(), dim=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_moves_weights_and_carries_its_state_over(name: Any, dtype: torch.dtype) -> None:
+    def make(weight: torch.Tensor) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+        parameter = torch.nn.Parameter(weight.clone())
+        return parameter, make_optimizer([parameter], OptimizerSettings(name=name, lr=1e-2))
+
+    torch.manual_seed(0)
+    start, gradient = torch.randn(64, 64, dtype=dtype), torch.randn(64, 64, dtype=dtype)
+    parameter, optimizer = make(start)
+    parameter.grad = gradient.clone()
+    optimizer.step()
+    assert not torch.equal(parameter, start)
+    copy, resumed = make(parameter.detach())
+    resumed.load_state_dict(deepcopy(optimizer.state_dict()))
+    for each, stepper in ((parameter, optimizer), (copy, resumed)):
+        each.grad = gradient.clone()
+        stepper.step()
+    assert torch.equal(parameter, copy)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rate_is_absolute_so_that_matrices_of_zeros_move_as_far_as_others(name: str) -> None:
+    """An adapter's second matrix starts at zero; a rate relative to its size would leave it there."""
+    gradient = torch.randn(64, 64)
+    moved = run(name, torch.zeros(64, 64), [gradient], lr=1e-2)
+    assert moved.abs().mean().item() == pytest.approx(1e-2, rel=0.5)
+    assert (moved.sign() == -gradient.sign()).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_matrices_decay_while_norms_and_biases_do_not(name: Any) -> None:
+    matrix, norm = torch.nn.Parameter(torch.ones(64, 64)), torch.nn.Parameter(torch.ones(64))
+    optimizer = make_optimizer([norm, matrix], OptimizerSettings(name=name, lr=0.1, weight_decay=0.5))
+    matrix.grad, norm.grad = torch.zeros_like(matrix), torch.zeros_like(norm)
+    optimizer.step()
+    torch.testing.assert_close(matrix.detach(), torch.full_like(matrix, 0.95))
+    assert torch.equal(norm, torch.ones(64))
+
+
+def test_a_missing_bitsandbytes_is_an_error_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "bitsandbytes":
+            raise ImportError("No module named 'bitsandbytes'")
+        return original(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(OptimizerUnavailable, match="pip install bitsandbytes"):
+        make_optimizer([torch.nn.Parameter(torch.zeros(2))], OptimizerSettings(name="adamw_8bit", lr=1.0))
+
+
+def test_a_bitsandbytes_without_a_kernel_for_the_device_is_refused_before_the_first_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import bitsandbytes
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no 8-bit kernel")
+
+    monkeypatch.setattr(bitsandbytes.optim.AdamW8bit, "step", fail)
+    with pytest.raises(OptimizerUnavailable, match=r"cannot step on cpu .no 8-bit kernel.*--optimizer adamw"):
+        make_optimizer([torch.nn.Parameter(torch.zeros(2))], OptimizerSettings(name="adamw_8bit", lr=1.0))
+
+
+def test_states_of_the_8bit_optimizer_take_a_byte_each() -> None:
+    parameter = torch.nn.Parameter(torch.randn(256, 64))
+    optimizer = make_optimizer([parameter], OptimizerSettings(name="adamw_8bit", lr=1e-2))
+    parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    states = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value)]
+    assert sum(state.numel() * state.element_size() for state in states) < 2.3 * parameter.numel()
+
+
+def test_rounding_is_to_either_neighbour_and_right_on_average() -> None:
+    values = torch.tensor([1.0 + 0.25 * 2**-7, -(1.0 + 0.25 * 2**-7), 1.5, 0.0, float("inf")]).repeat(20_000, 1)
+    rounded = round_stochastically(values, torch.Generator().manual_seed(0)).float()
+    assert set(rounded[:, 0].tolist()) == {1.0, 1.0 + 2**-7}
+    assert rounded[:, 0].mean().item() == pytest.approx(1.0 + 0.25 * 2**-7, abs=1e-4)
+    assert rounded[:, 1].mean().item() == pytest.approx(-(1.0 + 0.25 * 2**-7), abs=1e-4)
+    assert rounded[:, 2:].unique(dim=0).tolist() == [[1.5, 0.0, float("inf")]]
+
+
+def test_the_noise_follows_seed_and_step_and_nothing_else() -> None:
+    torch.manual_seed(0)
+    weight, gradients = (torch.randn(64, 64) * 0.02).bfloat16(), steady_gradients((64, 64), 3)
+    first = run("adamw", weight, gradients, seed=1, lr=1e-4)
+    torch.manual_seed(99)
+    assert torch.equal(run("adamw", weight, gradients, seed=1, lr=1e-4), first)
+    assert not torch.equal(run("adamw", weight, gradients, seed=2, lr=1e-4), first)
+
+
+def test_bf16_weights_stepped_at_a_small_rate_go_where_fp32_ones_go() -> None:
+    """Ten steps at 1e-6, 20 seeds, the spacing of the weights about one update: cosine of at least 0.98."""
+    torch.manual_seed(0)
+    weight = (torch.randn(256, 256) * 1e-3).bfloat16()
+    gradients = steady_gradients((256, 256), 10)
+    exact = run("adamw", weight.float(), gradients, lr=1e-6) - weight.float()
+    runs = [run("adamw", weight, gradients, seed=seed, lr=1e-6) - weight.float() for seed in range(20)]
+    assert cosine(sum(runs, torch.zeros(256, 256)), exact) >= 0.98
+
+
+def test_updates_far_below_the_spacing_are_kept_on_average_where_nearest_rounding_loses_them() -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(256, 256) * 0.02).bfloat16()
+    gradients = steady_gradients((256, 256), 10)
+    exact = run("adamw", weight.float(), gradients, lr=1e-6) - weight.float()
+
+    def progress(update: torch.Tensor) -> float:
+        return float((update * exact).sum() / exact.square().sum())
+
+    for seed in range(5):
+        assert progress(run("adamw", weight, gradients, seed=seed, lr=1e-6) - weight.float()) == pytest.approx(
+            1.0, abs=0.05
+        )
+    nearest = torch.nn.Parameter(weight.clone())
+    optimizer = torch.optim.AdamW([nearest], lr=1e-6, weight_decay=0.0)
+    for gradient in gradients:
+        nearest.grad = gradient.bfloat16()
+        optimizer.step()
+    assert progress(nearest.detach().float() - weight.float()) < 0.1
+
+
+def test_large_models_are_stepped_in_parts_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(64, 64).bfloat16()) for _ in range(5)]
+        optimizer = make_optimizer(parameters, OptimizerSettings(name="adamw", lr=1e-3))
+        assert isinstance(optimizer, StochasticRounding)
+        for parameter in parameters[:4]:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        return [parameter.detach() for parameter in parameters]
+
+    whole = step()
+    monkeypatch.setattr("example_trainer.running.stochastic_rounding.CHUNK_ELEMENTS", 5_000)
+    assert all(torch.equal(left, right) for left, right in zip(whole, step(), strict=True))
+
+
+def test_warmup_is_linear_from_zero_and_then_constant() -> None:
+    assert [LearningRate(peak=1.0, warmup_steps=4).at(update) for update in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert LearningRate(peak=1.0).at(1) == 1.0
+
+
+def test_linear_and_cosine_fall_from_the_peak_to_one_step_before_zero() -> None:
+    linear = LearningRate(peak=1.0, schedule="linear", total_steps=4)
+    assert [linear.at(update) for update in (1, 2, 3, 4, 5, 9)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    after_warmup = LearningRate(peak=2.0, warmup_steps=2, schedule="linear", total_steps=5)
+    assert [after_warmup.at(update) for update in (1, 2, 3, 4, 5)] == [1.0, 2.0, 1.5, 1.0, 0.5]
+    cosine = LearningRate(peak=1.0, schedule="cosine", total_steps=4)
+    assert [cosine.at(update) for update in (1, 3, 4)] == pytest.approx([1.0, 0.5, 0.5 - 0.5**1.5])
+
+
+def test_a_run_s_schedule_counts_every_optimizer_step() -> None:
+    rate = learning_rate(TrainingConfig(model_name="m", training_steps=5, mini_batches=2, lr_schedule="linear", lr=1.0))
+    assert rate.at(10) == pytest.approx(0.1)
+
+
+def test_the_rate_reaches_every_parameter_group() -> None:
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)], lr=1.0)
+    set_lr(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
