@@ -135,10 +135,10 @@ class Learner:
             names.TRAIN_LOSS: sum(each.loss for each, _, _ in done) / len(done),
             names.TRAIN_GRAD_NORM: sum(norm for _, norm, _ in done) / len(done),
             names.TRAIN_LR: self.optimizer.param_groups[0]["lr"],
-            "train/nonfinite": float(len(done) - result.updates),
+            names.TRAIN_NONFINITE: float(len(done) - result.updates),
             names.PADDED_FRACTION: 1
             - sum(p.useful_tokens for p, _, _ in done) / sum(p.computed_tokens for p, _, _ in done),
-            "perf/forward_tokens": float(sum(each.computed_tokens for each, _, _ in done)),
+            names.FORWARD_TOKENS: float(sum(each.computed_tokens for each, _, _ in done)),
         }
         for term in done[0][0].terms:
             result.metrics[f"train/loss_{term}"] = sum(each.terms[term] for each, _, _ in done) / len(done)

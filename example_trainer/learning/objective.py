@@ -6,7 +6,6 @@ that lasts from batch to batch (the coefficient of the divergence, a reference t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from example_trainer.learning.reference import Reference, Score
 from example_trainer.objective.distillation import teacher_credits
 from example_trainer.objective.kl import KlController
 from example_trainer.objective.losses import LossInputs, LossSettings, loss_terms
-from example_trainer.objective.metrics import logprob_warnings, policy_metrics
+from example_trainer.objective.metrics import policy_metrics
 from example_trainer.objective.own_loss import load_own_loss
 from example_trainer.objective.packing import Row
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from example_trainer.config import TrainingConfig
     from example_trainer.data import Targets
     from example_trainer.model import Policy
-
-logger = logging.getLogger(__name__)
 
 
 def loss_settings(config: TrainingConfig) -> LossSettings:
@@ -113,8 +110,6 @@ class Objective:
 
     def metrics(self, targets: Targets, logprobs: Tensor, entropies: Tensor) -> dict[str, float]:
         """What the batch showed, from `[N]` arrays over all its trained tokens."""
-        for warning in logprob_warnings(targets.rollout_logprobs, logprobs):
-            logger.warning("%s", warning)
         found = policy_metrics(
             LossInputs(
                 logprobs=logprobs,

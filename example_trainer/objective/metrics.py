@@ -24,8 +24,6 @@ from example_trainer.objective.losses import (
 )
 from example_trainer.objective.ratios import log_ratios, off_policy_mask, sequence_means
 
-LOGPROB_GAP_LIMIT = 2.0
-
 
 def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, float]:
     """Ratio, clip, entropy, divergence and logprob statistics over `[N]` trained tokens."""
@@ -33,10 +31,14 @@ def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, floa
     logs = log_ratios(logprobs, rollout, settings.log_ratio_clamp)
     ratios = logs.exp()
     clipped = is_clipped(surrogate_log_ratios(inputs, settings).exp(), advantages, settings)
+    # A truncated weight is still one; the clip and the mask leave no gradient.
+    weighed = settings.importance_sampling == "truncated" or settings.loss_type == "cispo"
+    silenced = torch.zeros_like(clipped) if weighed else clipped
     found = {
         names.MEAN_RATIO: _mean(ratios),
         names.MAX_RATIO: float(ratios.max()),
         names.CLIPPED_FRACTION: _mean(clipped.float()),
+        names.ZERO_GRADIENT_FRACTION: _mean((silenced | (advantages == 0)).float()),
         names.TRAIN_ENTROPY: _mean(inputs.entropies),
         # k3: an unbiased estimate of KL(rollout, policy) on rollout samples that is never negative.
         names.TRAIN_KL: _mean((ratios - 1.0 - logs).clamp(min=0.0)),
@@ -130,23 +132,6 @@ def age_class(steps: int) -> str:
     if steps < 4:
         return str(steps)
     return "4_to_7" if steps < 8 else "8_or_more"
-
-
-def logprob_warnings(rollout_logprobs: Tensor, logprobs: Tensor) -> list[str]:
-    """Signs that rollout logprobs do not belong to the tokens they are laid against, in searchable words."""
-    reference, trained = _mean(rollout_logprobs), _mean(logprobs)
-    found: list[str] = []
-    if reference > 0:
-        found.append(
-            f"ref_logprobs avg {reference:.3f} (should be negative!); this suggests that inference_logprobs are not "
-            "aligned with the tokens"
-        )
-    if abs(reference - trained) > LOGPROB_GAP_LIMIT:
-        found.append(
-            f"Logprob gap: ref={reference:.3f}, train={trained:.3f}; the rollouts were sampled from other weights, "
-            "at another temperature, or their logprobs are shifted"
-        )
-    return found
 
 
 def _mean(values: Tensor) -> float:

@@ -117,6 +117,12 @@ def _outside(name: str, low: float, high: float) -> Check:
     return lambda metrics: metrics[name] if not low <= metrics.get(name, low) <= high else None
 
 
+def _kl(limit: float, metrics: Mapping[str, float]) -> float | None:
+    """From the sampler, and from the reference where there is one."""
+    largest = max(metrics.get(name, 0.0) for name in (names.TRAIN_KL, names.TRAIN_KL_REFERENCE))
+    return largest if largest > limit else None
+
+
 def _logprob_gap(limit: float, metrics: Mapping[str, float]) -> float | None:
     if names.LOGPROBS_INFERENCE_MEAN not in metrics or names.LOGPROBS_TRAINING_MEAN not in metrics:
         return None
@@ -208,7 +214,7 @@ def _policy_signs(limits: HealthLimits) -> tuple[_Sign, ...]:
         ),
         _Sign(
             name="kl",
-            check=_above(names.TRAIN_KL, limits.kl),
+            check=partial(_kl, limits.kl),
             message=f"KL {{value:.2f}} is above {limits.kl:g}: diverging KL",
             advice="raise --beta, lower --lr, narrow --clip-eps, look at the scale of the rewards",
         ),

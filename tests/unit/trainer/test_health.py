@@ -30,6 +30,7 @@ AT_ONCE = [
     ("clipped_fraction", {names.CLIPPED_FRACTION: 0.31}),
     ("loss", {names.TRAIN_LOSS: -10.1}),
     ("kl", {names.TRAIN_KL: 1.01}),
+    ("kl", {names.TRAIN_KL_REFERENCE: 1.01}),
     ("alignment", {names.ALIGNMENT_DIFF_ABS_MEAN: 0.11}),
     ("repetition", {names.RESPONSE_REPETITION: 0.51}),
     ("reference_logprobs", {names.LOGPROBS_INFERENCE_MEAN: 0.85}),

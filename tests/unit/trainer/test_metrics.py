@@ -1,4 +1,4 @@
-"""Metrics: raw ratios, alignment, ages, warnings in the words that people search for."""
+"""Metrics: raw ratios, alignment, ages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 from example_trainer.objective.losses import LossInputs, LossSettings
 from example_trainer.objective.metrics import (
     alignment_metrics,
-    logprob_warnings,
     policy_metrics,
     reward_metrics,
     staleness_metrics,
@@ -36,6 +35,15 @@ def test_ratios_are_reported_before_any_truncation() -> None:
     assert metrics["grpo/mean_ratio"] == pytest.approx(sum(ratios) / 2)
     assert metrics["grpo/max_ratio"] == pytest.approx(ratios[1])
     assert metrics["grpo/clipped_fraction"] == 0.5
+
+
+def test_tokens_without_a_gradient_are_counted_and_truncated_ones_are_not_among_them() -> None:
+    old = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    new, advantages = old + torch.tensor([0.5, 0.0, 0.5, 0.0]), torch.tensor([1.0, 1.0, -1.0, 0.0])
+    counted = inputs(new, old, advantages)
+    assert policy_metrics(counted, LossSettings())["perf/zero_gradient_fraction"] == 0.5
+    truncated = policy_metrics(counted, LossSettings(importance_sampling="truncated", tis_cap=1.1))
+    assert (truncated["grpo/clipped_fraction"], truncated["perf/zero_gradient_fraction"]) == (0.5, 0.25)
 
 
 def test_logprobs_are_split_by_the_sign_of_the_advantage_over_trained_tokens_only() -> None:
@@ -71,12 +79,19 @@ def test_r3_age_is_counted_in_steps_of_the_versions_and_never_below_zero() -> No
     assert metrics["staleness/mean"] == pytest.approx((2 + 1 + 1 + 0) / 4)
     assert metrics["staleness/max"] == 2.0
     assert staleness_metrics(torch.tensor([9]), steps, 1)["staleness/max"] == 0.0
-    assert staleness_metrics(torch.tensor([-1]), steps, 2) == {}
+    assert staleness_metrics(torch.tensor([-1]), steps, 2) == {"staleness/age_unknown": 1.0}
 
 
-def test_misaligned_logprobs_are_warned_about_in_searchable_words() -> None:
-    positive = logprob_warnings(torch.full((3,), 0.85), torch.full((3,), -1.0))
-    assert "ref_logprobs avg 0.850 (should be negative!)" in positive[0]
-    gap = logprob_warnings(torch.full((3,), -4.0), torch.full((3,), -1.0))
-    assert gap[0].startswith("Logprob gap: ref=-4.000, train=-1.000")
-    assert logprob_warnings(torch.full((3,), -1.1), torch.full((3,), -1.0)) == []
+def test_the_histogram_of_ages_accounts_for_every_token() -> None:
+    steps = {version: version for version in range(20)}
+    versions = torch.tensor([19, 19, 18, 16, 15, 12, 11, 0, 99, -1])
+    found = staleness_metrics(versions, steps, 19)
+    assert {name.removeprefix("staleness/age_"): share for name, share in found.items() if "age_" in name} == {
+        "0": 0.2,
+        "1": 0.1,
+        "3": 0.1,
+        "4_to_7": 0.2,
+        "8_or_more": 0.2,
+        "unknown": pytest.approx(0.2),
+    }
+    assert staleness_metrics(torch.tensor([], dtype=torch.long), steps, 19) == {}
