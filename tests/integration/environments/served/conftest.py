@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import pytest
@@ -211,6 +211,61 @@ def begin_training() -> Iterator[Callable[..., Trainer]]:
     yield begin
     for trainer in begun:
         trainer.client.close()
+
+
+class Rollout(NamedTuple):
+    """One row of a group."""
+
+    tokens: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    spans: list[tuple[int, int, int]]
+
+    @property
+    def trained(self) -> list[int]:
+        return [place for place, value in enumerate(self.mask) if value != -100]
+
+    def places_of(self, version: int) -> list[int]:
+        return [place for start, end, stamped in self.spans if stamped == version for place in range(start, end)]
+
+
+@pytest.fixture(scope="session")
+def rollouts_of() -> Callable[[Group], list[Rollout]]:
+    def read(group: Group) -> list[Rollout]:
+        rows = zip(group.tokens, group.masks, group.inference_logprobs or (), group.policy_versions or (), strict=True)
+        return [Rollout(*row) for row in rows]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def differences(writer_reference: Any) -> Callable[..., torch.Tensor]:
+    """|logprob handed in - logprob that the trainer's head computes| of all tokens stamped with a version."""
+
+    def compare(rollouts: list[Rollout], version: int, *, weights_of: int | None = None) -> torch.Tensor:
+        import torch
+
+        module = writer_reference.model
+        module.load_state_dict(writer_reference.variant(version if weights_of is None else weights_of))
+        parts = [(rollout, places) for rollout in rollouts if (places := rollout.places_of(version))]
+        sent = torch.cat([torch.tensor(rollout.logprobs)[places] for rollout, places in parts])
+        recomputed = torch.cat([_logprobs(module, torch.tensor(rollout.tokens), places) for rollout, places in parts])
+        return (sent - recomputed).abs()
+
+    return compare
+
+
+def _logprobs(module: Any, tokens: torch.Tensor, places: list[int]) -> torch.Tensor:
+    """Of the tokens at `places`, each given all before it, at temperature 1."""
+    import torch
+
+    from example_trainer.objective.logprobs import head_of, token_logprobs
+
+    at = torch.tensor(places)
+    with torch.no_grad():
+        hidden = module.model(tokens[None]).last_hidden_state[0]
+        weight, bias = head_of(module)
+        return token_logprobs(hidden, weight, at - 1, tokens[at], torch.ones(len(at)), bias=bias)[0]
 
 
 def make_writer(directory: Path, texts: list[str]) -> Path:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from example_trainer.objective.logprobs import head_of, token_logprobs
 from example_trainer.running.ports import free_port
 
 pytestmark = pytest.mark.vllm
@@ -39,19 +37,6 @@ SETTINGS = {
 }
 
 
-class Rollout(NamedTuple):
-    """One row of a group."""
-
-    tokens: list[int]
-    mask: list[int]
-    logprobs: list[float]
-    spans: list[tuple[int, int, int]]
-
-    @property
-    def trained(self):
-        return [place for place, value in enumerate(self.mask) if value != -100]
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """The same sums in each of the forms that users have them in."""
@@ -68,7 +53,7 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def rollouts(served, writer, data, programs, begin_training):
+def rollouts(served, writer, data, programs, begin_training, rollouts_of):
     """What a trainer was handed of each environment, while it published a new version every few batches."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -91,8 +76,7 @@ def rollouts(served, writer, data, programs, begin_training):
         names = {entry["environment_id"]: entry["name"] for entry in trainer.client.status()["environments"]}
         for group in groups:
             assert len(group.tokens) == GROUP_SIZE
-            rows = zip(group.tokens, group.masks, group.inference_logprobs, group.policy_versions, strict=True)
-            found[names[group.env_id]] += [Rollout(*row) for row in rows]
+            found[names[group.env_id]] += rollouts_of(group)
         if len(trainer.batches) % BATCHES_A_VERSION == 0:
             trainer.announce(served.publish())
     trainer.client.finish_run(trainer.run.run_id)
@@ -101,17 +85,17 @@ def rollouts(served, writer, data, programs, begin_training):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_trainer_recomputes_every_logprob_under_the_version_it_is_stamped_with(rollouts, writer_reference, name):
+def test_the_trainer_recomputes_every_logprob_under_the_version_it_is_stamped_with(rollouts, differences, name):
     """R5: in fp32 at most 1e-4 and 5e-6 in the mean; under another version they are far apart."""
     versions = {version for rollout in rollouts[name] for _, _, version in rollout.spans}
     assert len(versions) >= 3
     assert None not in versions
-    errors = torch.cat([differences(writer_reference, rollouts[name], version) for version in versions])
+    errors = torch.cat([differences(rollouts[name], version) for version in versions])
     assert len(errors) == sum(len(rollout.trained) for rollout in rollouts[name]) >= TOKENS
     assert float(errors.max()) <= 1e-4
     assert float(errors.mean()) <= 5e-6
     version = min(versions)
-    mistaken = differences(writer_reference, rollouts[name], version, weights_of=version + 1)
+    mistaken = differences(rollouts[name], version, weights_of=version + 1)
     assert float(mistaken.mean()) > 0.05
 
 
@@ -146,24 +130,3 @@ def test_all_turns_of_the_tool_user_are_trained_and_no_end_token_is_doubled(roll
 
 def test_one_rollout_may_have_turns_of_several_versions(rollouts):
     assert any(len({version for _, _, version in rollout.spans}) > 1 for rollout in rollouts["python_tool"])
-
-
-def differences(reference, rollouts, version, *, weights_of=None):
-    """|logprob handed in - logprob of the trainer's head| of all tokens stamped with `version`."""
-    reference.model.load_state_dict(reference.variant(version if weights_of is None else weights_of))
-    found = [
-        torch.stack([sent, recomputed])
-        for rollout in rollouts
-        if (places := [p for start, end, stamp in rollout.spans if stamp == version for p in range(start, end)])
-        for sent, recomputed in [(torch.tensor(rollout.logprobs)[places], logprobs(reference.model, rollout, places))]
-    ]
-    sent, recomputed = torch.cat(found, dim=1)
-    return (sent - recomputed).abs()
-
-
-@torch.no_grad()
-def logprobs(module, rollout, places):
-    hidden = module.model(torch.tensor([rollout.tokens])).last_hidden_state[0]
-    weight, bias = head_of(module)
-    index, labels = torch.tensor(places) - 1, torch.tensor(rollout.tokens)[places]
-    return token_logprobs(hidden, weight, index, labels, torch.ones(len(places)), bias=bias)[0]
