@@ -1,21 +1,15 @@
-"""Optimizers and trackers."""
+"""Trackers."""
 
 from __future__ import annotations
 
-import builtins
 import json
 import logging
-from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from example_trainer.config import TrainingConfig
-from example_trainer.errors import OptimizerUnavailable, TrainerError
+from example_trainer.errors import TrainerError
 from example_trainer.running.health import HealthEvent
-from example_trainer.running.optimizers import LearningRate, OptimizerSettings, learning_rate, make_optimizer, set_lr
 from example_trainer.running.trackers import (
     EVENTS_FILE,
     JsonlTracker,
@@ -27,64 +21,6 @@ from example_trainer.running.trackers import (
 )
 
 SIGN = HealthEvent(sign="kl", step=3, value=1.5, message="KL 1.50 is above 1: diverging KL", advice="lower --lr")
-
-
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])
-def test_every_optimizer_moves_weights_and_carries_its_state_over(name: Any) -> None:
-    def make(weight: torch.Tensor) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
-        parameter = torch.nn.Parameter(weight.clone())
-        return parameter, make_optimizer([parameter], OptimizerSettings(name=name, lr=1e-2))
-
-    torch.manual_seed(0)
-    start, gradient = torch.randn(64, 64), torch.randn(64, 64)
-    parameter, optimizer = make(start)
-    parameter.grad = gradient.clone()
-    optimizer.step()
-    assert not torch.equal(parameter, start)
-    copy, resumed = make(parameter.detach())
-    resumed.load_state_dict(deepcopy(optimizer.state_dict()))
-    for each, stepper in ((parameter, optimizer), (copy, resumed)):
-        each.grad = gradient.clone()
-        stepper.step()
-    assert torch.equal(parameter, copy)
-
-
-def test_a_missing_bitsandbytes_is_an_error_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
-
-    def without(name: str, *rest: Any, **more: Any) -> Any:
-        if name == "bitsandbytes":
-            raise ImportError("No module named 'bitsandbytes'")
-        return original(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(OptimizerUnavailable, match="pip install bitsandbytes"):
-        make_optimizer([torch.nn.Parameter(torch.zeros(2))], OptimizerSettings(name="adamw_8bit", lr=1.0))
-
-
-def test_warmup_is_linear_from_zero_and_then_constant() -> None:
-    assert [LearningRate(peak=1.0, warmup_steps=4).at(update) for update in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
-    assert LearningRate(peak=1.0).at(1) == 1.0
-
-
-def test_linear_and_cosine_fall_from_the_peak_to_one_step_before_zero() -> None:
-    linear = LearningRate(peak=1.0, schedule="linear", total_steps=4)
-    assert [linear.at(update) for update in (1, 2, 3, 4, 5, 9)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
-    after_warmup = LearningRate(peak=2.0, warmup_steps=2, schedule="linear", total_steps=5)
-    assert [after_warmup.at(update) for update in (1, 2, 3, 4, 5)] == [1.0, 2.0, 1.5, 1.0, 0.5]
-    cosine = LearningRate(peak=1.0, schedule="cosine", total_steps=4)
-    assert [cosine.at(update) for update in (1, 3, 4)] == pytest.approx([1.0, 0.5, 0.5 - 0.5**1.5])
-
-
-def test_a_run_s_schedule_counts_every_optimizer_step() -> None:
-    rate = learning_rate(TrainingConfig(model_name="m", training_steps=5, mini_batches=2, lr_schedule="linear", lr=1.0))
-    assert rate.at(10) == pytest.approx(0.1)
-
-
-def test_the_rate_reaches_every_parameter_group() -> None:
-    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)], lr=1.0)
-    set_lr(optimizer, 0.5)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
