@@ -191,9 +191,8 @@ def _trainer_bytes(trained: int, setting: Setting) -> tuple[tuple[float, float, 
     """(masters, gradients, states) on the GPU, and the sum of what lies on the host instead."""
     states = OPTIMIZER_STATE_BYTES[setting.optimizer] * trained
     if setting.master_weights == "none":
-        # States take the dtype of the weights that the optimizer steps; the 8-bit ones are as small as they get.
-        halved = states / 2 if setting.optimizer == "adamw" else states
-        return (0.0, SERVED_BYTES * trained, halved), 0.0
+        # Stochastic rounding is of the weights: the states keep the precision that they have beside fp32 masters.
+        return (0.0, SERVED_BYTES * trained, states), 0.0
     if setting.master_weights == "host":
         return (0.0, 0.0, 0.0), 4 * trained + 4 * trained + states
     return (4 * trained, 4 * trained, states), 0.0
