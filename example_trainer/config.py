@@ -18,6 +18,7 @@ from example_trainer.options.lora import LoraOptions
 from example_trainer.options.model import ModelOptions
 from example_trainer.options.objective import ObjectiveOptions
 from example_trainer.options.optimizer import OptimizerOptions
+from example_trainer.options.presets import PresetOptions
 from example_trainer.options.publish import LORA_MODES, PublishOptions
 from example_trainer.options.refusals import reason_to_refuse
 from example_trainer.options.run import RunOptions
@@ -27,6 +28,7 @@ HIGH_FULL_FINE_TUNING_LR = 6e-6
 
 
 class TrainingConfig(
+    PresetOptions,
     TrackingOptions,
     RunOptions,
     PublishOptions,
@@ -69,7 +71,7 @@ class TrainingConfig(
     @property
     def publish_interval(self) -> int:
         """Steps between publishes, before `sync_budget` spaces them further."""
-        return 1 if self.weight_bridge_mode == "shared_vllm" else self.vllm_restart_interval
+        return 1 if self.weight_bridge_mode in ("shared_vllm", "lora_only") else self.vllm_restart_interval
 
     @property
     def forwards_from_masters(self) -> bool:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 BridgeMode = Literal["none", "shared_vllm", "lora_only", "lora_restart"]
 LORA_MODES = frozenset({"lora_only", "lora_restart"})
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has buffers for."""
+USUAL_STALENESS = 2
+_SYNC_CHECKS = {"every": 1, "off": 0}
 
 
 class PublishOptions(BaseModel):
@@ -26,7 +30,19 @@ class PublishOptions(BaseModel):
         description="vllm_bridge_config.json of the server (shared_vllm); auto looks in "
         "$LOGDIR, at the server's /bridge/info and here.",
     )
-    vllm_restart_interval: int = Field(3, ge=1, description="Publish every N steps (none, lora_restart, lora_only).")
+    vllm_restart_interval: int = Field(3, ge=1, description="Publish every N steps (none, lora_restart).")
+    restart_method: Literal["restart", "reload"] = Field(
+        "restart",
+        description="How mode none gets a checkpoint served: by a new server, or read in place by the running one.",
+    )
+    start_vllm: Literal["auto", "never"] = Field(
+        "auto", description="lora_only: start a vLLM server where none answers at --vllm-port, or wait for one."
+    )
+    sync_check: str = Field(
+        "off",
+        description="Prove that trainer and server agree, by checksums and logprobs: after every publish, after each "
+        "Nth, or after the first alone (off).",
+    )
     gpu_memory_utilization: float = Field(0.45, gt=0.0, le=1.0, description="vLLM's share of GPU memory.")
     vllm_gpu: int | None = Field(None, ge=0, description="GPU of vLLM; unset: the trainer's.")
     max_model_len: int = Field(4096, ge=1, description="Maximum context length of the server.")
@@ -55,3 +71,27 @@ class PublishOptions(BaseModel):
     alignment_sample_sequences: int = Field(
         16, ge=0, description="Sequences sampled per step to compare logprobs with older versions."
     )
+
+    @field_validator("sync_check", mode="before")
+    @classmethod
+    def _check_sync_check(cls, value: object) -> str:
+        asked = str(value).lower()
+        if asked not in _SYNC_CHECKS and not (asked.isdigit() and int(asked) > 0):
+            raise ValueError(f"{value}: every, off, or a number of publishes of at least 1")
+        return asked
+
+    @property
+    def sync_check_every(self) -> int:
+        """Publishes from one proof to the next; 0: only the first to each server is proven."""
+        named = _SYNC_CHECKS.get(self.sync_check)
+        return int(self.sync_check) if named is None else named
+
+
+def served_rank(rank: int) -> int:
+    """The smallest rank that vLLM has buffers for and that holds an adapter of this rank."""
+    return next((size for size in SERVED_RANKS if size >= rank), SERVED_RANKS[-1])
+
+
+def versions_kept(max_staleness: int | None) -> int:
+    """Adapters a server keeps, so that a request begun at most that many versions ago ends on its own."""
+    return (USUAL_STALENESS if max_staleness is None else max_staleness) + 2

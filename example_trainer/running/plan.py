@@ -16,7 +16,7 @@ from typing import Any
 
 from environments.installed import environment_names
 from example_trainer.errors import ModelNotFound, TrainerError
-from example_trainer.options.publish import LORA_MODES
+from example_trainer.options.publish import LORA_MODES, served_rank, versions_kept
 from example_trainer.running.interpreter import PACKAGE_ROOT, python_path
 from example_trainer.running.ports import LOOPBACK, free_port, require_free
 from example_trainer.running.run_dir import RunDir
@@ -141,7 +141,7 @@ def make_plan(
         children.append(builder.vllm())
     children += [builder.environment(entry) for entry in settings.environments]
     children.append(builder.trainer())
-    ends_with_trainer = settings.trainer.weight_bridge_mode == "none" and settings.environments
+    ends_with_trainer = not starts_server(settings.trainer) and settings.environments
     return Plan(
         model=model,
         places=places,
@@ -184,7 +184,10 @@ class _Builder:
         """A plain server of the last checkpoint, under the names by which the environments know the model."""
         config = self.settings.trainer
         checkpoint = (config.save_path or self.run.root).absolute() / LATEST_CHECKPOINT
-        own = {"model": str(checkpoint), "port": self.places.vllm_port, "served_model_name": [self.model]}
+        own: dict[str, Any] = {"model": str(checkpoint), "port": self.places.vllm_port}
+        own["served_model_name"] = [self.model]
+        if config.weight_bridge_mode in LORA_MODES:
+            own |= {"model": self.model, "adapter": str(checkpoint)}
         path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults() | self.settings.section(VLLM) | own})
         command = self._command(self.programs.vllm, path)
         return ChildSpec(name=FINAL_SERVER, command=command, environment=self._server_environment())
@@ -217,6 +220,8 @@ class _Builder:
         }
         if config.weight_bridge_mode == "shared_vllm":
             settled["vllm_config_path"] = str(self._manifest)
+        if starts_server(config):
+            settled["start_vllm"] = "never"
         path = self._write(TRAINER, {TRAINER: asked | settled})
         return ChildSpec(
             name=TRAINER,
@@ -246,7 +251,10 @@ class _Builder:
         if config.weight_bridge_mode == "shared_vllm":
             options["share_weights"] = True
         if config.weight_bridge_mode in LORA_MODES:
-            options |= {"enable_lora": True, "max_lora_rank": config.lora_r}
+            options |= {"enable_lora": True, "max_lora_rank": served_rank(config.lora_r)}
+            options["max_loras"] = versions_kept(config.max_staleness)
+        if config.weight_bridge_mode == "lora_only":
+            options["await_policy"] = True
         return options
 
     def _environment_defaults(self) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from example_trainer.serving.state import ServerState
 from example_trainer.serving.vllm_compat import end_engine
 from example_trainer.serving.warmup import warm_up
 from example_trainer.weights.manifest import BridgeManifest, process_start_time, write_manifest
+from example_trainer.weights.token_file import remove_token, write_token
 from example_trainer.weights.versions import SegmentHeader
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,13 @@ class Serving:
         self._boot_id = boot_id
         self._on_cpu = on_cpu
         self._made_at = time.monotonic()
+        self._token: str | None = None
         self.ready = False
+
+    def tidy(self) -> None:
+        """Take away what was written for trainers to find."""
+        if self._token is not None:
+            remove_token(self._config.manifest_directory(os.environ), self._token)
 
     async def serve(self, app: FastAPI, sock: socket.socket, **options: Any) -> Awaitable[None]:
         """In place of vLLM's `serve_http`: returns what is left to be awaited once the engine is down."""
@@ -110,6 +117,9 @@ class Serving:
         if manifest is not None:
             state.manifest_path = write_manifest(manifest, self._config.manifest_directory(os.environ))
             logger.info("weights are shared; %s tells a trainer how", state.manifest_path)
+        elif self._config.enable_lora:
+            state.token_path = write_token(self._config.manifest_directory(os.environ), token)
+            self._token = token
         app.state.atropos = state
         app.include_router(make_bridge_router())
         app.include_router(make_lora_router())
@@ -195,8 +205,11 @@ async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: Serv
 
 
 async def _stop(serving: asyncio.Future[None], server: uvicorn.Server, state: ServerState) -> None:
-    """Refuse what comes, end what runs, let the answers out, close the port; the engine goes down after that."""
+    """Close the port, refuse what still comes, let what runs end for a moment; the engine goes down after that."""
+    for listening in getattr(server, "servers", ()):
+        listening.close()  # who connects from now on finds the server that takes over, if there is one
     state.fence.stop()
+    await state.door.wait_until_empty(state.config.drain_seconds)
     if not state.engine.async_llm.errored:
         ended = await state.engine.abort_all()
         if ended:

@@ -36,6 +36,14 @@ class EndPublish(PublishId):
     version: int = Field(ge=0)
 
 
+class Reload(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    path: str
+    version: int = Field(ge=0)
+    drain_seconds: float = Field(0.5, ge=0, le=600)
+
+
 def state_of(request: Request) -> ServerState:
     state: ServerState = request.app.state.atropos
     return state
@@ -86,6 +94,7 @@ def make_bridge_router() -> APIRouter:
     router = APIRouter(prefix="/bridge", tags=["bridge"], route_class=ProblemRoute)
     _add_reads(router)
     _add_publish(router)
+    _add_reload(router)
     _add_switches(router)
     return router
 
@@ -156,6 +165,12 @@ def _add_publish(router: APIRouter) -> None:
     @router.post("/publish/abort", dependencies=guarded)
     async def abort(publish: PublishId, state: State) -> dict[str, Any]:
         return await state.fence.abort(publish.publish_id)
+
+
+def _add_reload(router: APIRouter) -> None:
+    @router.post("/reload", dependencies=[Depends(require_token)])
+    async def reload(wanted: Reload, state: State) -> dict[str, Any]:
+        return dict(await state.reload(wanted.path, wanted.version, drain_seconds=wanted.drain_seconds))
 
 
 def _add_switches(router: APIRouter) -> None:

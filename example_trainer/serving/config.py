@@ -31,6 +31,8 @@ _HOST_ADAPTERS_PER_SLOT = 4
 _OWN_FIELDS = frozenset(
     {
         "share_weights",
+        "share_port",
+        "drain_seconds",
         "policy_version",
         "await_policy",
         "adapter",
@@ -53,6 +55,12 @@ class ServerConfig(BaseModel):
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(9001, description="port to listen on", ge=0, le=65535)
+    share_port: bool = Field(
+        False, description="let another server listen on the same port, to take over from it or hand over to it"
+    )
+    drain_seconds: float = Field(
+        0.0, description="time that running requests get to end when the server is told to stop", ge=0
+    )
     share_weights: bool | None = Field(
         None,
         description="let a trainer here share the weights; also VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES",

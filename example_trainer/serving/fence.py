@@ -76,6 +76,7 @@ class Fence:
         self._publish: Publish | None = None
         self._finished: Finished | None = None
         self._held = False
+        self._overwriting = False
         self._busy = asyncio.Lock()
         self.policy_version: PolicyVersion | None = None
         self.torn = False
@@ -128,6 +129,11 @@ class Fence:
             "recomputed_tokens_total": counters["recomputed_tokens_total"],
         }
 
+    def overwrite(self, publish_id: str) -> None:
+        """The server itself is about to change the weights: until the publish ends they are torn."""
+        self._current(publish_id)
+        self._overwriting = True
+
     def renew(self, publish_id: str) -> dict[str, object]:
         publish = self._current(publish_id)
         self._start_lease(publish)
@@ -150,6 +156,7 @@ class Fence:
             else:
                 await self._engine.resume(str(version))
             self.policy_version, self.torn, self._publish = version, False, None
+            self._overwriting = False
             self._refresh_door()
         answer = {
             "version": version,
@@ -234,9 +241,9 @@ class Fence:
     async def _go_on(self) -> None:
         """Resume if the weights are whole and nobody holds the server; in any case set the door to what holds now."""
         self._allow_writes(False)
-        self.torn = self._header is not None and self._header.state().torn
+        self.torn = self._overwriting or (self._header is not None and self._header.state().torn)
         if self.torn:
-            logger.error("the shared weights are torn: nothing is served until a trainer publishes them completely")
+            logger.error("the weights are torn: nothing is served until a trainer publishes them completely")
         self._refresh_door()
         if not self.paused:
             async with self._busy:

@@ -20,6 +20,8 @@ class Problem(Exception):
     detail: str
     retry_after_seconds: int | None = None
     more: dict[str, Any] = field(default_factory=dict)
+    hang_up: bool = False
+    """Close the connection after the answer, so that the client's next request looks for a server anew."""
 
     def response(self) -> Response:
         body = {
@@ -30,6 +32,8 @@ class Problem(Exception):
             **self.more,
         }
         headers = {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
+        if self.hang_up:
+            headers["Connection"] = "close"
         return Response(orjson.dumps(body), self.status, headers, media_type="application/problem+json")
 
 
@@ -48,7 +52,7 @@ def paused() -> Problem:
 
 
 def stopping() -> Problem:
-    return Problem(503, "stopping", "the server is stopping", retry_after_seconds=5)
+    return Problem(503, "stopping", "the server is stopping", retry_after_seconds=1, hang_up=True)
 
 
 def engine_dead() -> Problem:

@@ -24,7 +24,8 @@ def check_start(config: ServerConfig, environ: Mapping[str, str]) -> None:
     if config.shares(environ):
         check_sharing(config, environ)
     check_adapters(config)
-    check_port(config.host, config.port)
+    if not config.share_port:
+        check_port(config.host, config.port)
 
 
 def check_model(model: str) -> None:

@@ -73,6 +73,8 @@ def _serve(config: ServerConfig, rest: list[str], boot_id: str) -> None:
     logger.info("imports took %.1f s", time.monotonic() - began)
     serving = Serving(config, boot_id=boot_id, on_cpu=on_cpu)
     entry.serve_http = serving.serve
+    if config.share_port:
+        vllm_compat.share_port(entry)
     try:
         uvloop.run(entry.run_server(args))
     except (ValueError, OSError, RuntimeError, EngineDeadError) as error:
@@ -80,6 +82,8 @@ def _serve(config: ServerConfig, rest: list[str], boot_id: str) -> None:
             raise
         logger.debug("vLLM did not start", exc_info=True)
         raise CannotServe(f"vLLM does not start with these options: {_one_line(error)}") from error
+    finally:
+        serving.tidy()
 
 
 def _one_line(error: BaseException) -> str:

@@ -17,8 +17,10 @@ from example_trainer.serving.fence import Fence
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.warmup import sample_tokens
 from example_trainer.weights.manifest import BridgeManifest
+from example_trainer.weights.versions import PolicyVersion
 
 _PROOF_SECONDS = 30.0
+_RELOAD_SECONDS = 600.0
 
 
 @dataclass(kw_only=True)
@@ -36,6 +38,7 @@ class ServerState:
     adapters: Adapters
     manifest: BridgeManifest | None = None
     manifest_path: Path | None = None
+    token_path: Path | None = None
     sleeping: bool = False
 
     def info(self) -> dict[str, Any]:
@@ -53,6 +56,7 @@ class ServerState:
             "max_model_len": model_config.max_model_len,
             "vllm_version": self.vllm_version,
             "lora": self.config.enable_lora,
+            "token_path": str(self.token_path) if self.token_path else None,
         }
         if self.manifest is None:
             told["how_to_share"] = SHARING_HOW_TO
@@ -89,6 +93,23 @@ class ServerState:
         except TimeoutError:
             raise Problem(503, "no-answer", f"no token within {_PROOF_SECONDS:g} s; see the server's log", 5) from None
         return {"seconds": time.monotonic() - began}
+
+    async def reload(self, path: str, version: PolicyVersion, *, drain_seconds: float) -> dict[str, float]:
+        """Read a checkpoint into the running model under the fence, and serve it as `version`.
+
+        Weights that could not be read whole are torn: nothing is served until another checkpoint has been.
+        """
+        if self.manifest is not None or self.config.enable_lora:
+            raise Problem(409, "cannot-reload", "a server that shares weights or serves adapters reads none")
+        begun = await self.fence.begin(lease_seconds=_RELOAD_SECONDS, drain_seconds=drain_seconds, in_flight="drain")
+        publish_id = str(begun["publish_id"])
+        self.fence.overwrite(publish_id)
+        try:
+            await self.engine.async_llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        except Exception as error:
+            await self.fence.abort(publish_id)
+            raise Problem(422, "bad-checkpoint", f"vLLM cannot read {path} into the model: {error}") from error
+        return await self.fence.end(publish_id, version)
 
     async def sleep(self, level: int) -> None:
         if not self.config.enable_sleep_mode:

@@ -51,7 +51,7 @@ def check_internals() -> None:
     import importlib
 
     needed = {
-        ENTRY_MODULE: ("run_server", "serve_http", "build_app"),
+        ENTRY_MODULE: ("run_server", "serve_http", "build_app", "setup_server"),
         "vllm.v1.engine.core": (
             "EngineCore.pause_scheduler",
             "EngineCore.resume_scheduler",
@@ -132,6 +132,16 @@ def parse_arguments(arguments: list[str]) -> Namespace:
         raise ConfigError(" ".join(str(problem).split())) from problem
     assert isinstance(args, Namespace)
     return args
+
+
+def share_port(entry: Any) -> None:
+    """Let the server's socket be one of several on its port; it listens only when the engine is ready."""
+    set_up = entry.setup_server
+
+    def set_up_shared(args: Namespace, *, reuse_port: bool) -> Any:  # noqa: ARG001  vLLM's signature
+        return set_up(args, reuse_port=True)
+
+    entry.setup_server = set_up_shared
 
 
 def end_engine(async_llm: Any) -> None:

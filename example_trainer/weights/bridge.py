@@ -13,14 +13,16 @@ current masters are published again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from example_trainer.weights.errors import ModeNotAvailable
+from example_trainer.options.publish import served_rank, versions_kept
 
 if TYPE_CHECKING:
     from example_trainer.config import TrainingConfig
     from example_trainer.model import Policy, PolicyOptions
+    from example_trainer.vllm_manager import VllmOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,14 +91,9 @@ def policy_options(config: TrainingConfig) -> PolicyOptions:
 
 def make_bridge(config: TrainingConfig) -> WeightBridge:
     """The bridge for the configured mode."""
-    if config.weight_bridge_mode in ("lora_only", "lora_restart"):
-        raise ModeNotAvailable(
-            f"--weight-bridge-mode {config.weight_bridge_mode} is not available in this version; "
-            "use shared_vllm, or none"
-        )
     if config.weight_bridge_mode == "shared_vllm":
         return _shared(config)
-    return _restart(config)
+    return _hotswap(config) if config.weight_bridge_mode == "lora_only" else _restart(config)
 
 
 def _shared(config: TrainingConfig) -> WeightBridge:
@@ -118,11 +115,46 @@ def _shared(config: TrainingConfig) -> WeightBridge:
     )
 
 
+def _hotswap(config: TrainingConfig) -> WeightBridge:
+    from example_trainer.weights.lora_hotswap import HotswapOptions, LoraHotswapBridge
+
+    kept = versions_kept(config.max_staleness)
+    starts = config.start_vllm == "auto"
+    return LoraHotswapBridge(
+        HotswapOptions(
+            policy=policy_options(config),
+            server_url=f"http://{config.vllm_host}:{config.vllm_port}",
+            adapters_dir=config.required_run_dir / "served",
+            bridge_token=config.bridge_token,
+            vllm=_vllm(config, _adapter_arguments(config, kept)) if starts else None,
+            wait_timeout_seconds=config.wait_timeout,
+            versions_kept=kept,
+            sync_check_every=config.sync_check_every,
+        )
+    )
+
+
 def _restart(config: TrainingConfig) -> WeightBridge:
-    from example_trainer.vllm_manager import VllmOptions
     from example_trainer.weights.restart import RestartBridge, RestartOptions
 
-    vllm = VllmOptions(
+    return RestartBridge(
+        RestartOptions(
+            policy=policy_options(config),
+            vllm=_vllm(config),
+            weights_dir=config.required_run_dir / "served",
+            restart_interval=config.vllm_restart_interval,
+            method=config.restart_method,
+            adapter_arguments=_adapter_arguments(config, 1),
+            sync_check_every=config.sync_check_every,
+        )
+    )
+
+
+def _vllm(config: TrainingConfig, arguments: Sequence[str] = ()) -> VllmOptions:
+    """How the trainer starts a server of its own."""
+    from example_trainer.vllm_manager import VllmOptions
+
+    return VllmOptions(
         host=config.vllm_host,
         port=config.vllm_port,
         log_path=(config.log_dir or config.required_run_dir / "logs") / "vllm.log",
@@ -133,16 +165,14 @@ def _restart(config: TrainingConfig) -> WeightBridge:
         gpu=config.vllm_gpu,
         seed=config.seed,
         ready_timeout_seconds=config.wait_timeout,
-        extra_arguments=_vllm_arguments(config),
+        drain_seconds=config.drain_seconds,
+        extra_arguments=[*_vllm_arguments(config), *arguments],
     )
-    return RestartBridge(
-        RestartOptions(
-            policy=policy_options(config),
-            vllm=vllm,
-            weights_dir=config.required_run_dir / "served",
-            restart_interval=config.vllm_restart_interval,
-        )
-    )
+
+
+def _adapter_arguments(config: TrainingConfig, kept: int) -> list[str]:
+    """What a server of adapters is started with."""
+    return ["--enable-lora", "--max-lora-rank", str(served_rank(config.lora_r)), "--max-loras", str(kept)]
 
 
 def _vllm_arguments(config: TrainingConfig) -> list[str]:

@@ -13,8 +13,8 @@ class CannotShare(TrainerError):
     """The model or the server cannot be trained through shared tensors."""
 
 
-class ModeNotAvailable(TrainerError):
-    """The weight bridge mode asked for does not exist in this version."""
+class CannotSwap(TrainerError):
+    """The server does not take adapters."""
 
 
 class ServerUnavailable(TrainerError):

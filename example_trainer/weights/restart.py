@@ -1,8 +1,12 @@
-"""Mode `none`: new weights reach the server by a checkpoint and a restart of the server.
+"""Modes `none` and `lora_restart`: new weights reach the server by files and a restart of the server.
 
-The simplest bridge: two copies of the weights, no shared memory, any device. The trainer starts the
-server itself and every `--vllm-restart-interval` steps writes the weights as a Hugging Face
-checkpoint and restarts it on them. A version belongs to one start of the server.
+The simplest bridge: two copies of the weights, no shared memory, any device. The trainer starts the server itself and
+every `--vllm-restart-interval` steps writes the weights as a Hugging Face checkpoint (`lora_restart`: the adapter, as
+PEFT writes it) and has a server of these take the old one's place. A version belongs to one start of the server, so
+each request has one. Requests that the old server does not get to end are answered 503, and environments repeat them.
+
+With `--restart-method reload` a running server reads the checkpoint into its weights, under the fence of a publish;
+where that fails the server is restarted, since nobody knows what its weights are then.
 """
 
 from __future__ import annotations
@@ -11,15 +15,21 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from example_trainer.errors import PublishFailed
 from example_trainer.model import Policy, PolicyOptions, load_policy
 from example_trainer.vllm_manager import VllmManager, VllmOptions
+from example_trainer.weights.adapter_payload import AdapterPayload
 from example_trainer.weights.bridge import PublishReport
-from example_trainer.weights.proof import prove
-from example_trainer.weights.server_client import ServerClient
+from example_trainer.weights.errors import ServerExited, ServerRefused, ServerUnavailable, WaitTimedOut
+from example_trainer.weights.foreign import write_adapter
+from example_trainer.weights.proof import Difference, prove
+from example_trainer.weights.server_client import ServerClient, ServerInfo
+from example_trainer.weights.sync_check import SyncCheck
 
 logger = logging.getLogger(__name__)
 
@@ -33,43 +43,47 @@ class RestartOptions:
     weights_dir: Path
     """Where the checkpoints to serve are written; the last one is kept."""
     restart_interval: int = 3
+    method: Literal["restart", "reload"] = "restart"
+    adapter_arguments: Sequence[str] = ()
+    """What a server of adapters is started with."""
+    sync_check_every: int = 0
 
 
 class RestartBridge:
-    """Implements `WeightBridge` by restarting a vLLM server of its own on a fresh checkpoint."""
+    """Implements `WeightBridge` by restarting a vLLM server of its own on fresh weights."""
 
     def __init__(self, options: RestartOptions) -> None:
         self._options = options
         self._policy: Policy | None = None
         self._manager: VllmManager | None = None
         self._version = 0
+        self._check = SyncCheck(every=options.sync_check_every)
+        self._limit: Difference | None = None
 
     def prepare(self) -> Policy:
         policy = load_policy(self._options.policy)
-        vllm = self._options.vllm
-        longest = getattr(policy.hf_config, "max_position_embeddings", None)
-        if longest and vllm.max_model_len and vllm.max_model_len > longest:
-            vllm = replace(vllm, max_model_len=int(longest))
-        vllm = replace(vllm, dtype=str(policy.dtype).removeprefix("torch."))
-        self._policy, self._manager = policy, VllmManager(vllm)
+        self._policy, self._manager = policy, VllmManager(fitted(self._options.vllm, policy))
         return policy
 
     def publish(self, version: int) -> PublishReport:
-        """Write the masters as a checkpoint in the served dtype and restart the server on it."""
+        """Write the masters in the served dtype and have them served; see the module's docstring."""
         if self._policy is None or self._manager is None:
             raise PublishFailed("nothing is loaded; call prepare() before publish()")
         started = time.monotonic()
-        directory = write_served_checkpoint(self._policy, self._options.weights_dir / f"policy-v{version}")
-        closed = time.monotonic()
-        self._manager.stop()
-        self._manager.start(directory, version=version)
-        info = self._manager.wait_until_ready(version)
-        reopened = time.monotonic()
-        if not self._version:
-            self._prove(version, info.boot_id, info.max_model_len)
+        directory = self._write(self._policy, version)
+        try:
+            info, gap_seconds = self._serve(self._manager, directory, version)
+        except (ServerExited, WaitTimedOut, ServerUnavailable) as error:
+            raise PublishFailed(f"version {version} is not served: {error}") from error
+        report = PublishReport(version=version, seconds=time.monotonic() - started, fence_seconds=gap_seconds)
+        logger.info(
+            "version %d is served after %.1f s, %.1f s of them without a server", version, report.seconds, gap_seconds
+        )
+        if self._check.is_due() or not self._version:
+            self._prove(info, version)
         self._version = version
         self._remove_all_but(directory)
-        return PublishReport(version=version, seconds=reopened - started, fence_seconds=reopened - closed)
+        return report
 
     def highest_version(self) -> int:
         return self._version
@@ -89,19 +103,66 @@ class RestartBridge:
             self._manager.close()
             self._manager = None
 
-    def _prove(self, version: int, boot_id: str, max_model_len: int) -> None:
+    def _write(self, policy: Policy, version: int) -> Path:
+        directory = self._options.weights_dir / f"policy-v{version}"
+        if policy.has_adapter:
+            return write_adapter(
+                AdapterPayload.write(policy.adapter_tensors(policy.dtype), policy.adapter_config()), directory
+            )
+        return write_served_checkpoint(policy, directory)
+
+    def _serve(self, manager: VllmManager, directory: Path, version: int) -> tuple[ServerInfo, float]:
+        """Have the directory served; answers with who serves it, and for how long nobody served anything."""
+        if self._options.method == "reload" and manager.running:
+            try:
+                return self._reload(manager, directory, version)
+            except (ServerRefused, ServerUnavailable) as error:
+                logger.warning("the server could not read the new weights in place and is restarted: %s", error)
+        model: str | Path = directory
+        arguments: Sequence[str] = ()
+        if self._policy is not None and self._policy.has_adapter:
+            model = self._options.policy.model_name
+            arguments = (*self._options.adapter_arguments, "--adapter", str(directory))
+        replacement = manager.replace(model, version=version, arguments=arguments)
+        return replacement.info, replacement.gap_seconds if self._version else 0.0
+
+    def _reload(self, manager: VllmManager, directory: Path, version: int) -> tuple[ServerInfo, float]:
+        client = ServerClient(manager.url, manager.token)
+        try:
+            told = client.reload(directory, version, drain_seconds=self._options.vllm.drain_seconds)
+            return client.info(), float(told["fence_seconds"])
+        finally:
+            client.close()
+
+    def _prove(self, info: ServerInfo, version: int) -> None:
         assert self._policy is not None
         assert self._manager is not None
         client = ServerClient(self._manager.url, self._manager.token)
         try:
-            prove(self._policy, client.generate, version=version, boot_id=boot_id, max_model_len=max_model_len)
+            agreement = prove(
+                self._policy,
+                client.generate,
+                version=version,
+                boot_id=info.boot_id,
+                max_model_len=info.max_model_len,
+                limit=self._limit,
+            )
         finally:
             client.close()
+        self._limit = agreement.limit
 
     def _remove_all_but(self, kept: Path) -> None:
         for path in self._options.weights_dir.glob("policy-v*"):
             if path != kept:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def fitted(vllm: VllmOptions, policy: Policy) -> VllmOptions:
+    """The server's options, cut to what the model allows and in the policy's precision."""
+    longest = getattr(policy.hf_config, "max_position_embeddings", None)
+    if longest and vllm.max_model_len and vllm.max_model_len > longest:
+        vllm = replace(vllm, max_model_len=int(longest))
+    return replace(vllm, dtype=str(policy.dtype).removeprefix("torch."))
 
 
 def write_served_checkpoint(policy: Policy, directory: Path) -> Path:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,6 +31,8 @@ class ServerInfo:
     max_model_len: int
     manifest_path: str | None
     how_to_share: str | None
+    token_path: str | None = None
+    """Where a server of adapters has put its bridge token for its own user to read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +67,12 @@ class ServerClient:
             max_model_len=int(answer.get("max_model_len") or 0),
             manifest_path=answer.get("manifest_path"),
             how_to_share=answer.get("how_to_share"),
+            token_path=answer.get("token_path"),
         )
+
+    def use_token(self, token: str) -> None:
+        """Send this bridge token from here on."""
+        self._http.headers["Authorization"] = f"Bearer {token}"
 
     def healthy(self) -> bool:
         try:
@@ -93,11 +101,34 @@ class ServerClient:
     def abort_publish(self, publish_id: str) -> None:
         self._call("POST", "/bridge/publish/abort", {"publish_id": publish_id}, timeout_seconds=_QUICK_SECONDS)
 
+    def reload(self, directory: Path, version: int, *, drain_seconds: float) -> dict[str, Any]:
+        """Have the server read a checkpoint into its weights and serve it as this version."""
+        body = {"path": str(directory.absolute()), "version": version, "drain_seconds": drain_seconds}
+        return self._call("POST", "/bridge/reload", body)
+
     def pause(self, mode: str) -> None:
         self._call("POST", "/bridge/pause", {"mode": mode}, timeout_seconds=_QUICK_SECONDS)
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         return self._call("POST", "/generate", request)
+
+    def upload_adapter(self, name: str, version: int, body: bytes) -> dict[str, Any]:
+        """Send an adapter and make it the policy; answers with what is loaded and the checksum of what arrived."""
+        return self._call("POST", f"/lora/upload?name={name}&version={version}", content=body)
+
+    def check_adapter(self, name: str) -> dict[str, Any]:
+        """The checksum of a sent adapter, and the names of its tensors that the server computes other values with."""
+        return self._call("POST", "/lora/check", {"name": name})
+
+    def activate_adapter(self, name: str) -> None:
+        self._call("POST", "/lora/activate", {"name": name})
+
+    def unload_adapter(self, name: str) -> None:
+        self._call("POST", "/lora/unload", {"name": name})
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Any other route, of a server that is not ours for instance."""
+        return self._call(method, path, body)
 
     @contextmanager
     def lease(self, publish_id: str, lease_seconds: float) -> Iterator[None]:
@@ -123,19 +154,29 @@ class ServerClient:
         self._http.close()
 
     def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_seconds: float = _SLOW_SECONDS
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        content: bytes | None = None,
+        timeout_seconds: float = _SLOW_SECONDS,
     ) -> dict[str, Any]:
         timeout = httpx.Timeout(timeout_seconds, connect=_QUICK_SECONDS)
         try:
-            response = self._http.request(method, path, json=body, timeout=timeout)
+            response = self._http.request(method, path, json=body, content=content, timeout=timeout)
         except httpx.HTTPError as error:
             raise ServerUnavailable(
                 f"the vLLM server at {self.url} does not answer {path}: {_reason(error)}"
             ) from error
         if response.is_error:
             problem = f"({response.status_code}): {_told(response)}"
-            raise ServerRefused(f"the vLLM server at {self.url} refused {path} {problem}", response.status_code)
-        answer = response.json()
+            shown = path.partition("?")[0]
+            raise ServerRefused(f"the vLLM server at {self.url} refused {shown} {problem}", response.status_code)
+        try:
+            answer = response.json()
+        except ValueError:  # vLLM's own routes answer some questions with plain text
+            return {}
         return answer if isinstance(answer, dict) else {}
 
 

@@ -1,12 +1,13 @@
-"""One configuration, one bridge: what each mode is made of, and what does not exist yet."""
+"""One configuration, one bridge: what each mode is made of."""
 
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from example_trainer.config import TrainingConfig
 from example_trainer.weights.bridge import make_bridge
-from example_trainer.weights.errors import ModeNotAvailable
+from example_trainer.weights.lora_hotswap import LoraHotswapBridge
 from example_trainer.weights.restart import RestartBridge
 from example_trainer.weights.shared import SharedVllmBridge
 
@@ -51,10 +52,29 @@ def test_mode_none_starts_its_own_server_in_the_run_directory(tmp_path):
     assert [bridge.should_publish(steps) for steps in (1, 4, 5)] == [False, False, True]
 
 
-@pytest.mark.parametrize("mode", ["lora_only", "lora_restart"])
-def test_adapter_modes_are_refused_with_one_line(tmp_path, mode):
-    with pytest.raises(
-        ModeNotAvailable, match=rf"--weight-bridge-mode {mode} is not available.*use shared_vllm"
-    ) as caught:
-        make_bridge(config(tmp_path, weight_bridge_mode=mode))
-    assert "\n" not in str(caught.value)
+def test_lora_only_starts_a_server_that_keeps_a_version_for_each_step_of_staleness_and_two_more(tmp_path):
+    settings = {"weight_bridge_mode": "lora_only", "lora_r": 12, "max_staleness": 3, "sync_check": "5"}
+    bridge = make_bridge(config(tmp_path, vllm_port=9125, **settings))
+    assert isinstance(bridge, LoraHotswapBridge)
+    options = bridge._options
+    assert options.server_url == "http://127.0.0.1:9125"
+    assert (options.policy.adapter.r, options.versions_kept, options.sync_check_every) == (12, 5, 5)
+    arguments = " ".join(options.vllm.extra_arguments)
+    assert arguments.endswith("--enable-lora --max-lora-rank 16 --max-loras 5")
+    assert bridge.should_publish(1)
+    assert make_bridge(config(tmp_path, start_vllm="never", **settings))._options.vllm is None
+
+
+def test_lora_restart_starts_its_own_servers_with_one_adapter_each(tmp_path):
+    bridge = make_bridge(config(tmp_path, weight_bridge_mode="lora_restart", drain_seconds=2.0))
+    assert isinstance(bridge, RestartBridge)
+    options = bridge._options
+    assert options.policy.adapter is not None
+    assert list(options.adapter_arguments) == ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "1"]
+    assert options.vllm.drain_seconds == 2.0
+
+
+@pytest.mark.parametrize("asked", ["0", "often", "-1"])
+def test_a_sync_check_that_is_no_number_is_refused(tmp_path, asked):
+    with pytest.raises(ValidationError, match="every, off, or a number"):
+        config(tmp_path, sync_check=asked)

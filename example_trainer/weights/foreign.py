@@ -1,0 +1,108 @@
+"""A vLLM server that is not ours: adapters reach it as files, under a name that says the version.
+
+A stock vLLM (started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`) loads an adapter by path at
+`/v1/load_lora_adapter`; Atropos' old server does at `/lora/load`. Neither lets the model's own name mean the adapter,
+so clients have to ask for the adapter's name, which is logged with each publish.
+
+Loading in place under one name is never
+used: vLLM would read such an adapter from its file again on every step, and keep cached prefixes of the old one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from example_trainer.errors import PublishFailed
+from example_trainer.weights.adapter_payload import AdapterPayload
+from example_trainer.weights.errors import ServerRefused
+from example_trainer.weights.server_client import ServerClient
+
+if TYPE_CHECKING:
+    from example_trainer.weights.lora_hotswap import SwapServer
+
+logger = logging.getLogger(__name__)
+
+_UNKNOWN_ROUTE = frozenset({404, 405})
+
+
+class ForeignServer:
+    """Implements `Swappable` over files."""
+
+    def __init__(self, client: ServerClient, directory: Path, *, model: str, keep: int) -> None:
+        self._client = client
+        self._directory = directory
+        self._model = model
+        self._keep = keep
+        self._versions: list[int] = []
+        self.close = client.close
+
+    def identify(self) -> SwapServer:
+        from example_trainer.weights.lora_hotswap import SwapServer
+
+        listed = self._client.call("GET", "/v1/models").get("data") or [{}]
+        loaded = {entry.get("id") for entry in listed}
+        version = max((each for each in self._versions if f"policy-v{each}" in loaded), default=None)
+        return SwapServer("", version, int(listed[0].get("max_model_len") or 0))
+
+    def send(self, version: int, payload: AdapterPayload) -> None:
+        name = f"policy-v{version}"
+        path = write_adapter(payload, self._directory / name)
+        body = {"lora_name": name, "lora_path": str(path.absolute())}
+        try:
+            self._client.call("POST", "/v1/load_lora_adapter", body)
+        except ServerRefused as error:
+            if error.status not in _UNKNOWN_ROUTE:
+                raise
+            self._client.call("POST", "/lora/load", {"adapter_path": str(path.absolute()), "adapter_name": name})
+        self._versions.append(version)
+        logger.info("loaded %s; clients of this server ask for it by that name", name)
+        while len(self._versions) > self._keep:
+            self._forget(self._versions.pop(0))
+
+    def check(self, version: int, payload: AdapterPayload) -> None:
+        """Such a server tells nothing of its tensors; the logprobs have to do."""
+
+    def restore(self, bad_version: int, good_version: int) -> bool:
+        self._versions.remove(bad_version)
+        self._forget(bad_version)
+        return good_version in self._versions
+
+    def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A request in the terms of `/generate`, answered by way of `/v1/completions`."""
+        version = self._versions[-1]
+        fields = {name: request[name] for name in ("n", "max_tokens", "temperature", "ignore_eos")}
+        prompt = request["prompt"]["prompt_token_ids"]
+        asked = fields | {"model": f"policy-v{version}", "prompt": prompt, "logprobs": 0, "return_token_ids": True}
+        choices = self._client.call("POST", "/v1/completions", asked)["choices"]
+        return {
+            "token_ids": [choice["token_ids"] for choice in choices],
+            "logprobs": [choice["logprobs"]["token_logprobs"] for choice in choices],
+            "policy_versions": [[[0, len(choice["token_ids"]), version]] for choice in choices],
+            "boot_id": "",
+        }
+
+    def _forget(self, version: int) -> None:
+        try:
+            self._client.call("POST", "/v1/unload_lora_adapter", {"lora_name": f"policy-v{version}"})
+        except ServerRefused as error:
+            logger.warning("policy-v%d stays loaded: %s", version, error)
+        shutil.rmtree(self._directory / f"policy-v{version}", ignore_errors=True)
+
+
+def write_adapter(payload: AdapterPayload, directory: Path) -> Path:
+    """The adapter as PEFT writes it, so that the directory is whole or not there."""
+    beside = directory.with_name(f".{directory.name}.part")
+    try:
+        for old in (beside, directory):
+            shutil.rmtree(old, ignore_errors=True)
+        beside.mkdir(parents=True)
+        (beside / "adapter_model.safetensors").write_bytes(payload.body)
+        (beside / "adapter_config.json").write_text(json.dumps(payload.config, indent=2) + "\n", encoding="utf-8")
+        beside.rename(directory)
+    except OSError as error:
+        raise PublishFailed(f"cannot write {directory}: {error}; free the space or set --run-dir elsewhere") from error
+    return directory

@@ -1,0 +1,289 @@
+"""Mode `lora_only`: a new adapter is sent to a running server, which goes on decoding meanwhile.
+
+The adapter's tensors travel as one safetensors body into the server's memory; from the answer on, requests under the
+model's name begin with the new adapter and those already running end with theirs. No fence, no file, no restart, and no
+`--enforce-eager`. A rejected adapter leaves the old one serving. Where a server answers at `--vllm-port` it is used;
+else the trainer starts one, and starts it again should it die. A server that is no server of ours takes its adapters
+from files (`weights.foreign`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from example_trainer.errors import PublishFailed
+from example_trainer.model import Policy, PolicyOptions, load_policy
+from example_trainer.options.publish import USUAL_STALENESS, served_rank
+from example_trainer.vllm_manager import VllmManager, VllmOptions
+from example_trainer.weights.adapter_payload import AdapterPayload
+from example_trainer.weights.bridge import PublishReport
+from example_trainer.weights.errors import CannotSwap, ProofFailed, ServerRefused, ServerUnavailable
+from example_trainer.weights.foreign import ForeignServer
+from example_trainer.weights.proof import Difference, prove
+from example_trainer.weights.server_client import ServerClient
+from example_trainer.weights.sync_check import SyncCheck
+from example_trainer.weights.token_file import read_token
+from example_trainer.weights.waiting import NotYet, check_host, wait_for
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+_PASSING = frozenset({404, 409, 410, 503})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HotswapOptions:
+    """What of the trainer's configuration concerns the hot-swap bridge."""
+
+    policy: PolicyOptions
+    server_url: str
+    adapters_dir: Path
+    """Where adapters are written for a server that only takes files."""
+    bridge_token: str | None = None
+    vllm: VllmOptions | None = None
+    """How to start a server where none answers; None waits for one."""
+    wait_timeout_seconds: float = 600.0
+    versions_kept: int = USUAL_STALENESS + 2
+    sync_check_every: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SwapServer:
+    """Who answers: this start of this server, and the version it serves."""
+
+    boot_id: str
+    policy_version: int | None
+    max_model_len: int
+
+
+class Swappable(Protocol):
+    """A server that takes adapters, of ours or not."""
+
+    def identify(self) -> SwapServer: ...
+
+    def send(self, version: int, payload: AdapterPayload) -> None:
+        """Make the adapter the policy; raises `ServerRefused` where the old one goes on serving."""
+        ...
+
+    def check(self, version: int, payload: AdapterPayload) -> None:
+        """Raise `ProofFailed` unless the server computes with just these tensors."""
+        ...
+
+    def restore(self, bad_version: int, good_version: int) -> bool:
+        """Serve an older version again in place of a bad one; whether it could."""
+        ...
+
+    def generate(self, request: dict[str, Any]) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class OwnServer:
+    """Our server: adapters go into its memory."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+        self.generate = client.generate
+        self.close = client.close
+
+    def identify(self) -> SwapServer:
+        info = self._client.info()
+        return SwapServer(info.boot_id, info.policy_version, info.max_model_len)
+
+    def send(self, version: int, payload: AdapterPayload) -> None:
+        told = self._client.upload_adapter(adapter_name(version), version, payload.body)
+        if told["digest"] != payload.digest():
+            raise ProofFailed(f"version {version} arrived with checksum {told['digest']}, not {payload.digest()}")
+
+    def check(self, version: int, payload: AdapterPayload) -> None:
+        told = self._client.check_adapter(adapter_name(version))
+        if told["digest"] != payload.digest() or told["misplaced"]:
+            raise ProofFailed(
+                f"the server computes with other tensors than were sent as version {version}: "
+                f"{', '.join(told['misplaced'][:3]) or 'the checksum differs'}"
+            )
+
+    def restore(self, bad_version: int, good_version: int) -> bool:
+        try:
+            self._client.activate_adapter(adapter_name(good_version))
+            self._client.unload_adapter(adapter_name(bad_version))
+        except (ServerRefused, ServerUnavailable) as error:
+            logger.warning("version %d could not be restored: %s", good_version, error)
+            return False
+        return True
+
+
+class LoraHotswapBridge:
+    """Implements `WeightBridge` by sending adapters to a running vLLM server."""
+
+    def __init__(self, options: HotswapOptions) -> None:
+        self._options = options
+        self._policy: Policy | None = None
+        self._server: Swappable | None = None
+        self._manager: VllmManager | None = None
+        self._boot_id: str | None = None
+        self._check = SyncCheck(every=options.sync_check_every)
+        self._good_version: int | None = None
+        self._limit: Difference | None = None
+        self._publishing = threading.Lock()
+
+    def prepare(self) -> Policy:
+        """Find the server or start one, and load the policy meanwhile."""
+        options = self._options
+        check_host(options.server_url, "--vllm-host")
+        if options.vllm is not None and not answers(options.server_url):
+            self._manager = VllmManager(options.vllm)
+            self._manager.start(options.policy.model_name, version=None)
+        self._policy = load_policy(options.policy)
+        self._connect()
+        return self._policy
+
+    def publish(self, version: int) -> PublishReport:
+        """Send the adapter as it is now; see the module's docstring."""
+        with self._publishing:
+            return self._publish(version)
+
+    def highest_version(self) -> int:
+        """Of a server that lives longer than one run."""
+        return 0 if self._server is None else self._server.identify().policy_version or 0
+
+    def should_publish(self, steps_since_publish: int) -> bool:
+        return steps_since_publish > 0
+
+    def needs_publish(self) -> bool:
+        if self._server is None or self._good_version is None or self._publishing.locked():
+            return False
+        if self._manager is not None and not self._manager.running:
+            logger.warning("vLLM has ended by itself; its last lines:\n%s", self._manager.log_tail())
+            return True
+        try:
+            now = self._server.identify()
+        except (ServerUnavailable, ServerRefused):
+            return False
+        return now.boot_id != self._boot_id or now.policy_version is None
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    def _connect(self) -> None:
+        """Wait for the server and settle how it takes adapters."""
+        manager, options = self._manager, self._options
+        if manager is not None:
+            manager.wait_until_ready(None)
+            self._server = OwnServer(ServerClient(options.server_url, manager.token))
+            return
+        self._server = wait_for(
+            lambda: _try_connect(options),
+            what=f"the vLLM server at {options.server_url}",
+            timeout_seconds=options.wait_timeout_seconds,
+        )
+
+    def _publish(self, version: int) -> PublishReport:
+        if self._policy is None or self._server is None:
+            raise PublishFailed("nothing is connected; call prepare() before publish()")
+        started = time.monotonic()
+        payload = AdapterPayload.write(self._policy.adapter_tensors(self._policy.dtype), self._policy.adapter_config())
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._revive()
+                self._server.send(version, payload)
+                break
+            except (ServerUnavailable, ServerRefused) as error:
+                lasting = isinstance(error, ServerRefused) and error.status not in _PASSING
+                if lasting or attempt == _ATTEMPTS - 1:
+                    raise PublishFailed(f"version {version} was not published: {error}") from error
+                logger.warning("publish of version %d is tried again: %s", version, error)
+        report = PublishReport(version=version, seconds=time.monotonic() - started)
+        self._verify(version, payload)
+        return report
+
+    def _revive(self) -> None:
+        """Start the server again, if it was ours to start and has died."""
+        manager = self._manager
+        if manager is None or manager.running:
+            return
+        manager.stop()
+        manager.start(self._options.policy.model_name, version=None)
+        manager.wait_until_ready(None)
+
+    def _verify(self, version: int, payload: AdapterPayload) -> None:
+        """Prove the first publish to each start of the server, and as often as asked from then on."""
+        assert self._server is not None
+        assert self._policy is not None
+        server = self._server.identify()
+        first = server.boot_id != self._boot_id
+        try:
+            if self._check.is_due() or first:
+                self._server.check(version, payload)
+                agreement = prove(
+                    self._policy,
+                    self._server.generate,
+                    version=version,
+                    boot_id=server.boot_id,
+                    max_model_len=server.max_model_len,
+                    limit=self._limit,
+                )
+                self._limit = agreement.limit
+        except ProofFailed:
+            if self._good_version is not None and self._server.restore(version, self._good_version):
+                logger.exception("version %d is not what it should be; serving %d again", version, self._good_version)
+            raise
+        self._boot_id, self._good_version = server.boot_id, version
+
+
+def adapter_name(version: int) -> str:
+    """Under which the server knows the adapter of a version; never used twice."""
+    return f"policy-v{version}"
+
+
+def answers(url: str) -> bool:
+    """Whether some inference server is at this address."""
+    client = ServerClient(url)
+    try:
+        return client.healthy()
+    finally:
+        client.close()
+
+
+def _try_connect(options: HotswapOptions) -> Swappable:
+    client = ServerClient(options.server_url, options.bridge_token or os.environ.get("ATROPOS_BRIDGE_TOKEN"))
+    try:
+        if not client.healthy():
+            raise NotYet("no answer to /health")  # noqa: TRY301  the client is closed on every way out
+        return _connect_own(client, options)
+    except ServerUnavailable as error:
+        client.close()
+        raise NotYet(str(error)) from error
+    except ServerRefused as error:
+        if error.status != 404:
+            client.close()
+            raise NotYet(str(error)) from error
+        return ForeignServer(client, options.adapters_dir, model=options.policy.model_name, keep=options.versions_kept)
+    except BaseException:
+        client.close()
+        raise
+
+
+def _connect_own(client: ServerClient, options: HotswapOptions) -> Swappable:
+    info = client.info()
+    if not info.lora:
+        raise CannotSwap(
+            f"the vLLM server at {client.url} serves no adapters: start it with --enable-lora "
+            f"--max-lora-rank {served_rank(options.policy.adapter.r if options.policy.adapter else 1)}, and without "
+            "--share-weights"
+        )
+    named = options.bridge_token or os.environ.get("ATROPOS_BRIDGE_TOKEN")
+    if named is None and info.token_path and (token := read_token(info.token_path)):
+        client.use_token(token)
+    return OwnServer(client)
