@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,8 @@ class Alignment:
     """Compares logprobs of trainer and sampler, each token under the very weights that it was sampled with.
 
     Tokens of the newest version are covered by the training forward itself. For older ones the last `keep` versions
-    are kept as snapshots, and a sample of sequences is scored again under its own version.
+    are kept as snapshots, and a sample of sequences is scored again under its own version. Where the training forward
+    has dropout, which the sampler has not, the newest version's tokens are scored like that too.
     """
 
     def __init__(self, learner: Learner, *, keep: int, sample_sequences: int, seed: int) -> None:
@@ -39,11 +42,13 @@ class Alignment:
         self._current = None
 
     def score_older(self, batch: TrainingBatch) -> Tensor:
-        """Differences for a sample of sequences of older, kept versions; call before the weights change."""
-        targets = batch.targets.to(self._learner.policy.device)
+        """Differences for a sample of sequences that the training forward does not cover; call before it."""
+        policy = self._learner.policy
+        targets = batch.targets.to(policy.device)
         found = []
-        for version, rows in self._older_rows(batch).items():
-            with self._learner.policy.with_weights(self._snapshots[version]):
+        for version, rows in self._sample(batch).items():
+            older = version != self._current
+            with policy.with_weights(self._snapshots[version]) if older else nullcontext():
                 scored = self._learner.score(rows, targets)
             chosen = (targets.versions == version) & ~scored.isnan()
             found.append(scored[chosen] - targets.rollout_logprobs[chosen])
@@ -52,15 +57,19 @@ class Alignment:
     def measure(self, batch: TrainingBatch, result: StepResult, older: Tensor) -> dict[str, float]:
         """The alignment metrics of a step, from its own forward and from `score_older`."""
         exact = [older.cpu()]
-        if result.logprobs is not None and self._current is not None:
+        covered = self._current is not None and not self._learner.policy.has_dropout
+        if result.logprobs is not None and covered:
             same = (batch.targets.versions == self._current) & ~result.logprobs.cpu().isnan()
             exact.append(result.logprobs.cpu()[same] - batch.targets.rollout_logprobs[same])
         return alignment_metrics(torch.cat(exact))
 
-    def _older_rows(self, batch: TrainingBatch) -> dict[int, list[Row]]:
-        """Sampled rows by the one kept version that all their tokens were sampled under."""
+    def _sample(self, batch: TrainingBatch) -> dict[int, list[Row]]:
+        """Sampled rows by the one scorable version that all their tokens were sampled under."""
         by_version: dict[int, list[Row]] = {}
-        if not batch.rows or not self._sample_sequences or not self._snapshots:
+        scorable = set(self._snapshots) - {self._current}
+        if self._current is not None and self._learner.policy.has_dropout:
+            scorable.add(self._current)
+        if not batch.rows or not self._sample_sequences or not scorable:
             return by_version
         generator = torch.Generator().manual_seed((self._seed << 32) ^ batch.number)
         taken = 0
@@ -68,7 +77,7 @@ class Alignment:
             row = batch.rows[index]
             versions = set(batch.targets.versions[row.first_target : row.first_target + len(row.targets)].tolist())
             version = versions.pop()
-            if versions or version == self._current or version not in self._snapshots:
+            if versions or version not in scorable:
                 continue
             by_version.setdefault(version, []).append(row)
             taken += 1

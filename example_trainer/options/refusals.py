@@ -26,7 +26,9 @@ SHARED_VLLM_REFUSES = {
     "lora_dropout": _NO_ADAPTERS,
     "lora_target_modules": _NO_ADAPTERS,
     "lora_layer_indices": _NO_ADAPTERS,
+    "load_in_4bit": _NO_ADAPTERS,
 }
+ADAPTER_SETTINGS = tuple(field for field, reason in SHARED_VLLM_REFUSES.items() if reason == _NO_ADAPTERS)
 
 
 def reason_to_refuse(config: TrainingConfig) -> str | None:
@@ -34,6 +36,7 @@ def reason_to_refuse(config: TrainingConfig) -> str | None:
     rules: tuple[Callable[[TrainingConfig], str | None], ...] = (
         _refuse_general,
         _refuse_shared,
+        _refuse_adapter_settings,
         _refuse_lora,
         refuse_objective,
     )
@@ -81,6 +84,17 @@ def _refuse_shared(config: TrainingConfig) -> str | None:
         value, works = getattr(config, field), type(config).model_fields[field].default
         if value != works:
             return f"shared_vllm refuses {flag(field)} {value}: {reason}; leave it at {works}"
+    return None
+
+
+def _refuse_adapter_settings(config: TrainingConfig) -> str | None:
+    if config.weight_bridge_mode != "none":
+        return None
+    changed = [
+        field for field in ADAPTER_SETTINGS if getattr(config, field) != type(config).model_fields[field].default
+    ]
+    if changed:
+        return f"mode none refuses {flag(changed[0])} {getattr(config, changed[0])}: {_NO_ADAPTERS}"
     return None
 
 
