@@ -22,11 +22,11 @@ their scaling above all) are never rebuilt by hand.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -41,6 +41,15 @@ from example_trainer.weights.layer_filter import trained_parameters
 logger = logging.getLogger(__name__)
 
 MasterWeights = Literal["fp32", "host", "none"]
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How weights are spread over several ranks."""
+
+    reshard_after_forward: bool = True
+    """Let go of a layer's gathered weights between forward and backward: less memory, one more gathering."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +66,8 @@ class PolicyOptions:
     """Train an adapter beside the frozen weights; None trains the weights."""
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
+    sharding: Sharding | None = None
+    """Spread the weights over the ranks of the default process group; None keeps them whole here."""
     debug_loading: bool = False
 
 
@@ -120,6 +131,21 @@ class Policy:
     def has_dropout(self) -> bool:
         """Whether forwards with gradients differ from those without, which alone agree with the sampler."""
         return self._adapter is not None and self._adapter.has_dropout
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights are spread over several ranks, so that all of them have to take part in a forward."""
+        return False
+
+    def compute(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """`function(module, *arguments)` as one forward of the module."""
+        with self.autocast():
+            return function(self.module, *arguments)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, rank 0 can read whole weights; all ranks enter together. Nothing to do where they are whole."""
+        yield
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -267,7 +293,10 @@ class Policy:
                     f"the checkpoint's {name} has shape {tuple(tensors[name].shape)}, the model's "
                     f"{tuple(master.shape)}; resume with the model that it was written with"
                 )
-            master.copy_(tensors[name])
+            self._assign(master, tensors[name])
+
+    def _assign(self, master: nn.Parameter, weight: torch.Tensor) -> None:
+        master.copy_(weight)
 
     @torch.no_grad()
     def checkpoint_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -279,14 +308,15 @@ class Policy:
         """
         tensors: dict[str, torch.Tensor] = {}
         for parameter_name, name in self._names.items():
-            weight = self.masters.get(name)
-            tensors[parameter_name] = self._with_adapter(parameter_name, name) if weight is None else weight
+            tensors[parameter_name] = self._stored(parameter_name, name)
         tensors.update(_persistent_buffers(self.module))
         stored = to_checkpoint_layout(self.module, {name: tensor.detach() for name, tensor in tensors.items()})
         cast = {name: _cast_floating(tensor, dtype) for name, tensor in stored.items()}
         return {name: tensor.contiguous() for name, tensor in cast.items()}
 
-    def _with_adapter(self, parameter_name: str, name: str) -> torch.Tensor:
+    def _stored(self, parameter_name: str, name: str) -> torch.Tensor:
+        if (master := self.masters.get(name)) is not None:
+            return master
         base = dequantised(self._current(name))
         return base if self._adapter is None else self._adapter.merged(parameter_name, base, self.masters)
 
@@ -302,6 +332,8 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
     frozen = options.adapter is not None
     load_dtype = served_dtype if frozen or options.master_weights == "none" else torch.float32
     module = load_module(options, stored, load_dtype, device)
+    if options.sharding is not None:
+        return _spread(module, options, options.sharding, hf_config=stored, served_dtype=served_dtype, device=device)
     if frozen or options.master_weights != "host":
         module = module.to(device)
     policy = Policy(module, hf_config=stored, served_dtype=served_dtype, device=device, options=options)
@@ -315,6 +347,14 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
         str(served_dtype).removeprefix("torch."),
         device,
     )
+    return policy
+
+
+def _spread(module: nn.Module, options: PolicyOptions, sharding: Sharding, **settings: Any) -> Policy:
+    from example_trainer.learning.sharding import ShardedPolicy
+
+    policy = ShardedPolicy(module, options=options, reshard_after_forward=sharding.reshard_after_forward, **settings)
+    _move_buffers(module, policy.device)
     return policy
 
 

@@ -116,7 +116,7 @@ class GroupRanks(Ranks):
 def joined_ranks(
     rank: int, world_size: int, init_method: str, *, device: str, timeout_seconds: float
 ) -> Iterator[Ranks]:
-    """This process among `world_size`, for as long as the context lasts; raises `RanksFailed` where none is found.
+    """Join the `world_size` processes of a run while the context lasts; raises `RanksFailed` where they do not meet.
 
     `init_method` is `env://` under torchrun and `accelerate launch`, else `tcp://host:port` or `file://path`. A rank
     waits for the others up to `timeout_seconds`, which has to cover the longest that rank 0 may be busy alone.
