@@ -12,6 +12,7 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -119,6 +120,17 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """One spelling of each flag: argparse would repeat every one with its value's name."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        spellings: dict[str, str] = {}
+        for flag in action.option_strings:
+            spellings.setdefault(flag.replace("_", "-"), flag)
+        value = self._format_args(action, action.metavar if isinstance(action.metavar, str) else action.dest)
+        return " ".join(filter(None, [", ".join(spellings.values()), value if action.nargs != 0 else ""]))
+
+
 def _collect(
     model: type[BaseModel],
     argv: Sequence[str],
@@ -130,7 +142,8 @@ def _collect(
 ) -> tuple[dict[str, Any], list[str]]:
     """Defaults under files under flags, and the arguments that are not the model's."""
     options = list_options(model)
-    parsed, rest = _build_parser(options, prog=prog, description=description).parse_known_args(list(argv))
+    shown = [_with_default(option, defaults) for option in options]
+    parsed, rest = _build_parser(shown, prog=prog, description=description).parse_known_args(list(argv))
     values: dict[str, Any] = _merge({}, defaults)
     for path in parsed.config:
         values = _merge(values, read_config_file(model, path, section=section))
@@ -142,16 +155,35 @@ def _collect(
 
 
 def _build_parser(options: Sequence[Option], *, prog: str, description: str) -> _Parser:
-    parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [options]",
+        description=description,
+        epilog="Names may be written with _ for - as well.",
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
     parser.add_argument(
         "--config", action="append", default=[], metavar="FILE", help="YAML file under the flags; repeatable, merged"
     )
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
     for option in options:
-        title = option.group or "options"
-        group = groups.setdefault(title, parser.add_argument_group(title))
-        option.add_to(group)
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        option.add_to(groups[option.group])
     return parser
+
+
+def _with_default(option: Option, defaults: Mapping[str, object]) -> Option:
+    """As its help should tell it: of the defaults that lie under the files, where they name this option."""
+    value: object = defaults
+    for part in option.path.split("."):
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if not isinstance(value, Mapping) or part not in value:
+            return option
+        value = value[part]
+    return replace(option, default=value, required=False)
 
 
 def _refuse_unknown(argument: str, options: Sequence[Option]) -> NoReturn:

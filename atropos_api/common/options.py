@@ -7,6 +7,7 @@ import json
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -22,8 +23,23 @@ class Option:
     kind: str
     nullable: bool
     aliases: tuple[str, ...]
-    help: str
+    description: str
+    required: bool
+    default: object
+    """What holds where nothing is given; `PydanticUndefined` where that is made, or where it is required."""
     choices: tuple[str, ...]
+
+    @property
+    def help(self) -> str:
+        """The description with what holds where the option is left out, unless that is nothing or said already."""
+        if self.required:
+            return f"{self.description} (required)".strip()
+        value = self.default.value if isinstance(self.default, Enum) else self.default
+        said = value is None and "default:" in self.description
+        if said or value is PydanticUndefined or value == "" or isinstance(value, BaseModel):
+            return self.description
+        shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        return f"{self.description} (default: {shown})".strip()
 
     @property
     def group(self) -> str:
@@ -37,7 +53,7 @@ class Option:
         spelt = [f"--{prefix}{form}" for name in (leaf, *self.aliases) for form in (name.replace("_", "-"), name)]
         return list(dict.fromkeys(spelt))
 
-    def add_to(self, group: argparse._ArgumentGroup) -> None:
+    def add_to(self, group: argparse._ActionsContainer) -> None:
         """Declare this option; booleans may stand bare, carry a value or be negated with `--no-`."""
         metavar = "|".join(self.choices) if self.choices else self.path.rpartition(".")[2].upper()
         text = self.help.replace("%", "%%")
@@ -93,10 +109,10 @@ def _option(path: str, field: FieldInfo) -> Option:
         kind=_kind(members),
         nullable=type(None) in members,
         aliases=tuple(str(alias) for alias in aliases) if isinstance(aliases, list | tuple) else (),
-        help=_help(field),
-        choices=tuple(
-            str(choice) for member in members if get_origin(member) is Literal for choice in get_args(member)
-        ),
+        description=field.description or "",
+        required=field.is_required(),
+        default=field.default,
+        choices=tuple(str(choice) for member in members for choice in _choices(member)),
     )
 
 
@@ -117,15 +133,9 @@ def _kind(members: tuple[Any, ...]) -> str:
     return "json" if dict in origins else "value"
 
 
-def _literal_values(member: Any) -> tuple[Any, ...]:
-    return get_args(member) if get_origin(member) is Literal else ()
-
-
-def _help(field: FieldInfo) -> str:
-    text = field.description or ""
-    if field.is_required():
-        return f"{text} (required)".strip()
-    if field.default is PydanticUndefined:
-        return text
-    default = field.default
-    return text if isinstance(default, BaseModel) else f"{text} (default: {default})".strip()
+def _choices(member: Any) -> tuple[Any, ...]:
+    if get_origin(member) is Literal:
+        return get_args(member)
+    if isinstance(member, type) and issubclass(member, Enum):
+        return tuple(choice.value for choice in member)
+    return ()

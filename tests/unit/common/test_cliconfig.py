@@ -147,3 +147,23 @@ def test_help_shows_every_option_with_its_default(capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     for words in ("--model-name", "Model to train. (required)", "--env.group-size", "(default: 4)", "none|shared"):
         assert words in text
+
+
+def test_help_tells_the_defaults_that_lie_under_the_files_and_each_name_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    defaults = {
+        "model_name": "d",
+        "targets": ["q", "v"],
+        "env": {"group_size": 7},
+        "openai": [{"base_url": "http://x"}],
+    }
+    with pytest.raises(SystemExit):
+        parse("--help", defaults=defaults)
+    text = capsys.readouterr().out
+    for words in ("--model-name, --model MODEL_NAME", "Model to train. (default: d)", "(default: q v)", "(default: 7)"):
+        assert words in text
+    assert "(default: http://x)" in text
+    assert "--env.group_size" not in text
+    assert "(default: )" not in text
+    assert text.count("options:") == 1
