@@ -29,6 +29,8 @@ STATE_FILE = "trainer_state.json"
 TENSOR_STATE_FILE = "trainer_state.pt"
 LATEST = "latest"
 PREFIX = "checkpoint-"
+COURSE_PREFIX = "checkpoint_step_"
+COURSE_FINAL = "final_model"
 REMEMBERED_VERSIONS = 1000
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -99,7 +101,7 @@ def save_checkpoint(
         _sync_tree(beside)
         shutil.rmtree(target, ignore_errors=True)
         beside.rename(target)
-        _point_latest(root, target.name)
+        _point(root / LATEST, target.name)
         _sync(root)
     except OSError as error:
         raise CheckpointError(f"cannot write {target}: {error}; free the space or set --save-path") from error
@@ -234,11 +236,22 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _point_latest(root: Path, name: str) -> None:
-    beside = root / f".{LATEST}.part"
+def _point(link: Path, target: str) -> None:
+    """Make `link` a symbolic link to `target` beside it, in one step."""
+    beside = link.with_name(f".{link.name}.part")
     beside.unlink(missing_ok=True)
-    beside.symlink_to(name, target_is_directory=True)
-    beside.rename(root / LATEST)
+    beside.symlink_to(target, target_is_directory=True)
+    beside.rename(link)
+
+
+def link_as_course(root: Path, *, final: str | None = None) -> None:
+    """Name the checkpoints under `root` as the CS336 course does: checkpoint_step_N, and final_model for `final`."""
+    for link in root.glob(f"{COURSE_PREFIX}*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink()  # pruned
+    wanted = {COURSE_PREFIX + path.name.removeprefix(PREFIX): path.name for path in list_checkpoints(root)}
+    for name, target in (wanted | ({COURSE_FINAL: final} if final else {})).items():
+        _point(root / name, target)
 
 
 def _prune(root: Path, keep_last: int) -> None:

@@ -19,6 +19,7 @@ from example_trainer.checkpointing import (
     ObjectiveState,
     RandomState,
     TrainerState,
+    link_as_course,
     random_state,
     remembered,
     save_checkpoint,
@@ -208,3 +209,6 @@ class Tail:
         )
         self._progress.checkpointed = state.step
         logger.info("wrote %s", path)
+        if config.checkpoint_names == "cs336":
+            last = state.step == config.training_steps
+            link_as_course(config.checkpoint_root, final=path.name if last else None)

@@ -19,7 +19,9 @@ class BatchOptions(BaseModel):
         description="Training steps; batch n is step n.",
         json_schema_extra=aliases("n_grpo_steps"),
     )
-    batch_size: int = Field(2, ge=1, description="Micro-batch size in sequences.")
+    batch_size: int = Field(
+        2, ge=1, description="Micro-batch size in sequences.", json_schema_extra=aliases("mini_batch_size")
+    )
     gradient_accumulation_steps: int = Field(
         32, ge=1, description="Micro-batches per step: a step trains batch-size times this."
     )

@@ -43,7 +43,7 @@ class ObjectiveOptions(BaseModel):
         0.2,
         gt=0.0,
         description="Clip the probability ratio to [1-eps, 1+eps].",
-        json_schema_extra=aliases("cliprange", "clip_eps_low", "epsilon_low"),
+        json_schema_extra=aliases("cliprange", "clip_range", "clip_eps_low", "epsilon_low"),
     )
     clip_eps_high: float | None = Field(
         None,

@@ -6,6 +6,7 @@ Part of `TrainingConfig`; importing it loads no torch.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
@@ -27,6 +28,10 @@ class RunOptions(BaseModel):
     log_dir: Path | None = Field(None, description="Log directory; unset: logs in the run directory.")
     seed: int = Field(0, ge=0, description="Seed of everything random in the trainer.")
     checkpoint_interval: int = Field(3, ge=0, description="Checkpoint every N steps; 0: at the end only.")
+    checkpoint_names: Literal["plain", "cs336"] = Field(
+        "plain",
+        description="cs336: links checkpoint_step_N and final_model beside checkpoint-N, as the course has them.",
+    )
     keep_last: int = Field(0, ge=0, description="Keep the last K checkpoints; 0 keeps all.")
     resume: str | None = Field(None, description="auto (newest checkpoint, if any) or the path of a checkpoint.")
     atropos_url: str = Field("http://localhost:8000", description="URL of the broker (run-api).")

@@ -18,6 +18,7 @@ from pydantic import Field
 from atropos_api.common.cliconfig import ConfigError, load_config, nearest, read_config_file
 from example_trainer.config import TrainingConfig
 from example_trainer.options.course import hand_on_environment_options
+from example_trainer.options.presets import environment_settings
 from example_trainer.options.publish import BridgeMode
 
 PREFIXED_SECTIONS = ("api", "vllm", "env", "openai")
@@ -108,7 +109,7 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
         trainer=config,
         sections={name: sections.get(name) or {} for name in PREFIXED_SECTIONS},
         flags=flags,
-        environments=_environments(sections, flags),
+        environments=_environments(sections, flags, environment_settings(config.preset)),
         reseeded="seed" in config.model_fields_set and config.seed != trainer.get("seed"),
     )
 
@@ -192,20 +193,25 @@ def _split_config_paths(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return paths, rest
 
 
-def _environments(sections: Mapping[str, Any], flags: Mapping[str, SectionFlags]) -> tuple[EnvironmentSettings, ...]:
+def _environments(
+    sections: Mapping[str, Any], flags: Mapping[str, SectionFlags], defaults: Mapping[str, Any]
+) -> tuple[EnvironmentSettings, ...]:
+    """The environments that files or flags ask for; `defaults` lie under their settings."""
     listed = sections.get("environments")
     if listed is None:
         wanted = sections.get("env") or flags["env"].values
         listed = [{"env": sections.get("env") or {}, "openai": sections.get("openai") or {}}] if wanted else []
     numbered = len(listed) > 1
     return tuple(
-        _environment(entry, flags["env"].values, name=f"environment-{number}" if numbered else "environment")
+        _environment(entry, flags["env"].values, defaults, name=f"environment-{number}" if numbered else "environment")
         for number, entry in enumerate(listed, 1)
     )
 
 
-def _environment(entry: Mapping[str, Any], flags: Mapping[str, Any], *, name: str) -> EnvironmentSettings:
-    env = dict(entry.get("env") or {})
+def _environment(
+    entry: Mapping[str, Any], flags: Mapping[str, Any], defaults: Mapping[str, Any], *, name: str
+) -> EnvironmentSettings:
+    env = {**defaults, **(entry.get("env") or {})}
     in_file = env.pop("server", None)
     server = flags.get("server") or entry.get("file") or in_file
     if not isinstance(server, str):
