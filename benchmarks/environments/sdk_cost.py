@@ -1,10 +1,11 @@
 """CPU seconds that an environment server spends on a group, for our SDK and for Atropos' as published, in one run.
 
-    python benchmarks/environments/sdk_cost.py [--groups 600] [--rounds 3]
+    python benchmarks/environments/sdk_cost.py [--groups 600] [--rounds 3] [--idle-seconds 30]
 
 256 rollouts are in flight (32 groups of 8, 64 tokens each) against a server in another process that answers at once
 and takes the groups as well. Both SDKs run the same small environment, turn about, and read the same answers; ours a
-second time in the compact form that it agrees on with our own server.
+second time in the compact form that it agrees on with our own server. At the end: what a server of ours costs while
+the queue is full and there is nothing to do.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ ITS_NEEDS = (
 )
 WORKERS = 32
 MOST_OF_REFERENCE = 0.2
+MOST_WHILE_IDLE = 0.01
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=600, help="groups measured in each round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--idle-seconds", type=float, default=30, help="how long an idle server is watched; 0: not")
     arguments = parser.parse_args()
     reference = reference_python()
     with tempfile.TemporaryDirectory() as directory:
@@ -52,7 +55,9 @@ def main() -> int:
             for _ in range(arguments.rounds):
                 for name, python, driver, more in sides(reference):
                     found.setdefault(name, []).append(run_driver(python, driver, settings | more))
-    return report(found)
+            idle = settings | {"seconds": arguments.idle_seconds}
+            share = run_driver(Path(sys.executable), "idle_driver.py", idle) if arguments.idle_seconds > 0 else None
+    return report(found, share)
 
 
 def sides(reference: Path | None) -> Iterator[tuple[str, Path, str, dict[str, object]]]:
@@ -62,8 +67,8 @@ def sides(reference: Path | None) -> Iterator[tuple[str, Path, str, dict[str, ob
     yield "ours, Atropos' form", Path(sys.executable), "ours_driver.py", {"prefix": "/plain"}
 
 
-def report(found: dict[str, list[float]]) -> int:
-    """The table; 1 when ours costs more than a fifth of the reference."""
+def report(found: dict[str, list[float]], idle: float | None) -> int:
+    """The table; 1 when ours costs more than a fifth of the reference, or idles at more than a hundredth of a core."""
     reference = found.get("Atropos 0.4.0")
     print(f"{'':24}{'CPU ms a group':>16}{'of Atropos':>12}   (rounds)")
     worst = 0.0
@@ -74,7 +79,9 @@ def report(found: dict[str, list[float]]) -> int:
         print(f"{name:24}{seconds * 1000:16.2f}{shown}   {' '.join(f'{value * 1000:.2f}' for value in values)}")
         if name != "Atropos 0.4.0" and ratio is not None:
             worst = max(worst, ratio)
-    return int(worst > MOST_OF_REFERENCE)
+    if idle is not None:
+        print(f"an idle server of ours: {idle * 100:.3f} % of a core")
+    return int(worst > MOST_OF_REFERENCE or (idle or 0.0) > MOST_WHILE_IDLE)
 
 
 def run_driver(python: Path, driver: str, settings: dict[str, object]) -> float:
@@ -84,7 +91,7 @@ def run_driver(python: Path, driver: str, settings: dict[str, object]) -> float:
         "TOKENIZERS_PARALLELISM": "false",
         "HOME": str(Path.home()),
     }
-    if driver == "ours_driver.py":
+    if driver != "reference_driver.py":
         environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
         [str(python), str(HERE / driver), json.dumps(settings)],
