@@ -154,27 +154,44 @@ def _limit(policy: Policy, samples: list[_Sample], ours: torch.Tensor) -> Differ
 @contextmanager
 def wider_precision(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Forwards compute in `dtype` from the weights as they are, which are widened one submodule at a time."""
-    narrow: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    narrow: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
 
-    def widen(owner: nn.Module, _: Any) -> None:
-        narrow[owner] = dict(owner.named_parameters(recurse=False))
-        for name, parameter in narrow[owner].items():
+    def widen(unit: nn.Module, _: Any) -> None:
+        narrow[unit] = [
+            (owner, name, parameter)
+            for owner in unit.modules()
+            for name, parameter in owner.named_parameters(recurse=False)
+            if parameter.is_floating_point()
+        ]
+        for owner, name, parameter in narrow[unit]:
             setattr(owner, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
 
-    def restore(owner: nn.Module, *_: Any) -> None:
-        for name, parameter in narrow.pop(owner, {}).items():
+    def restore(unit: nn.Module, *_: Any) -> None:
+        for owner, name, parameter in narrow.pop(unit, ()):
             setattr(owner, name, parameter)
 
-    owners = [owner for owner in module.modules() if any(True for _ in owner.parameters(recurse=False))]
-    hooks = [owner.register_forward_pre_hook(widen) for owner in owners]
-    hooks += [owner.register_forward_hook(restore) for owner in owners]
+    units = list(_units(module))
+    hooks = [unit.register_forward_pre_hook(widen) for unit in units]
+    hooks += [unit.register_forward_hook(restore) for unit in units]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for owner in list(narrow):
-            restore(owner)
+        for unit in list(narrow):
+            restore(unit)
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    """What is widened at a time: a module with parameters of its own, or an adapter with the layer it hangs on.
+
+    An adapter's layer looks at its matrices' dtype before it calls them, so these cannot be widened one by one.
+    """
+    if hasattr(module, "lora_A") or any(True for _ in module.parameters(recurse=False)):
+        yield module
+        return
+    for child in module.children():
+        yield from _units(child)
 
 
 def _request(prompt: list[int]) -> dict[str, Any]:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+
+from example_trainer.weights.adapter_payload import AdapterPayload
 
 pytestmark = pytest.mark.vllm
 
@@ -29,9 +35,8 @@ def adapters(tiny_qwen2, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lora_server(start_server):
-    return start_server(
-        "--enable-lora", "--max-lora-rank", "16", "--max-loras", "4", environ={"ATROPOS_BRIDGE_TOKEN": "known"}
-    )
+    flags = ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "3", "--max-adapter-mib", "1")
+    return start_server(*flags, environ={"ATROPOS_BRIDGE_TOKEN": "known"})
 
 
 def post(server, route, **body):
@@ -83,3 +88,165 @@ def test_names_are_not_reused_and_mistakes_are_told(lora_server, adapters, tmp_p
 def test_unloading_the_active_adapter_brings_the_model_back(lora_server):
     assert post(lora_server, "/lora/unload", name="policy-v2").json()["active"] is None
     assert lora_server.generate(PROMPT, max_tokens=2, compact=True)["policy_versions"] == [[[0, 2, None]]]
+
+
+class Sender:
+    """A trainer's side of hot-swapping, reduced to adapters made at random."""
+
+    def __init__(self, server, tiny_qwen2):
+        import torch
+        from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+        from transformers import Qwen2ForCausalLM
+
+        self.server, self.torch = server, torch
+        base = Qwen2ForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float32)
+        config = LoraConfig(r=8, lora_alpha=24, target_modules="all-linear", init_lora_weights=False)
+        self.model = get_peft_model(base, config).eval()
+        self.state = lambda: get_peft_model_state_dict(self.model)
+        self.config = {**config.to_dict(), "target_modules": sorted(config.target_modules)}
+        self.version = 10
+        self.tensors = {}
+
+    def send(self, change=lambda tensors: tensors, **query):
+        """The next version, clearly different from all others; the server's answer."""
+        self.version += 1
+        noise = self.torch.Generator().manual_seed(self.version)
+        tensors = {
+            name: self.torch.randn(tensor.shape, generator=noise) * (0.3 if "lora_A" in name else 0.1)
+            for name, tensor in self.state().items()
+        }
+        self.tensors[self.version] = tensors
+        body = AdapterPayload.write(change(dict(tensors)), self.config).body
+        return self.post_body(body, version=self.version, **query)
+
+    def post_body(self, body, **query):
+        headers = {"Authorization": "Bearer known"}
+        return self.server.client.post("/lora/upload", content=body, params=query, headers=headers)
+
+    def logprobs(self, version, prompt, tokens):
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(self.model, self.tensors[version])
+        with self.torch.no_grad():
+            logits = self.model(self.torch.tensor([prompt + tokens])).logits[0]
+        scores = self.torch.log_softmax(logits, dim=-1)
+        return [float(scores[len(prompt) - 1 + index, token]) for index, token in enumerate(tokens)]
+
+    def errors(self, reply):
+        """|said - expected| of each token of one reply under the version stamped on it, which must be one."""
+        ((start, end, version),) = reply["policy_versions"][0]
+        tokens = reply["token_ids"][0]
+        assert (start, end) == (0, len(tokens))
+        expected = self.logprobs(version, reply["prompt_token_ids"], tokens)
+        return [abs(said - told) for said, told in zip(reply["logprobs"][0], expected, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def sender(lora_server, tiny_qwen2):
+    return Sender(lora_server, tiny_qwen2)
+
+
+def loaded(server):
+    return [adapter["name"] for adapter in server.get("/lora/status")["adapters"]]
+
+
+def test_r23_an_adapter_sent_as_tensors_is_the_policy_under_the_models_name_on_every_route(lora_server, sender):
+    answer = sender.send()
+    assert answer.status_code == 200, answer.text
+    version = sender.version
+    assert lora_server.info()["policy_version"] == version
+    reply = lora_server.generate(PROMPT, max_tokens=40, compact=True, ignore_eos=True)
+    assert reply["policy_versions"] == [[[0, 40, version]]]
+    assert max(sender.errors(reply)) <= 1e-4
+    named = {"model": str(lora_server.model), "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    greedy = lora_server.generate(PROMPT, max_tokens=12, temperature=0, compact=True)["token_ids"][0]
+    completion = lora_server.post("/v1/completions", {**named, "prompt": PROMPT}).json()
+    assert completion["choices"][0]["token_ids"] == greedy
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    chat = {**named, "messages": [{"role": "user", "content": "abcdef"}], "chat_template": template}
+    said = lora_server.post("/v1/chat/completions", chat).json()
+    assert said["model"] == f"policy-v{version}"
+    same = lora_server.generate(said["prompt_token_ids"], max_tokens=12, temperature=0, compact=True)
+    assert said["choices"][0]["token_ids"] == same["token_ids"][0]
+
+
+def test_r23_running_requests_end_on_the_adapter_they_began_with_and_old_ones_go_with_their_last(
+    lora_server, sender, wait_until
+):
+    sender.send()
+    oldest = sender.version
+    shared = [random.Random(5).randrange(2, 250) for _ in range(280)]
+    lora_server.generate(shared, max_tokens=2)
+    with ThreadPoolExecutor(12) as pool:
+        pending = [
+            pool.submit(lora_server.generate, prompt, max_tokens=700, ignore_eos=True, compact=True)
+            for prompt in [PROMPT, shared] * 4
+        ]
+        wait_until(lambda: lora_server.debug()["requests_inside"] == len(pending))
+        for _ in range(4):
+            assert sender.send().status_code == 200
+        later = lora_server.generate(shared, max_tokens=30, ignore_eos=True, compact=True)
+        status = lora_server.get("/lora/status")
+        assert status["retired"] == [f"policy-v{oldest}"], "it is kept for the requests that run with it"
+        assert f"policy-v{oldest}" not in loaded(lora_server)
+        replies = [each.result() for each in pending]
+    assert {reply["policy_versions"][0][0][2] for reply in replies} == {oldest}
+    assert later["policy_versions"][0][0][2] == sender.version, "and its prefix is not that of the old adapter"
+    errors = [error for reply in [*replies, later] for error in sender.errors(reply)]
+    assert len(errors) >= 2000
+    assert max(errors) <= 1e-4
+    assert statistics.fmean(errors) <= 5e-6
+    wait_until(lambda: lora_server.get("/lora/status")["retired"] == [])
+    counters = lora_server.debug()
+    assert counters["adapters_in_memory"] == len(loaded(lora_server)) == 3
+    assert counters["adapter_disk_loads_total"] == 2, "those that were loaded by path, once each"
+    assert lora_server.post("/generate", {"prompt": PROMPT, "model": f"policy-v{oldest}"}).status_code == 404
+
+
+def without_one_half(tensors):
+    del tensors[next(name for name in tensors if "lora_B" in name)]
+    return tensors
+
+
+def of_a_wrong_size(tensors):
+    name = next(iter(tensors))
+    return tensors | {name: tensors[name][:, :-1].contiguous()}
+
+
+def with_a_nan(tensors):
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    return tensors
+
+
+def for_another_model(tensors):
+    return {name.replace("self_attn", "linear_attn"): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("change", [without_one_half, of_a_wrong_size, with_a_nan, for_another_model])
+def test_a_rejected_adapter_leaves_the_old_one_serving(lora_server, sender, change):
+    before = lora_server.get("/lora/status")
+    refused = sender.send(change)
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["type"].endswith("bad-adapter")
+    assert lora_server.get("/lora/status") == before
+    reply = lora_server.generate(PROMPT, max_tokens=30, ignore_eos=True, compact=True)
+    assert max(sender.errors(reply)) <= 1e-4
+
+
+def test_an_upload_is_limited_guarded_and_taken_once(lora_server, sender):
+    assert sender.post_body(b"x" * (2 << 20), version=900).status_code == 413
+    assert sender.post_body(b"no safetensors", version=900).status_code == 422
+    assert lora_server.client.post("/lora/upload", content=b"", params={"version": 900}).status_code == 401
+    sender.send()
+    again = AdapterPayload.write(sender.tensors[sender.version], sender.config).body
+    assert sender.post_body(again, version=sender.version).status_code == 200, "only its answer was lost"
+    older = sender.post_body(again, version=sender.version - 1, name="older")
+    assert (older.status_code, older.json()["type"].rsplit(":", 1)[1]) == (409, "version-not-new")
+
+
+def test_a_check_tells_the_checksum_and_that_the_engine_computes_with_what_was_sent(lora_server, sender):
+    name = f"policy-v{sender.version}"
+    told = post(lora_server, "/lora/check", name=name).json()
+    payload = AdapterPayload.write(sender.tensors[sender.version], sender.config)
+    assert told == {"digest": payload.digest(), "misplaced": []}
+    assert post(lora_server, "/lora/check", name="policy-v1").status_code == 404
