@@ -1,8 +1,10 @@
-"""Checkpoints: a Hugging Face directory that anyone can load, and beside it all that a resume needs.
+"""Checkpoints: a directory that anyone can load, and in it all that a resume needs.
 
-`checkpoint-N/` holds the weights after step N (model.safetensors, config, tokenizer), `trainer_state.json` (step,
-batch, policy version, versions by step) and `trainer_state.pt` (optimizer and random state). It is written beside its
-place, synced and renamed, so that a directory of that name is always whole. `latest` points to the newest.
+`checkpoint-N/` holds the weights after step N (model.safetensors and config, or an adapter in PEFT's layout; tokenizer;
+a card in README.md), `trainer_state.pt` (optimizer, objective and random state) and `trainer_state.json` (step, batch,
+policy version, versions by step, settings, and the sizes and checksums of the other files). The learning rate is a
+function of the updates counted there. It is written beside its place, synced and renamed, so that a directory of that
+name is whole; one that was damaged later is told by its checksums. `latest` points to the newest.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,33 +20,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from example_trainer.errors import CheckpointError
+from example_trainer.learning.model_files import model_card, read_tensors, write_model
+from example_trainer.learning.seal import broken_seal, seal
 
 if TYPE_CHECKING:
     import torch
 
+    from example_trainer.config import TrainingConfig
     from example_trainer.model import Policy
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 TENSOR_STATE_FILE = "trainer_state.pt"
+CARD_FILE = "README.md"
 LATEST = "latest"
 PREFIX = "checkpoint-"
 COURSE_PREFIX = "checkpoint_step_"
 COURSE_FINAL = "final_model"
 REMEMBERED_VERSIONS = 1000
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
+FIXED_SETTINGS = (
+    "optimizer",
+    "lora_r",
+    "lora_alpha",
+    "lora_target_modules",
+    "lora_layer_indices",
+    "load_in_4bit",
+    "train_layer_indices",
 )
+"""What a resumed run must have as it was: the optimizer's state or the meaning of the weights hangs on it."""
 
+_NAME = re.compile(rf"{PREFIX}(\d+)")
 
 RandomState = dict[str, Any]
 ObjectiveState = dict[str, Any]
@@ -89,18 +96,20 @@ def save_checkpoint(
     objective: ObjectiveState | None = None,
     keep_last: int = 0,
 ) -> Path:
-    """Write `checkpoint-<step>` under `root` and point `latest` to it; prune to `keep_last` when that is set."""
+    """Write `checkpoint-<step>` under `root` and point `latest` to it; prune to `keep_last` when that is set.
+
+    Raises `CheckpointError` where the disk refuses; what was there before is as it was then.
+    """
     target = root / f"{PREFIX}{state.step}"
     beside = root / f".{PREFIX}{state.step}.part"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(beside, ignore_errors=True)
+        _remove_leftovers(root)
         beside.mkdir()
-        _write_model(beside, policy)
-        _write_state(beside, state, {"optimizer": optimizer.state_dict(), "random": random, "objective": objective})
-        _sync_tree(beside)
-        shutil.rmtree(target, ignore_errors=True)
-        beside.rename(target)
+        _write_files(
+            beside, state, policy, {"optimizer": optimizer.state_dict(), "random": random, "objective": objective}
+        )
+        _put_in_place(beside, target)
         _point(root / LATEST, target.name)
         _sync(root)
     except OSError as error:
@@ -110,23 +119,48 @@ def save_checkpoint(
     return target
 
 
+def link_as_course(root: Path, *, final: str | None = None) -> None:
+    """Name the checkpoints under `root` as the CS336 course does: checkpoint_step_N, and final_model for `final`."""
+    for link in root.glob(f"{COURSE_PREFIX}*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink()  # pruned
+    wanted = {COURSE_PREFIX + path.name.removeprefix(PREFIX): path.name for path in list_checkpoints(root)}
+    for name, target in (wanted | ({COURSE_FINAL: final} if final else {})).items():
+        _point(root / name, target)
+
+
 def find_checkpoint(resume: str | None, root: Path) -> Path | None:
-    """The checkpoint that `--resume` means: `auto` takes the newest under `root`, if any; a path must hold one."""
+    """The checkpoint that `--resume` means: `auto` takes the newest whole one under `root`, if any; a path must be one.
+
+    Raises `CheckpointError`, with what is wrong, for a path that holds none or a damaged one, and for `auto` where all
+    that there are are damaged: starting over would repeat batches that are gone.
+    """
     if resume is None:
         return None
-    if resume != "auto":
-        path = Path(resume)
-        path = path if (path / STATE_FILE).exists() else path / LATEST
-        if not (path / STATE_FILE).exists():
-            raise CheckpointError(f"--resume {resume}: no {STATE_FILE} there; name a checkpoint-N directory, or auto")
-        return path.resolve()
-    found = list_checkpoints(root)
-    return found[-1] if found else None
+    if resume == "auto":
+        return _newest_whole(root)
+    path = Path(resume)
+    path = path if (path / STATE_FILE).exists() else path / LATEST
+    if not (path / STATE_FILE).exists():
+        raise CheckpointError(f"--resume {resume}: no {STATE_FILE} there; name a checkpoint-N directory, or auto")
+    path = path.resolve()
+    if fault := fault_of(path):
+        raise CheckpointError(f"--resume {resume}: {path.name} is damaged: {fault}; resume from another, or with auto")
+    return path
+
+
+def fault_of(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be resumed from, or None if it is whole."""
+    try:
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        return broken_seal(checkpoint, state["files"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{STATE_FILE} cannot be read ({type(error).__name__}: {error})"
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Whole checkpoints under `root`, oldest step first."""
-    found = [path for path in root.glob(f"{PREFIX}*") if (path / STATE_FILE).exists()]
+    """Directories of checkpoints under `root`, oldest step first; not looked into."""
+    found = [path for path in root.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
@@ -135,7 +169,21 @@ def read_state(checkpoint: Path) -> TrainerState:
         saved = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         return TrainerState(**{name: saved[name] for name in TrainerState.__slots__})
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint / STATE_FILE} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint / STATE_FILE} cannot be read: {error}; resume from another checkpoint"
+        ) from error
+
+
+def refuse_changed_settings(state: TrainerState, config: TrainingConfig) -> None:
+    """Raise `CheckpointError` where `config` has another optimizer or other trained weights than the checkpoint."""
+    for name in FIXED_SETTINGS:
+        before, now = state.config.get(name, getattr(config, name)), getattr(config, name)
+        if before != now:
+            flag = "--" + name.replace("_", "-")
+            raise CheckpointError(
+                f"the checkpoint of step {state.step} was written with {flag} {before}, this run has {now}; resume "
+                f"with {flag} {before}, or start a new run from its weights with --model-name"
+            )
 
 
 def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> ObjectiveState | None:
@@ -145,14 +193,14 @@ def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) 
     """
     import torch
 
-    policy.load_masters(_read_tensors(checkpoint))
+    policy.load_masters(read_tensors(checkpoint))
     try:
         saved = torch.load(checkpoint / TENSOR_STATE_FILE, map_location="cpu", weights_only=True)
         optimizer.load_state_dict(saved["optimizer"])
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(
-            f"the optimizer state in {checkpoint} cannot be loaded ({error}); resume with the --optimizer and the "
-            "trained layers that it was written with"
+            f"the optimizer state in {checkpoint} cannot be loaded ({error}); resume with the --optimizer, the "
+            "--master-weights and the trained layers that it was written with"
         ) from error
     torch.set_rng_state(saved["random"]["cpu"])
     if torch.cuda.is_available() and saved["random"]["cuda"]:
@@ -167,65 +215,50 @@ def remembered(steps_by_version: Mapping[int, int]) -> dict[str, int]:
     return {str(version): steps_by_version[version] for version in newest}
 
 
-def _write_model(directory: Path, policy: Policy) -> None:
-    tensors = policy.checkpoint_tensors()
-    _write_tensors(directory, tensors)
-    config = policy.hf_config.to_dict()
-    trained = next(iter(policy.masters))
-    config["dtype"] = str(tensors.get(trained, next(iter(tensors.values()))).dtype).removeprefix("torch.")
-    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _copy_tokenizer(policy.tokenizer_name, directory)
+def _newest_whole(root: Path) -> Path | None:
+    faults: list[str] = []
+    for path in reversed(list_checkpoints(root)):
+        fault = fault_of(path)
+        if fault is None:
+            return path
+        logger.warning("--resume auto: passing over %s, which is damaged: %s", path.name, fault)
+        faults.append(f"{path.name}: {fault}")
+    if faults:
+        raise CheckpointError(
+            f"--resume auto: every checkpoint under {root} is damaged ({'; '.join(faults)}); put a whole one there, or "
+            "start a new run in another --run-dir"
+        )
+    return None
 
 
-def _write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """One safetensors file, or several with an index where the model is large."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-
-    split = split_torch_state_dict_into_shards(dict(tensors))
-    for file, names in split.filename_to_tensors.items():
-        save_file({name: tensors[name] for name in names}, directory / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _copy_tokenizer(name: str, directory: Path) -> None:
-    source = Path(name)
-    if source.is_dir():
-        for file in TOKENIZER_FILES:
-            if (source / file).exists():
-                shutil.copyfile(source / file, directory / file)
-        return
-    from transformers import AutoTokenizer
-
-    AutoTokenizer.from_pretrained(name).save_pretrained(directory)
-
-
-def _write_state(directory: Path, state: TrainerState, tensors: dict[str, Any]) -> None:
+def _write_files(directory: Path, state: TrainerState, policy: Policy, tensors: dict[str, Any]) -> None:
+    """All files of a checkpoint, on disk when this returns; the one that seals the others last."""
     import torch
 
+    write_model(directory, policy)
     torch.save(tensors, directory / TENSOR_STATE_FILE)
-    text = json.dumps({**asdict(state), "batch": state.batch}, indent=2)
+    card = model_card(state, policy.tokenizer_name, adapter=policy.has_adapter)
+    (directory / CARD_FILE).write_text(card, encoding="utf-8")
+    text = json.dumps({**asdict(state), "batch": state.batch, "files": seal(directory)}, indent=2)
     (directory / STATE_FILE).write_text(text + "\n", encoding="utf-8")
-
-
-def _read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    files = sorted(checkpoint.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{checkpoint} holds no safetensors file")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        tensors |= load_file(file)
-    return tensors
-
-
-def _sync_tree(directory: Path) -> None:
     for path in directory.iterdir():
         _sync(path)
     _sync(directory)
+
+
+def _put_in_place(beside: Path, target: Path) -> None:
+    """Give a written checkpoint its name; one that had it before goes only then."""
+    old = target.with_name(f".{target.name}.old")
+    if target.exists():
+        target.rename(old)
+    beside.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_leftovers(root: Path) -> None:
+    """What a process left behind that was killed while it wrote."""
+    for path in root.glob(f".{PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -236,22 +269,11 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _point(link: Path, target: str) -> None:
-    """Make `link` a symbolic link to `target` beside it, in one step."""
+def _point(link: Path, name: str) -> None:
     beside = link.with_name(f".{link.name}.part")
     beside.unlink(missing_ok=True)
-    beside.symlink_to(target, target_is_directory=True)
+    beside.symlink_to(name, target_is_directory=True)
     beside.rename(link)
-
-
-def link_as_course(root: Path, *, final: str | None = None) -> None:
-    """Name the checkpoints under `root` as the CS336 course does: checkpoint_step_N, and final_model for `final`."""
-    for link in root.glob(f"{COURSE_PREFIX}*"):
-        if link.is_symlink() and not link.exists():
-            link.unlink()  # pruned
-    wanted = {COURSE_PREFIX + path.name.removeprefix(PREFIX): path.name for path in list_checkpoints(root)}
-    for name, target in (wanted | ({COURSE_FINAL: final} if final else {})).items():
-        _point(root / name, target)
 
 
 def _prune(root: Path, keep_last: int) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from example_trainer import checkpointing
 from example_trainer.checkpointing import (
@@ -15,12 +19,15 @@ from example_trainer.checkpointing import (
     list_checkpoints,
     random_state,
     read_state,
+    refuse_changed_settings,
     remembered,
     restore,
     save_checkpoint,
 )
+from example_trainer.config import TrainingConfig
 from example_trainer.errors import CheckpointError
-from example_trainer.model import Policy
+from example_trainer.learning.adapters import AdapterOptions
+from example_trainer.model import Policy, PolicyOptions, load_policy
 
 
 def make_state(step: int) -> TrainerState:
@@ -63,7 +70,7 @@ def test_a_write_that_breaks_off_leaves_no_checkpoint_behind(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpointing, "_write_state", full)
+    monkeypatch.setattr(checkpointing, "write_model", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         save(tmp_path, policy, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1"]
@@ -102,11 +109,101 @@ def test_resume_auto_takes_the_newest_or_none_and_a_path_must_hold_one(policy: P
         find_checkpoint("/nowhere", tmp_path)
 
 
+def truncate(path: Path) -> None:
+    with (path / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+
+
+def flip_a_byte(path: Path) -> None:
+    with (path / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+
+
+def lose_the_optimizer(path: Path) -> None:
+    (path / "trainer_state.pt").unlink()
+
+
+def empty_the_state(path: Path) -> None:
+    (path / "trainer_state.json").write_text("")
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (truncate, "model.safetensors has 100 of"),
+    (flip_a_byte, "model.safetensors has changed since it was written"),
+    (lose_the_optimizer, "trainer_state.pt is missing"),
+    (empty_the_state, "trainer_state.json cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES)
+def test_resume_auto_passes_over_a_damaged_checkpoint_and_says_what_is_wrong_with_it(
+    policy: Policy, tmp_path: Path, damage: Callable[[Path], None], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, damaged = save(tmp_path, policy, 1), save(tmp_path, policy, 2)
+    damage(damaged)
+    with caplog.at_level(logging.WARNING):
+        assert find_checkpoint("auto", tmp_path) == whole
+    assert "passing over checkpoint-2" in caplog.text
+    assert words in caplog.text
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES)
+def test_a_damaged_checkpoint_named_by_path_is_one_line_with_what_is_wrong(
+    policy: Policy, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    path = save(tmp_path, policy, 1)
+    damage(path)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        find_checkpoint(str(path), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_where_every_checkpoint_is_damaged_nothing_starts_over_quietly(policy: Policy, tmp_path: Path) -> None:
+    truncate(save(tmp_path, policy, 1))
+    with pytest.raises(CheckpointError, match="every checkpoint under"):
+        find_checkpoint("auto", tmp_path)
+
+
+def test_what_a_killed_writer_left_is_no_checkpoint_and_goes_with_the_next_one(policy: Policy, tmp_path: Path) -> None:
+    left = tmp_path / ".checkpoint-7.part"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    assert find_checkpoint("auto", tmp_path) is None
+    save(tmp_path, policy, 8)
+    assert not left.exists()
+
+
 def test_a_damaged_state_is_one_line(policy: Policy, tmp_path: Path) -> None:
     path = save(tmp_path, policy, 1)
     (path / "trainer_state.json").write_text("{}")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_state(path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [("optimizer", "adafactor", "--optimizer adamw, this run has adafactor"), ("lora_alpha", 64, "--lora-alpha 32")],
+)
+def test_settings_that_the_state_hangs_on_may_not_change_over_a_resume(setting: str, value: object, words: str) -> None:
+    before = TrainingConfig(model_name="m", optimizer="adamw", weight_bridge_mode="lora_restart")
+    state = replace(make_state(3), config=before.model_dump(mode="json"))
+    refuse_changed_settings(state, before.model_copy(update={"lr": 1.0}))
+    with pytest.raises(CheckpointError, match=words):
+        refuse_changed_settings(state, before.model_copy(update={setting: value}))
+
+
+def test_a_card_says_what_the_weights_are_and_how_they_were_trained(policy: Policy, tmp_path: Path) -> None:
+    config = TrainingConfig(model_name="m", optimizer="adafactor").model_dump(mode="json")
+    state = replace(make_state(3), config=config)
+    path = save_checkpoint(tmp_path, state, policy, stepped_optimizer(policy), random_state())
+    card = (path / "README.md").read_text()
+    head = yaml.safe_load(card.split("---")[1])
+    assert (head["library_name"], head["base_model"]) == ("transformers", policy.tokenizer_name)
+    assert "step 3" in card
+    assert "| optimizer | adafactor |" in card
 
 
 def test_another_optimizers_state_is_refused_with_the_flag_to_set(policy: Policy, tmp_path: Path) -> None:
@@ -141,3 +238,29 @@ def test_a_large_model_is_written_in_several_files_and_read_back(
             master.zero_()
     restore(path, policy, optimizer)
     assert all(torch.equal(master, before[name]) for name, master in policy.masters.items())
+
+
+def test_an_adapter_is_stored_as_peft_stores_it_and_comes_back_with_its_optimizer(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    options = PolicyOptions(
+        model_name=str(tiny_model), dtype="bfloat16", device="cpu", adapter=AdapterOptions(r=4, dropout=0.1)
+    )
+    policy = load_policy(options)
+    optimizer = stepped_optimizer(policy)
+    path = save_checkpoint(tmp_path, make_state(3), policy, optimizer, random_state())
+    files = {file.name for file in path.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "trainer_state.json", "README.md"} <= files
+    assert not {"model.safetensors", "config.json"} & files
+    fresh = load_policy(options)
+    other = stepped_optimizer(fresh)
+    restore(path, fresh, other)
+    assert all(torch.equal(fresh.masters[name], master) for name, master in policy.masters.items())
+    assert all(master.dtype == torch.float32 for master in fresh.masters.values())
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    foreign = peft.PeftModel.from_pretrained(base, path)
+    stored = peft.get_peft_model_state_dict(foreign)
+    assert all(torch.equal(stored[name], master) for name, master in policy.masters.items())
