@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING
 from atropos_api.common import metric_names as names
 from atropos_api.wire import Batch, RunRequest
 from example_trainer.api import BatchFeed, BrokerSession
-from example_trainer.checkpointing import TrainerState, find_checkpoint, read_state, restore
+from example_trainer.checkpointing import (
+    TrainerState,
+    find_checkpoint,
+    read_state,
+    refuse_changed_settings,
+    restore,
+)
 from example_trainer.data import data_settings, prepare_batch, report_logprobs
 from example_trainer.learning import step_log
 from example_trainer.learning.alignment import Alignment
@@ -91,6 +97,8 @@ class Trainer:
         self._session.wait_until_ready(config.wait_timeout)
         checkpoint = find_checkpoint(config.resume, config.checkpoint_root)
         state = None if checkpoint is None else read_state(checkpoint)
+        if state is not None:
+            refuse_changed_settings(state, config)
         info = self._session.begin(_run_request(config, state))
         self._build()
         progress.version = max(info.highest_policy_version, self._bridge.highest_version())
