@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
 
+from environments.rewards.gold import GoldItem
 from environments.rewards.pairwise import PairwiseReward
 from environments.sdk import APIServerConfig, BaseEnvConfig, EnvironmentsError, ScoredDataGroup, scored_group
 from environments.sdk.config import ServerType
 from environments.sdk.inference.manager import ServerManager
+from environments.sdk.validate import GoldMissing
 from environments.tasks.data import Question
 from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, mean, run_all
 
@@ -130,6 +132,9 @@ class JudgeEnv(QuestionEnv):
 
     def write_answer(self, answer: str) -> str:
         return answer
+
+    def gold_items(self) -> Iterable[GoldItem]:
+        raise GoldMissing("its rewards are another model's opinion, so no gold answer can check them without a model")
 
     async def attempt(self, question: Question) -> dict[str, Any]:
         async with self.server.managed_server() as session:

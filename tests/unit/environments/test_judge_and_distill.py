@@ -15,6 +15,7 @@ from environments.sdk.evaluate import evaluate_alone
 from environments.sdk.inference.manager import ServerManager
 from environments.sdk.process import process
 from environments.sdk.testing import FakeInference, InProcess
+from environments.sdk.validate import GoldMissing, validate
 
 pytestmark = pytest.mark.anyio
 
@@ -54,6 +55,13 @@ def make(tokenizer_folder, data):
 def prefer_longer(text):
     first, second = re.search(r"Answer A:\n(.*)\n\nAnswer B:\n(.*)\n\nGive", text).groups()
     return f"By length: [[{'A' if len(first) > len(second) else 'B'}]]"
+
+
+async def test_validate_says_that_a_judge_cannot_be_checked_and_asks_none(make):
+    env, judge = await make(prefer_longer)
+    with pytest.raises(GoldMissing, match="another model's opinion"):
+        await validate(env)
+    assert judge.requests == []
 
 
 @pytest.mark.parametrize(("both", "requests"), [(True, 6), (False, 3)])
