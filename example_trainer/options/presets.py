@@ -149,7 +149,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 class PresetOptions(BaseModel):
-    """The preset, and what it fills in before anything else looks at the settings."""
+    """A preset; it fills in what is said nowhere else before anything looks at the settings."""
 
     preset: PresetName | None = Field(None, description="Defaults by name, under files and flags.")
 
