@@ -5,7 +5,8 @@
 TRL's `GRPOTrainer._compute_loss` itself runs, on a stand-in for the trainer that hands it the logprobs; its weights for
 the sampler's mismatch come from the statement that makes them in TRL's source. Batches have ratios far from 1,
 advantages of both signs, groups of one (advantage 0) and rows without a trained token. Such rows stay in TRL's mean
-over sequences and leave ours, so where sequences are averaged TRL's figures are multiplied by rows over rows with tokens.
+over sequences and leave ours, so where sequences are averaged TRL's figures are multiplied by all rows over those with
+tokens.
 """
 
 from __future__ import annotations
