@@ -28,6 +28,7 @@ from example_trainer.config import TrainingConfig
 from example_trainer.errors import ModelNotFound
 from example_trainer.options.course import find_environment_option
 from example_trainer.process_environment import settings_from
+from example_trainer.running.run_file import trainer_settings
 
 if TYPE_CHECKING:
     from example_trainer.api import BrokerSession
@@ -93,13 +94,9 @@ def main() -> NoReturn:
 def run(argv: list[str]) -> int:
     """Train as `argv` says; the exit code is 0 when the last step was reached, 128 + signal after a clean stop."""
     refuse_environment_options(argv)
+    settings, own, _ = trainer_settings(argv)
     command = load_config(
-        TrainerCommand,
-        argv,
-        prog=PROG,
-        description=DESCRIPTION,
-        section="trainer",
-        defaults=settings_from(os.environ),
+        TrainerCommand, own, prog=PROG, description=DESCRIPTION, defaults=settings_from(os.environ) | settings
     )
     config = settle_run_dir(TrainingConfig(**command.model_dump(exclude={"dry_run"}, exclude_unset=True)))
     if command.dry_run:

@@ -24,7 +24,7 @@ from atropos_api.common.options import Option, list_options, nested_model
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-RUN_FILE_SECTIONS = frozenset({"trainer", "api", "vllm", "env", "openai", "environments", "teacher"})
+RUN_FILE_SECTIONS = frozenset({"trainer", "api", "vllm", "env", "openai", "environments", "teacher", "modes"})
 
 
 class ConfigError(AtroposError):
@@ -84,7 +84,7 @@ def read_config_file(model: type[BaseModel], path: str, *, section: str | None =
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: expected a mapping at the top, found {type(content).__name__}")
     own = _select_section(model, content, section)
-    return _check_keys(model, own, where=f"--config {path}")
+    return check_keys(model, own, where=f"--config {path}")
 
 
 def validate(model: type[ModelT], values: Mapping[str, Any]) -> ModelT:
@@ -207,7 +207,7 @@ def _select_section(model: type[BaseModel], content: dict[str, Any], section: st
     return content.get(section) or {}
 
 
-def _check_keys(model: type[BaseModel], values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+def check_keys(model: type[BaseModel], values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Field names for the keys, aliases and kebab case included; unknown keys are refused with the nearest field."""
     names = _names_of_fields(model)
     checked: dict[str, Any] = {}
@@ -220,7 +220,7 @@ def _check_keys(model: type[BaseModel], values: Mapping[str, Any], *, where: str
             raise ConfigError(f"{where}: unknown key {key!r}{nearest(str(key), names)}")
         nested = nested_model(model.model_fields[name].annotation)
         deeper = nested is not None and isinstance(value, Mapping)
-        checked[name] = _check_keys(nested, value, where=f"{where}: {name}") if nested and deeper else value
+        checked[name] = check_keys(nested, value, where=f"{where}: {name}") if nested and deeper else value
     return checked
 
 

@@ -1,8 +1,9 @@
 """What a launch is asked to do: run files and flags, sorted by the program they belong to.
 
-A run file has sections `trainer: api: vllm: env: openai:` (or `environments:`, a list). The trainer's flags stand
-bare on the command line; those of the other programs carry their section as a prefix (`--env.group_size 8`). Each
-program checks its own settings; only the trainer's and the launcher's are known here.
+A run file has sections `trainer: api: vllm: env: openai:` (or `environments:`, a list), and `modes:`, which holds what
+of the trainer's settings is another under a weight bridge mode, as full weights and adapters learn at other rates. The
+trainer's flags stand bare on the command line; those of the other programs carry their section as a prefix
+(`--env.group_size 8`). Each program checks its own settings; only the trainer's and the launcher's are known here.
 """
 
 from __future__ import annotations
@@ -15,27 +16,29 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field
 
-from atropos_api.common.cliconfig import ConfigError, load_config, nearest, read_config_file
+from atropos_api.common.cliconfig import ConfigError, check_keys, load_config, nearest, read_config_file
 from example_trainer.config import TrainingConfig
 from example_trainer.options.course import hand_on_environment_options
 from example_trainer.options.presets import environment_settings
 from example_trainer.options.publish import BridgeMode
 
 PREFIXED_SECTIONS = ("api", "vllm", "env", "openai")
-SECTIONS = ("trainer", *PREFIXED_SECTIONS, "environments")
+SECTIONS = ("trainer", *PREFIXED_SECTIONS, "environments", "modes")
 PROG = "atropos-grpo-run"
+_DEFAULT_MODE: BridgeMode = "shared_vllm"
 DESCRIPTION = """Start broker, vLLM, environment and trainer, watch them, and end them together.
 
 The options below are the trainer's and the launcher's own. Options of the other programs carry their section as a
-prefix: --api.port 8002, --vllm.max_model_len 512, --env.group_size 8, --openai.server_type vllm. With --atropos-url
-the broker is yours; without an env section the environments are yours too."""
+prefix: --api.port 8002, --vllm.max_model_len 512, --env.group_size 8, --openai.server_type vllm. --env my_env.py, short
+for --env.server, names the environment. With --atropos-url the broker is yours; without an env section the environments
+are yours too."""
 
 
 class RunConfig(TrainingConfig):
     """The trainer's settings and the launcher's own."""
 
     weight_bridge_mode: BridgeMode = Field(
-        "shared_vllm", description="shared_vllm, lora_only, lora_restart, or none (checkpoint, restart)."
+        _DEFAULT_MODE, description="shared_vllm, lora_only, lora_restart, or none (checkpoint, restart)."
     )
     dry_run: bool = Field(False, description="Print what would run, and start nothing.")
     progress: Literal["auto", "live", "plain"] = Field(
@@ -98,11 +101,9 @@ class RunSettings:
 def read_settings(argv: Sequence[str]) -> RunSettings:
     """Sort `argv` and the files it names; raises `ConfigError` with one line for anything that cannot be used."""
     own, flags = split_section_flags(hand_on_environment_options(argv))
-    paths, own = _split_config_paths(own)
-    trainer: dict[str, Any] = {}
+    trainer, own, paths = trainer_settings(own, default_mode=_DEFAULT_MODE)
     sections: dict[str, Any] = {}
     for path in paths:
-        trainer |= read_config_file(TrainingConfig, path, section="trainer")
         sections = merge(sections, read_sections(path))
     config = load_config(RunConfig, own, prog=PROG, description=DESCRIPTION, defaults=trainer)
     return RunSettings(
@@ -114,12 +115,35 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
     )
 
 
+def trainer_settings(argv: Sequence[str], *, default_mode: str = "none") -> tuple[dict[str, Any], list[str], list[str]]:
+    """What the files in `argv` say of the trainer in the mode that is asked for; the other arguments; the files."""
+    paths, own = _split_config_paths(argv)
+    settings: dict[str, Any] = {}
+    for path in paths:
+        settings |= read_config_file(TrainingConfig, path, section="trainer")
+    mode = _asked_mode(own) or settings.get("weight_bridge_mode", default_mode)
+    for path in paths:
+        differing = (read_sections(path).get("modes") or {}).get(mode) or {}
+        settings |= check_keys(TrainingConfig, differing, where=f"--config {path}, modes.{mode}")
+    return settings, own, paths
+
+
+def _asked_mode(argv: Sequence[str]) -> str | None:
+    """The value of `--weight-bridge-mode`, the last one if there are several."""
+    asked = None
+    for index, argument in enumerate(argv):
+        flag, equals, value = argument.partition("=")
+        if flag.replace("_", "-") == "--weight-bridge-mode":
+            asked = value if equals else next(iter(argv[index + 1 :]), None)
+    return asked
+
+
 def split_section_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, SectionFlags]]:
     """The launcher's own arguments, and those with a section's prefix."""
     own: list[str] = []
     taken: dict[str, list[list[str]]] = {name: [] for name in PREFIXED_SECTIONS}
     current: list[str] | None = None
-    for argument in argv:
+    for argument in map(_written_out, argv):
         if argument.startswith("--"):
             current = _section_of(argument, taken)
             if current is not None:
@@ -149,6 +173,12 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         below = merged.get(key)
         merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
+
+
+def _written_out(argument: str) -> str:
+    """`--env my_env.py` is short for `--env.server my_env.py`."""
+    name, equals, value = argument.partition("=")
+    return f"--env.server{equals}{value}" if name == "--env" else argument
 
 
 def _section_of(argument: str, taken: Mapping[str, list[list[str]]]) -> list[str] | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.running.run_file import read_settings, split_section_flags
+from example_trainer.running.run_file import read_settings, split_section_flags, trainer_settings
 
 RUN_FILE = """
 trainer: {model_name: m, training_steps: 5, lr: 1.0e-4}
@@ -129,3 +129,34 @@ def test_mistakes_in_a_run_file_are_told_with_the_remedy(tmp_path: Path, text: s
     with pytest.raises(ConfigError, match=r"^\S") as error:
         read_settings(["--config", str(path)])
     assert told in str(error.value)
+
+
+MODES = """
+trainer: {model_name: m, lr: 1.0e-4, weight_bridge_mode: shared_vllm}
+modes: {lora_only: {lr: 2.0e-3, lora_r: 64}}
+"""
+
+
+@pytest.mark.parametrize("spelling", [["--weight-bridge-mode", "lora_only"], ["--weight_bridge_mode=lora_only"]])
+def test_a_mode_brings_what_differs_in_it_for_launcher_and_trainer_alike(tmp_path: Path, spelling: list[str]) -> None:
+    path = tmp_path / "modes.yaml"
+    path.write_text(MODES)
+    assert read_settings(["--config", str(path)]).trainer.lr == 1e-4
+    config = read_settings(["--config", str(path), *spelling]).trainer
+    assert (config.lr, config.lora_r) == (2e-3, 64)
+    assert read_settings(["--config", str(path), *spelling, "--lr", "3e-3"]).trainer.lr == 3e-3, "flags win"
+    assert trainer_settings(["--config", str(path), *spelling])[0]["lora_r"] == 64
+
+
+def test_a_misspelt_setting_of_a_mode_is_told_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "modes.yaml"
+    path.write_text(MODES.replace("lora_r", "lora_rank"))
+    with pytest.raises(ConfigError, match=r"modes.lora_only.*lora_rank"):
+        read_settings(["--config", str(path), "--weight-bridge-mode", "lora_only"])
+
+
+@pytest.mark.parametrize("flags", [["--env", "my_env.py"], ["--env=my_env.py"], ["--env.server", "my_env.py"]])
+def test_an_environment_is_named_by_its_file_alone(flags: list[str]) -> None:
+    own, taken = split_section_flags([*flags, "--env.seed", "7", "--seed", "3"])
+    assert own == ["--seed", "3"]
+    assert taken["env"].values == {"server": "my_env.py", "seed": "7"}
