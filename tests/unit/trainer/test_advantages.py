@@ -46,6 +46,23 @@ def test_batch_std_scales_all_groups_alike() -> None:
     assert scaled.std(correction=0).item() == pytest.approx(1.0, rel=1e-5)
 
 
+def test_batch_std_in_trls_form_is_that_of_the_raw_rewards_of_the_batch() -> None:
+    groups = [[0.0, 1.0], [0.0, 10.0]]
+    raw = torch.tensor([0.0, 1.0, 0.0, 10.0]).std(correction=1) + 1e-4
+    scaled = torch.cat(compute_advantages(groups, AdvantageSettings(norm="batch", std="sample")))
+    torch.testing.assert_close(scaled, torch.tensor([-0.5, 0.5, -5.0, 5.0]) / raw)
+
+
+@pytest.mark.parametrize("norm", ["none", "group", "batch"])
+@pytest.mark.parametrize("std", ["sample", "population"])
+def test_p26_a_group_is_centred_by_its_own_prompt_whatever_else_is_in_the_batch(norm: str, std: str) -> None:
+    """Advantages across prompts would reward easy prompts and punish hard ones."""
+    settings = AdvantageSettings(norm=norm, std=std)  # type: ignore[arg-type]
+    hard, easy = compute_advantages([[0.0, 0.2], [0.8, 1.0]], settings)
+    torch.testing.assert_close(hard, easy)
+    assert hard[0] < 0 < hard[1]
+
+
 @pytest.mark.parametrize("norm", ["none", "group", "batch"])
 def test_adding_a_constant_to_all_rewards_changes_nothing(norm: str) -> None:
     settings = AdvantageSettings(norm=norm)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from atropos_api.wire import Batch, Group
 from example_trainer.data import DataSettings, TrainingBatch, find_temperature, prepare_batch, report_logprobs
 from example_trainer.errors import BadBatch, MissingLogprobs
 from example_trainer.objective.advantages import AdvantageSettings
+from example_trainer.objective.overlong import OverlongSettings, overlong_penalty
 
 SETTINGS = DataSettings(max_tokens=16, advantages=AdvantageSettings(norm="none"))
 
@@ -129,6 +130,103 @@ def test_a_sequence_beyond_the_limit_keeps_its_place_in_the_baseline_and_is_coun
     )
     assert batch.counts["overlong"] == 1
     assert batch.targets.advantages.tolist() == [-0.5, -0.5]
+
+
+@pytest.mark.parametrize("value", ["hot", float("nan"), float("inf"), -1.0])
+def test_a_temperature_that_is_none_is_refused_with_its_place(value: Any) -> None:
+    with pytest.raises(BadBatch, match=r"environment 3, sequence 1 .* temperature"):
+        prepare(group(overrides=[None, {"temperature": value}]))
+
+
+def test_each_token_carries_the_temperature_of_its_own_sequence() -> None:
+    batch = prepare(group(generation_params={"temperature": 0.7}, overrides=[{"temperature": 0.9}, None]))
+    assert batch.targets.temperatures.tolist() == pytest.approx([0.9, 0.9, 0.7, 0.7])
+
+
+OVERLONG = OverlongSettings(limit=4, buffer=2, penalty=1.0)
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(1, 0.0), (2, 0.0), (3, -0.5), (4, -1.0), (9, -1.0)])
+def test_the_penalty_for_length_grows_over_the_buffer_before_the_limit(length: int, penalty: float) -> None:
+    assert overlong_penalty(length, OVERLONG) == penalty
+
+
+def answers(*lengths: int, scores: tuple[float, ...]) -> Group:
+    rows = [[5, *range(10, 10 + length)] for length in lengths]
+    return group(
+        scores,
+        tokens=rows,
+        masks=[[-100, *row[1:]] for row in rows],
+        inference_logprobs=[[1.0] + [-0.5] * length for length in lengths],
+    )
+
+
+def test_the_penalty_changes_advantages_and_not_the_rewards_that_are_logged() -> None:
+    settings = DataSettings(max_tokens=16, advantages=AdvantageSettings(norm="none"), overlong=OVERLONG)
+    batch = prepare(answers(1, 4, scores=(1.0, 1.0)), settings=settings)
+    assert batch.targets.advantages.tolist() == [0.5, -0.5, -0.5, -0.5, -0.5]
+    assert batch.rewards == [1.0, 1.0]
+    assert batch.overlong_penalty == -0.5
+
+
+def test_p3_a_masked_cut_off_answer_keeps_its_place_in_the_baseline_and_leaves_forward_and_denominator() -> None:
+    settings = DataSettings(
+        max_tokens=16, advantages=AdvantageSettings(norm="none"), overlong=OverlongSettings(limit=4, mask=True)
+    )
+    batch = prepare(answers(1, 4, 2, scores=(3.0, 0.0, 0.0)), settings=settings)
+    assert batch.counts["truncated"] == 1
+    assert batch.targets.advantages.tolist() == [2.0, -1.0, -1.0]
+    assert len(batch.rows) == 2
+
+
+def test_reference_logprobs_of_the_environment_are_taken_where_it_sends_them() -> None:
+    given = [[0.0, 0.0, -1.5, -2.5], []]
+    targets = prepare(group(ref_logprobs=given)).targets
+    assert targets.reference_logprobs is not None
+    assert targets.reference_logprobs[:2].tolist() == [-1.5, -2.5]
+    assert targets.reference_logprobs[2:].isnan().all()
+    assert prepare(group()).targets.reference_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"ref_logprobs": [[-1.0], [-1.0] * 4]}, "ref_logprobs: 1 values for 4 tokens"),
+        ({"ref_logprobs": [[-1.0, -1.0, float("nan"), -1.0], [-1.0] * 4]}, "nan at trained position 2"),
+        ({"advantages": [[1.0, 2.0], [1.0]]}, "advantages: 2 values for 4 tokens"),
+        ({"distill_token_ids": [[[1]] * 3] * 2, "distill_logprobs": [[[-1.0]] * 3] * 2}, "3 distill_token_ids"),
+        (
+            {"distill_token_ids": [[[1]] * 4] * 2, "distill_logprobs": [[[-1.0, -2.0]] * 4] * 2},
+            "1 distill_token_ids but 2 distill_logprobs",
+        ),
+    ],
+)
+def test_what_an_environment_supplies_must_fit_its_tokens(fields: dict[str, Any], words: str) -> None:
+    settings = DataSettings(max_tokens=16, advantages=AdvantageSettings(), teacher=True)
+    with pytest.raises(BadBatch, match=words):
+        prepare(group(**fields), settings=settings)
+
+
+def test_a_teachers_tokens_lie_at_the_tokens_they_are_about() -> None:
+    ids = [[[1, 2], [1, 2], [7, 3], [8]], [[], [], [7], [9]]]
+    logprobs = [[[-1.0, -2.0], [-1.0, -2.0], [-0.1, -3.0], [-0.2]], [[], [], [-0.3], [-0.4]]]
+    settings = DataSettings(max_tokens=16, advantages=AdvantageSettings(norm="none"), teacher=True)
+    targets = prepare(group(distill_token_ids=ids, distill_logprobs=logprobs), settings=settings).targets
+    assert targets.teacher_ids is not None
+    assert targets.teacher_logprobs is not None
+    assert targets.teacher_ids.tolist() == [[7, 3], [8, 0], [7, 0], [9, 0]]
+    nothing = float("-inf")
+    expected = [[-0.1, -3.0], [-0.2, nothing], [-0.3, nothing], [-0.4, nothing]]
+    torch.testing.assert_close(targets.teacher_logprobs, torch.tensor(expected))
+    assert prepare(group(distill_token_ids=ids, distill_logprobs=logprobs)).targets.teacher_ids is None
+
+
+def test_a_teacher_has_something_to_teach_where_rewards_are_alike() -> None:
+    fields = {"distill_token_ids": [[[7]] * 4] * 2, "distill_logprobs": [[[-1.0]] * 4] * 2}
+    settings = DataSettings(max_tokens=16, advantages=AdvantageSettings(), teacher=True)
+    batch = prepare(group((1.0, 1.0), **fields), settings=settings)
+    assert len(batch.rows) == 2
+    assert batch.targets.advantages.tolist() == [0.0] * 4
 
 
 def test_advantages_from_the_environment_win_over_scores() -> None:

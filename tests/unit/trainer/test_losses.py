@@ -68,6 +68,37 @@ def test_tokens_counted_as_clipped_are_those_without_gradient(advantage: float, 
     assert bool(is_clipped(torch.tensor([ratio]), torch.tensor([advantage]), LossSettings())) is not flows
 
 
+@pytest.mark.parametrize("loss_type", ["dr_grpo", "dapo"])
+@pytest.mark.parametrize(("advantage", "ratio", "flows"), CLIP_TABLE)
+def test_dr_grpo_and_dapo_share_the_clipped_surrogate(
+    loss_type: str, advantage: float, ratio: float, flows: bool
+) -> None:
+    found = gradient(torch.tensor([advantage]), torch.tensor([ratio]), LossSettings(loss_type=loss_type))
+    assert found.item() == pytest.approx(-advantage * ratio if flows else 0.0, rel=1e-5)
+
+
+@pytest.mark.parametrize(("advantage", "ratio", "flows"), CLIP_TABLE)
+def test_gspo_clips_a_sequence_by_its_mean_ratio_and_shares_the_gradient_among_its_tokens(
+    advantage: float, ratio: float, flows: bool
+) -> None:
+    spread = torch.tensor([0.3, -0.5, 0.2])
+    logprobs = (math.log(ratio) + spread - 1.0).requires_grad_()
+    values = inputs(logprobs, torch.full((3,), advantage), sequences=torch.zeros(3).long())
+    token_losses(values, LossSettings(loss_type="gspo")).mean().backward()
+    assert logprobs.grad is not None
+    expected = -advantage * ratio / 3 if flows else 0.0
+    assert logprobs.grad.tolist() == pytest.approx([expected] * 3, rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.1, 0.1), (1.0, 1.0), (4.9, 4.9), (80.0, 5.0)])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_cispo_cuts_the_weight_and_keeps_the_token(ratio: float, weight: float, advantage: float) -> None:
+    settings = LossSettings(loss_type="cispo", cispo_cap=5.0)
+    found = gradient(torch.tensor([advantage]), torch.tensor([ratio]), settings)
+    assert found.item() == pytest.approx(-advantage * weight, rel=1e-5)
+    assert bool(is_clipped(torch.tensor([ratio]), torch.tensor([advantage]), settings)) == (ratio > 5.0)
+
+
 def test_the_two_sides_of_the_clip_can_differ() -> None:
     settings = LossSettings(clip_eps_low=0.1, clip_eps_high=0.3)
     found = gradient(torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.tensor([1.25, 1.35, 0.95, 0.85]), settings)
