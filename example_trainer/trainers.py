@@ -18,31 +18,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atropos_api.common import metric_names as names
 from atropos_api.wire import Batch, RunRequest
 from example_trainer.api import BatchFeed, BrokerSession
-from example_trainer.checkpointing import (
-    TrainerState,
-    find_checkpoint,
-    read_state,
-    refuse_changed_settings,
-    restore,
-)
-from example_trainer.data import data_settings, prepare_batch, report_logprobs
+from example_trainer.checkpointing import TrainerState, find_checkpoint, read_state, refuse_changed_settings
+from example_trainer.data import report_logprobs
 from example_trainer.learning import step_log
-from example_trainer.learning.alignment import Alignment
-from example_trainer.learning.batch_facts import PreparedBatch, describe
-from example_trainer.learning.layout import choose_layout
-from example_trainer.learning.objective import make_objective
+from example_trainer.learning.batch_facts import PreparedBatch
+from example_trainer.learning.stepping import Stepper, make_stepper
 from example_trainer.learning.tail import Progress, Tail
+from example_trainer.running.batch_files import ROLLOUTS, batch_path, write_batch
 from example_trainer.running.health import ANY_SIGN, HealthEvent, HealthMonitor
-from example_trainer.running.optimizers import make_optimizer, optimizer_settings
 from example_trainer.running.trackers import Tracker
-from example_trainer.training import Learner, StopRequestedError, learner_settings
+from example_trainer.training import StopRequestedError
 
 if TYPE_CHECKING:
     from example_trainer.config import TrainingConfig
@@ -72,8 +63,7 @@ class Trainer:
         self._make_tracker = tracker
         self._should_stop = should_stop
         self._health = HealthMonitor()
-        self._learner: Learner
-        self._alignment: Alignment
+        self._stepper: Stepper
         self._tail: Tail
         self._tracker: Tracker
 
@@ -93,7 +83,7 @@ class Trainer:
 
     def set_up(self) -> None:
         """Wait for broker and server, load or resume the policy, and publish the run's first version."""
-        config, progress = self.config, self.progress
+        config = self.config
         self._session.wait_until_ready(config.wait_timeout)
         checkpoint = find_checkpoint(config.resume, config.checkpoint_root)
         state = None if checkpoint is None else read_state(checkpoint)
@@ -101,50 +91,26 @@ class Trainer:
             refuse_changed_settings(state, config)
         info = self._session.begin(_run_request(config, state))
         self._build()
-        progress.version = max(info.highest_policy_version, self._bridge.highest_version())
+        self.progress.version = max(info.highest_policy_version, self._bridge.highest_version())
         if checkpoint is not None and state is not None:
-            self._resume(checkpoint, state)
+            self._stepper.resume(checkpoint, state)
         self._tracker = self._make_tracker(None if state is None else state.step)
         self._tail.publish()
 
     def _build(self) -> None:
         """The policy in place, and what works on it."""
         config = self.config
-        policy = self._bridge.prepare()
-        optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
-        self._learner = Learner(
-            policy,
-            optimizer,
-            learner_settings(config),
-            objective=make_objective(config, policy),
-            layout=choose_layout(policy),
-        )
-        self._alignment = Alignment(
-            self._learner,
-            keep=config.keep_versions,
-            sample_sequences=config.alignment_sample_sequences,
-            seed=config.seed,
-        )
+        self._stepper = stepper = make_stepper(config, self._bridge.prepare())
+        self.progress = stepper.progress
         self._tail = Tail(
             config,
             self.progress,
-            learner=self._learner,
-            alignment=self._alignment,
+            learner=stepper.learner,
+            alignment=stepper.alignment,
             session=self._session,
             bridge=self._bridge,
             should_stop=self._should_stop,
         )
-
-    def _resume(self, checkpoint: Path, state: TrainerState) -> None:
-        objective = restore(checkpoint, self._learner.policy, self._learner.optimizer)
-        if objective is not None:
-            self._learner.objective.load_state(objective)
-        progress = self.progress
-        progress.step = progress.weights_step = progress.committed = progress.checkpointed = state.step
-        progress.version = max(progress.version, state.highest_version)
-        progress.steps_by_version = {int(version): step for version, step in state.steps_by_version.items()}
-        self._learner.updates = state.updates
-        logger.info("resumed from %s: step %d", checkpoint, state.step)
 
     def _train(self) -> bool:
         """The loop over steps; False when a stop was asked for."""
@@ -162,20 +128,9 @@ class Trainer:
         if prepared is None or self._should_stop():
             return False
         clock.fetched()
-        batch = prepared.training
-        older = self._alignment.score_older(batch)
-        result = self._learner.train(
-            batch, before_update=partial(clock.waiting, self._tail.join), should_stop=self._should_stop
-        )
-        metrics = prepared.metrics | step_log.measure(batch, result, self.progress)
-        metrics |= self._alignment.measure(batch, result, older)
-        clock.trained()
-        self._tail.join()
-        self.progress.step = step
-        if result.updates:
-            self.progress.weights_step = step
-            self._alignment.moved()
+        metrics = self._stepper.train(prepared, clock, before_update=self._tail.join, should_stop=self._should_stop)
         self._tail.run(step)
+        batch = prepared.training
         metrics |= clock.metrics(sampled_tokens=sum(batch.response_lengths), trained_tokens=len(batch.targets))
         self._log(step, metrics)
         return self.stopped_by is None
@@ -183,7 +138,7 @@ class Trainer:
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         metrics[names.POLICY_VERSION] = self.progress.version
         metrics |= step_log.publish_metrics(self._tail.report)
-        metrics |= step_log.memory_metrics(self._learner.policy.device)
+        metrics |= step_log.memory_metrics(self._stepper.learner.policy.device)
         self._tracker.log(step, metrics)
         step_log.say(step, self.config.training_steps, metrics)
         for event in self._health.check(step, metrics):
@@ -193,13 +148,14 @@ class Trainer:
                 self.stopped_by = event
 
     def _make_feed(self) -> BatchFeed[PreparedBatch]:
-        settings = data_settings(self.config)
         first = self.progress.step + 1
 
         def prepare(batch: Batch) -> PreparedBatch:
             if batch.number == first:
                 report_logprobs(batch)
-            return describe(batch, prepare_batch(batch, settings))
+            if self.config.save_batches:
+                write_batch(self._batch_path(batch.number), batch)
+            return self._stepper.prepare(batch)
 
         return BatchFeed(
             self._session.get_batch,
@@ -210,6 +166,11 @@ class Trainer:
             should_stop=self._should_stop,
             on_idle=self._tail.publish_if_needed,
         )
+
+    def _batch_path(self, number: int) -> Path:
+        config = self.config
+        directory = config.required_run_dir / ROLLOUTS
+        return batch_path(directory, number, rank=config.trainer_rank, world_size=config.world_size)
 
 
 def _run_request(config: TrainingConfig, state: TrainerState | None) -> RunRequest:

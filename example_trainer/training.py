@@ -1,17 +1,21 @@
 """One batch's training: micro-batches forward and backward, one optimizer step each pass, and what it measured.
 
-Denominators are those of the whole optimizer step, so that splitting it into micro-batches changes nothing. A
-step whose loss or gradient is not finite leaves the weights alone and is counted. A batch in which nothing can be
-learnt passes without forward, backward or optimizer step.
+Denominators are those of the whole optimizer step, so that splitting it into micro-batches, or over ranks, changes
+nothing. A step whose loss or gradient is not finite leaves the weights alone and is counted. A batch in which nothing
+can be learnt passes without forward, backward or optimizer step.
+
+With several ranks each trains the groups it was given. Where the weights are spread over them, every forward and
+backward needs them all: a rank that has run out of micro-batches goes along with an empty one.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,10 +24,18 @@ from atropos_api.common import metric_names as names
 from example_trainer.config import TrainingConfig
 from example_trainer.data import Targets, TrainingBatch
 from example_trainer.errors import TrainingDiverged
+from example_trainer.learning.distributed import Ranks
 from example_trainer.learning.objective import Objective
+from example_trainer.learning.shares import Seen, plan_mini_batches, seen_by_all, step_weights, sum_by_name
 from example_trainer.objective.logprobs import head_of, token_logprobs
-from example_trainer.objective.losses import token_weights
-from example_trainer.objective.packing import LayoutKind, PackedMicroBatch, Row, forward_hidden, pack_rows
+from example_trainer.objective.packing import (
+    LayoutKind,
+    PackedMicroBatch,
+    Row,
+    empty_micro_batch,
+    forward_hidden,
+    pack_rows,
+)
 from example_trainer.running.optimizers import LearningRate, learning_rate, set_lr
 
 if TYPE_CHECKING:
@@ -71,20 +83,31 @@ class StepResult:
 
     updates: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    targets: Targets | None = None
+    """Of all ranks; None where nothing was trained."""
     logprobs: Tensor | None = None
-    """Of the tokens forwarded before any weight moved; NaN for the others."""
+    """Of these tokens, as far as they were forwarded before any weight moved; NaN for the others."""
 
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """Results of one forward over some rows: values at each trained token, and token counts."""
+    """One optimizer step: values at each trained token of this rank, sums over all ranks."""
 
     logprobs: Tensor
     entropies: Tensor
-    loss: float = 0.0
-    terms: dict[str, float] = field(default_factory=dict)
-    useful_tokens: int = 0
-    computed_tokens: int = 0
+    totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """The loss's terms by name, and the counts below."""
+    norm: float = 0.0
+    """Of the gradient, before clipping."""
+    moved: bool = False
+
+    @property
+    def loss(self) -> float:
+        return sum(value for name, value in self.totals.items() if name not in _COUNTS)
+
+
+_USEFUL, _COMPUTED = "useful tokens", "computed tokens"
+_COUNTS = frozenset({_USEFUL, _COMPUTED})
 
 
 class Learner:
@@ -98,12 +121,14 @@ class Learner:
         *,
         objective: Objective,
         layout: LayoutKind,
+        ranks: Ranks | None = None,
     ) -> None:
         self.policy = policy
         self.optimizer = optimizer
         self.settings = settings
         self.objective = objective
         self.layout = layout
+        self.ranks = ranks or Ranks()
         self.updates = 0
         """Optimizer steps taken in the whole run, over resumes; the schedule depends on it."""
         self._nonfinite_in_a_row = 0
@@ -116,32 +141,15 @@ class Learner:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> StepResult:
         """Train one batch. `before_update` is called before the weights change; it may wait for a publish."""
-        result = StepResult(metrics={names.TRAIN_SKIPPED: 0.0 if batch.rows else 1.0})
-        if not batch.rows:
-            self.objective.after_batch(batch.number, result.metrics)
-            return result
-        targets = self.objective.prepare(batch.rows, batch.targets.to(self.policy.device), self.score)
-        parts = [part for _ in range(self.settings.epochs) for part in _split(batch.rows, self.settings.mini_batches)]
-        # A stop is honoured before the first update only: half a batch trained would be in no checkpoint's terms.
-        done = [self._update(parts[0], targets, before_update, should_stop)]
-        done += [self._update(part, targets, lambda: None, lambda: False) for part in parts[1:]]
-        first = done[: min(self.settings.mini_batches, len(batch.rows))]
-        result.updates = sum(stepped for _, _, stepped in done)
-        result.logprobs = done[0][0].logprobs
-        result.metrics |= self.objective.metrics(
-            targets, _merge([each.logprobs for each, _, _ in first]), _merge([each.entropies for each, _, _ in first])
-        )
-        result.metrics |= {
-            names.TRAIN_LOSS: sum(each.loss for each, _, _ in done) / len(done),
-            names.TRAIN_GRAD_NORM: sum(norm for _, norm, _ in done) / len(done),
-            names.TRAIN_LR: self.optimizer.param_groups[0]["lr"],
-            names.TRAIN_NONFINITE: float(len(done) - result.updates),
-            names.PADDED_FRACTION: 1
-            - sum(p.useful_tokens for p, _, _ in done) / sum(p.computed_tokens for p, _, _ in done),
-            names.FORWARD_TOKENS: float(sum(each.computed_tokens for each, _, _ in done)),
-        }
-        for term in done[0][0].terms:
-            result.metrics[f"train/loss_{term}"] = sum(each.terms[term] for each, _, _ in done) / len(done)
+        parts = plan_mini_batches(batch.rows, self.settings.mini_batches, self.ranks)
+        result = StepResult(metrics={names.TRAIN_SKIPPED: 0.0 if parts else 1.0})
+        if parts:
+            targets = self.objective.prepare(batch.rows, batch.targets.to(self.policy.device), self.score)
+            # A stop is honoured before the first update only: half a batch trained would be in no checkpoint's terms.
+            done = [self._update(parts[0], targets, before_update, should_stop)]
+            later = (parts * self.settings.epochs)[1:]
+            done += [self._update(part, targets, lambda: None, lambda: False) for part in later]
+            self._report(result, done, targets, first=done[: len(parts)])
         self.objective.after_batch(batch.number, result.metrics)
         return result
 
@@ -149,84 +157,101 @@ class Learner:
         """Logprobs of all trained tokens of `rows` under the weights in place, NaN elsewhere; no gradients."""
         scored = torch.full((len(targets),), math.nan, device=self.policy.device)
         with torch.no_grad():
-            for micro in self._pack(rows):
+            for micro in self._micro_batches(rows):
                 logprobs, _ = self._forward(micro, targets, targets.labels[micro.target_index])
                 scored[micro.target_index] = logprobs
         return scored
 
     def _update(
         self, rows: Sequence[Row], targets: Targets, before_update: Callable[[], None], should_stop: Callable[[], bool]
-    ) -> tuple[_Pass, float, bool]:
-        """One optimizer step over `rows`: results, gradient norm, and whether the weights moved."""
+    ) -> _Pass:
+        """One optimizer step over `rows`."""
         self.optimizer.zero_grad(set_to_none=True)
         passed = self._accumulate(rows, targets, should_stop)
         self.policy.collect_gradients()
-        norm = self._clip_gradients()
-        if not (math.isfinite(norm) and math.isfinite(passed.loss)):
-            self._count_nonfinite(passed.loss, norm)
-            return passed, norm, False
+        if not self.policy.is_sharded:
+            self.ranks.sum_gradients(self.policy.masters.values())
+        passed.norm = self._clip_gradients()
+        if not (math.isfinite(passed.norm) and math.isfinite(passed.loss)):
+            self._count_nonfinite(passed.loss, passed.norm)
+            return passed
         self._nonfinite_in_a_row = 0
         before_update()
         self.updates += 1
         set_lr(self.optimizer, self.settings.learning_rate.at(self.updates))
         self.optimizer.step()
-        return passed, norm, True
+        passed.moved = True
+        return passed
 
     def _accumulate(self, rows: Sequence[Row], targets: Targets, should_stop: Callable[[], bool]) -> _Pass:
         unknown = torch.full((len(targets),), math.nan, device=self.policy.device)
         passed = _Pass(unknown, unknown.clone())
-        weights = self._weights(rows, len(targets))
-        for micro in self._pack(rows):
+        weights = step_weights(
+            rows, len(targets), self.settings.aggregation, self.settings.constant_length, self.ranks
+        ).to(self.policy.device)
+        for micro in self._micro_batches(rows):
             if should_stop():
                 raise StopRequestedError
-            at = micro.target_index
-            logprobs, entropies = self._forward(micro, targets, self.objective.labels(targets, at))
-            terms = {
-                name: (losses * weights[at]).sum()
-                for name, losses in self.objective.terms(targets, at, logprobs, entropies).items()
-            }
-            loss = torch.stack(list(terms.values())).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            passed.logprobs[at] = logprobs.detach().view(len(at), -1)[:, 0]
-            passed.entropies[at] = entropies.detach()
-            passed.loss += loss.item()
-            for name, term in terms.items():
-                passed.terms[name] = passed.terms.get(name, 0.0) + term.item()
-            passed.useful_tokens += micro.useful_tokens
-            passed.computed_tokens += micro.computed_tokens
+            self._backward(micro, targets, weights, passed)
+        passed.totals = sum_by_name(self.ranks.gather(dict(passed.totals)))
         return passed
 
-    def _forward(self, micro: PackedMicroBatch, targets: Targets, labels: Tensor) -> tuple[Tensor, Tensor]:
-        weight, bias = head_of(self.policy.module)
-        with self.policy.autocast():
-            return token_logprobs(
-                forward_hidden(self.policy.module, micro),
-                weight,
-                micro.hidden_index,
-                labels,
-                targets.temperatures[micro.target_index],
-                bias=bias,
-                chunk_tokens=self.settings.chunk_tokens,
-            )
+    def _backward(self, micro: PackedMicroBatch, targets: Targets, weights: Tensor, passed: _Pass) -> None:
+        """Forward and backward of one micro-batch, added to `passed` and to the gradients."""
+        at = micro.target_index
+        logprobs, entropies = self._forward(micro, targets, self.objective.labels(targets, at))
+        if not len(at):
+            logprobs.sum().backward()  # type: ignore[no-untyped-call]
+            return
+        terms = {
+            name: (losses * weights[at]).sum()
+            for name, losses in self.objective.terms(targets, at, logprobs, entropies).items()
+        }
+        torch.stack(list(terms.values())).sum().backward()  # type: ignore[no-untyped-call]
+        passed.logprobs[at] = logprobs.detach().view(len(at), -1)[:, 0]
+        passed.entropies[at] = entropies.detach()
+        for name, term in terms.items():
+            passed.totals[name] += term.item()
+        passed.totals[_USEFUL] += micro.useful_tokens
+        passed.totals[_COMPUTED] += micro.computed_tokens
 
-    def _pack(self, rows: Sequence[Row]) -> list[PackedMicroBatch]:
+    def _forward(self, micro: PackedMicroBatch, targets: Targets, labels: Tensor) -> tuple[Tensor, Tensor]:
+        temperatures = targets.temperatures[micro.target_index]
+        return self.policy.compute(_logprobs, micro, labels, temperatures, self.settings.chunk_tokens)
+
+    def _micro_batches(self, rows: Sequence[Row]) -> list[PackedMicroBatch]:
+        """The packed `rows`, on every rank as many: their forwards may need each other, and they stop together."""
         device = self.policy.device
         varlen = device.type == "cuda" and self.policy.dtype in {torch.bfloat16, torch.float16}
-        return pack_rows(rows, self.settings.token_budget, device=device, layout=self.layout, varlen=varlen)
-
-    def _weights(self, rows: Sequence[Row], total: int) -> Tensor:
-        """The loss weight of each trained token of this optimizer step; zero for tokens of other mini-batches."""
-        counts = torch.tensor([len(row.targets) for row in rows])
-        own = token_weights(counts, self.settings.aggregation, self.settings.constant_length)
-        weights = torch.zeros(total)
-        for row, values in zip(rows, torch.split(own, counts.tolist()), strict=True):
-            weights[row.first_target : row.first_target + len(row.targets)] = values
-        return weights.to(self.policy.device)
+        packed = pack_rows(rows, self.settings.token_budget, device=device, layout=self.layout, varlen=varlen)
+        missing = self.ranks.most(len(packed)) - len(packed)
+        return packed + [empty_micro_batch(device, layout=self.layout, varlen=varlen)] * missing
 
     def _clip_gradients(self) -> float:
         """The global gradient norm before clipping."""
         limit = self.settings.max_grad_norm or math.inf
-        return float(torch.nn.utils.clip_grad_norm_(self.policy.masters.values(), limit))
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.policy.masters.values(), limit)
+        return float(norm.full_tensor() if self.policy.is_sharded else norm)
+
+    def _report(self, result: StepResult, done: Sequence[_Pass], targets: Targets, *, first: Sequence[_Pass]) -> None:
+        """Fill in what the batch showed: the first pass's values at each token, and means over all optimizer steps."""
+        logprobs, entropies = _merge([each.logprobs for each in first]), _merge([each.entropies for each in first])
+        own = Seen(targets=targets, logprobs=logprobs, entropies=entropies, first_logprobs=done[0].logprobs)
+        seen = seen_by_all(own, self.ranks)
+        result.updates = sum(each.moved for each in done)
+        result.targets, result.logprobs = seen.targets, seen.first_logprobs
+        result.metrics |= self.objective.metrics(seen.targets, seen.logprobs, seen.entropies)
+        computed = sum(each.totals[_COMPUTED] for each in done)
+        result.metrics |= {
+            names.TRAIN_LOSS: sum(each.loss for each in done) / len(done),
+            names.TRAIN_GRAD_NORM: sum(each.norm for each in done) / len(done),
+            names.TRAIN_LR: self.optimizer.param_groups[0]["lr"],
+            names.TRAIN_NONFINITE: float(len(done) - result.updates),
+            names.PADDED_FRACTION: 1 - sum(each.totals[_USEFUL] for each in done) / computed,
+            names.FORWARD_TOKENS: computed,
+        }
+        for term in done[0].totals.keys() - _COUNTS:
+            result.metrics[f"train/loss_{term}"] = sum(each.totals.get(term, 0.0) for each in done) / len(done)
 
     def _count_nonfinite(self, loss: float, norm: float) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -239,11 +264,15 @@ class Learner:
             )
 
 
-def _split(rows: Sequence[Row], parts: int) -> Iterator[Sequence[Row]]:
-    """`parts` runs of whole groups where possible, in batch order; never an empty one."""
-    parts = min(parts, len(rows))
-    for part in range(parts):
-        yield rows[len(rows) * part // parts : len(rows) * (part + 1) // parts]
+def _logprobs(
+    module: Any, micro: PackedMicroBatch, labels: Tensor, temperatures: Tensor, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of `labels` and entropies at a micro-batch's trained tokens, as a forward of `module`."""
+    weight, bias = head_of(module)
+    hidden = forward_hidden(module, micro)
+    return token_logprobs(
+        hidden, weight, micro.hidden_index, labels, temperatures, bias=bias, chunk_tokens=chunk_tokens
+    )
 
 
 def _merge(pieces: Sequence[Tensor]) -> Tensor:

@@ -54,13 +54,14 @@ class Alignment:
             found.append(scored[chosen] - targets.rollout_logprobs[chosen])
         return torch.cat(found) if found else torch.empty(0)
 
-    def measure(self, batch: TrainingBatch, result: StepResult, older: Tensor) -> dict[str, float]:
+    def measure(self, result: StepResult, older: Tensor) -> dict[str, float]:
         """The alignment metrics of a step, from its own forward and from `score_older`."""
         exact = [older.cpu()]
         covered = self._current is not None and not self._learner.policy.has_dropout
-        if result.logprobs is not None and covered:
-            same = (batch.targets.versions == self._current) & ~result.logprobs.cpu().isnan()
-            exact.append(result.logprobs.cpu()[same] - batch.targets.rollout_logprobs[same])
+        if result.targets is not None and result.logprobs is not None and covered:
+            targets, logprobs = result.targets.to(torch.device("cpu")), result.logprobs.cpu()
+            same = (targets.versions == self._current) & ~logprobs.isnan()
+            exact.append(logprobs[same] - targets.rollout_logprobs[same])
         return alignment_metrics(torch.cat(exact))
 
     def _sample(self, batch: TrainingBatch) -> dict[int, list[Row]]:

@@ -56,10 +56,10 @@ def _packing_difference(policy: Policy, layout: LayoutKind) -> float:
         for at, length, first in ((0, 24, 0), (1, 19, 14), (2, 15, 23))
     ]
     states: list[Tensor] = []
-    with torch.no_grad(), policy.autocast():
+    with torch.no_grad():
         kinds: tuple[LayoutKind, LayoutKind] = (layout, "rows")
         for kind in kinds:
             (micro,) = pack_rows(rows, 1 << 20, device=policy.device, layout=kind)
-            hidden = forward_hidden(module, micro).float()
+            hidden = policy.compute(forward_hidden, micro).float()
             states.append(hidden[micro.hidden_index[micro.target_index.argsort()]])
     return float((states[0] - states[1]).abs().max() / states[1].abs().max().clamp(min=1e-6))

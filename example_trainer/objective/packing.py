@@ -104,6 +104,20 @@ def pack_rows(
     return [_pack(units, device, varlen=varlen) for units in planned]
 
 
+def empty_micro_batch(device: torch.device, *, layout: LayoutKind = "shared", varlen: bool = False) -> PackedMicroBatch:
+    """One token that nothing is trained on: its forward and backward go through the whole model and add nothing."""
+    nothing = torch.zeros(0, dtype=torch.long, device=device)
+    tokens = torch.zeros(1, 1, dtype=torch.long, device=device)
+    return PackedMicroBatch(
+        tokens=tokens,
+        positions=torch.zeros_like(tokens),
+        layout=None if layout == "rows" else build_layout([Segment(0, 1)], 1, device, varlen=varlen),
+        hidden_index=nothing,
+        target_index=nothing,
+        useful_tokens=0,
+    )
+
+
 def forward_hidden(module: Any, batch: PackedMicroBatch) -> Tensor:
     """`[T, H]` final hidden states of every computed token, before the output head."""
     backbone = find_backbone(module)

@@ -198,7 +198,7 @@ def test_logprobs_of_the_current_version_align_to_the_noise(tiny_model: Path) ->
     learner, batch = make_learner(tiny_model), make_batch(tiny_model, version=7)
     alignment = Alignment(learner, keep=0, sample_sequences=4, seed=0)
     alignment.published(7)
-    metrics = alignment.measure(batch, learner.train(batch), alignment.score_older(batch))
+    metrics = alignment.measure(learner.train(batch), alignment.score_older(batch))
     assert metrics["alignment/tokens"] == len(batch.targets)
     assert metrics["alignment/diff_max"] < 1e-4
     assert metrics["alignment/diff_abs_mean"] < 5e-6
@@ -213,7 +213,7 @@ def test_older_tokens_are_compared_under_their_own_versions_weights(tiny_model: 
     older = alignment.score_older(batch)
     assert 0 < len(older) < len(batch.targets)
     assert older.abs().max() < 1e-4
-    metrics = alignment.measure(batch, learner.train(batch), older)
+    metrics = alignment.measure(learner.train(batch), older)
     assert metrics["alignment/tokens"] == len(older)
     assert metrics["alignment/diff_max"] < 1e-4
 
@@ -231,7 +231,7 @@ def test_wrong_weights_show_in_the_alignment(tiny_model: Path) -> None:
     alignment = Alignment(learner, keep=0, sample_sequences=0, seed=0)
     learner.train(batch)
     alignment.published(1)
-    assert alignment.measure(batch, learner.train(batch), torch.empty(0))["alignment/diff_max"] > 1e-2
+    assert alignment.measure(learner.train(batch), torch.empty(0))["alignment/diff_max"] > 1e-2
 
 
 def test_an_ordinary_model_gets_the_layout_without_repeated_prompts(policy: Policy) -> None:
