@@ -18,9 +18,15 @@ from torch import Tensor
 
 from atropos_api.client import BrokerClient
 from atropos_api.wire import EnvironmentRequest, Group
+from example_trainer.api import BrokerSession
+from example_trainer.cli import make_trackers
+from example_trainer.config import TrainingConfig
 from example_trainer.data import MASKED, PLACEHOLDER_LOGPROB
+from example_trainer.learning.adapters import AdapterOptions
 from example_trainer.model import Policy, PolicyOptions, load_policy
-from example_trainer.weights.bridge import PublishReport
+from example_trainer.trainers import Trainer
+from example_trainer.weights.bridge import PublishReport, policy_options
+from example_trainer.weights.local import LocalBridge
 
 Reward = Callable[[Sequence[int]], float]
 
@@ -99,8 +105,10 @@ class ServingBridge:
 class Sampler:
     """Samples groups from given weights, with the logprobs under which each token was drawn."""
 
-    def __init__(self, model: Path, *, seed: int = 0, temperature: float = 1.0) -> None:
-        self._policy = load_policy(PolicyOptions(model_name=str(model), dtype="float32", device="cpu"))
+    def __init__(
+        self, model: Path, *, seed: int = 0, temperature: float = 1.0, adapter: AdapterOptions | None = None
+    ) -> None:
+        self._policy = load_policy(PolicyOptions(model_name=str(model), dtype="float32", device="cpu", adapter=adapter))
         self._generator = torch.Generator().manual_seed(seed)
         self._temperature = temperature
         self._vocabulary = int(self._policy.hf_config.vocab_size)
@@ -143,6 +151,27 @@ class Sampler:
             drawn.append(logs.gather(1, token))
             rows = torch.cat([rows, token], dim=1)
         return rows[:, len(prompt) :].tolist(), torch.cat(drawn, dim=1).tolist()
+
+
+def train_recorded(settings: dict[str, Any]) -> None:
+    """A whole trainer, in a process of its own, over what a broker holds; it publishes to nobody.
+
+    `settings` are those of `TrainingConfig`. What a test kills and starts again.
+    """
+    config = TrainingConfig.model_validate(settings)
+    torch.set_num_threads(1)
+    torch.manual_seed(config.seed)
+    session = BrokerSession(BrokerClient(config.atropos_url))
+    trainer = Trainer(
+        config,
+        session=session,
+        bridge=LocalBridge(policy_options(config)),
+        tracker=lambda resumed_step: make_trackers(config, resumed_step),
+    )
+    try:
+        trainer.run()
+    finally:
+        session.close()
 
 
 class RolloutThread:

@@ -80,10 +80,12 @@ class Workbench:
             **settings,
         )
 
-    def record_groups(self, count: int, reward: Reward = even_tokens, *, seed: int = 0) -> list[Group]:
-        """Groups sampled from the base model under version 1."""
+    def record_groups(
+        self, count: int, reward: Reward = even_tokens, *, seed: int = 0, version: int | None = 1
+    ) -> list[Group]:
+        """Groups sampled from the base model, said to be of `version`."""
         sampler, weights = Sampler(self.model, seed=seed), load_policy(self.options).snapshot()
-        return [sampler.sample(weights, 1, reward, group_size=GROUP_SIZE) for _ in range(count)]
+        return [sampler.sample(weights, version, reward, group_size=GROUP_SIZE) for _ in range(count)]
 
     def submit(self, groups: list[Group]) -> None:
         with BrokerClient(self.url) as client:

@@ -1,0 +1,142 @@
+"""A trainer that is killed, again and again, ends where one that was left alone ends.
+
+`ATROPOS_TRAINER_KILLS=10` kills ten times in each case and takes minutes; the default is the short form.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atropos_api.testing import served_broker
+from atropos_api.wire import Group
+from example_trainer.running.trackers import read_metrics
+from example_trainer.testing import train_recorded
+
+from .conftest import Workbench
+
+KILLS = int(os.environ.get("ATROPOS_TRAINER_KILLS", "2"))
+STEPS = 6 + 2 * KILLS
+VOLATILE = ("time/", "perf/", "sync/", "memory/", "timestamp", "policy_version")
+CASES: dict[str, dict[str, Any]] = {
+    "full weights, several updates a batch, an adaptive reference": {
+        "epochs_per_batch": 2,
+        "warmup_steps": 5,
+        "lr_schedule": "cosine",
+        "kl_coef": 0.05,
+        "target_kl": 0.01,
+        "checkpoint_interval": 2,
+        "overlap_publish": True,
+    },
+    "an adapter with dropout": {
+        "weight_bridge_mode": "lora_restart",
+        "lora_target_modules": ["all-linear"],
+        "lora_dropout": 0.1,
+        "optimizer": "adamw_8bit",
+        "checkpoint_interval": 1,
+        "keep_last": 2,
+    },
+    "bf16 weights with stochastic rounding": {
+        "dtype": "bfloat16",
+        "master_weights": "none",
+        "optimizer": "adafactor",
+        "checkpoint_interval": 3,
+    },
+}
+FORKS = multiprocessing.get_context("forkserver")
+"""Imports torch once; the trainers are forks of that process."""
+FORKS.set_forkserver_preload(["example_trainer.testing", "transformers.models.qwen2.modeling_qwen2"])
+
+
+def start(config: Any) -> BaseProcess:
+    process = FORKS.Process(target=train_recorded, args=(config.model_dump(mode="json"),))
+    process.start()
+    return process
+
+
+def finish(config: Any) -> None:
+    process = start(config)
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def kill_in_a_step(config: Any, generator: random.Random) -> int | None:
+    """Start the trainer and kill it some time after a random step that lies ahead; the step, None if it had ended."""
+    path = config.required_run_dir / "metrics.jsonl"
+    target = generator.randrange(len(read_metrics(path)) if path.exists() else 0, STEPS)
+    delay_seconds = generator.uniform(0.0, 0.05)
+    process = start(config)
+    assert process.pid is not None
+    while process.is_alive() and not (path.exists() and path.read_bytes().count(b"\n") >= target):
+        time.sleep(0.002)
+    time.sleep(delay_seconds)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    return target if process.exitcode == -signal.SIGKILL else None
+
+
+def state_at_the_end(directory: Path) -> dict[str, Any]:
+    """Everything in the last checkpoint's tensors, and the small state that is not a matter of the attempt."""
+    from example_trainer.checkpointing import read_state
+    from example_trainer.learning.model_files import read_tensors
+
+    latest = directory / "latest"
+    saved = torch.load(latest / "trainer_state.pt", weights_only=True)
+    state = read_state(latest)
+    return {"tensors": read_tensors(latest), "saved": saved, "step": state.step, "updates": state.updates}
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal to the bit, in whatever they hold."""
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(value, right[key]) for key, value in left.items())
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+def comparable(path: Path) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in line.items() if not name.startswith(VOLATILE)} for line in read_metrics(path)
+    ]
+
+
+def run_alone(bench: Workbench, groups: list[Group], directory: Path, settings: dict[str, Any]) -> None:
+    with served_broker() as url:
+        apart = Workbench(url=url, model=bench.model, directory=directory)
+        apart.submit(groups)
+        finish(apart.config(run_dir=directory, **settings))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_r25_a_trainer_killed_at_random_steps_ends_with_the_weights_and_metrics_of_one_left_alone(
+    bench: Workbench, tmp_path: Path, case: str
+) -> None:
+    """No batch is skipped and none is trained twice: one more or less would show in every bit that follows."""
+    settings = {"training_steps": STEPS, **CASES[case]}
+    groups = bench.record_groups(2 * STEPS, version=None)
+    run_alone(bench, groups, tmp_path / "alone", settings)
+
+    bench.submit(groups)
+    config = bench.config(run_dir=tmp_path / "killed", resume="auto", **settings)
+    generator = random.Random(case)
+    killed = [kill_in_a_step(config, generator) for _ in range(KILLS)]
+    finish(config)
+
+    assert any(step is not None for step in killed)
+    lines = comparable(tmp_path / "killed" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for expected, line in zip(comparable(tmp_path / "alone" / "metrics.jsonl"), lines, strict=True):
+        assert line == expected
+    assert same(state_at_the_end(tmp_path / "alone"), state_at_the_end(tmp_path / "killed"))
