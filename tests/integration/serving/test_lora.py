@@ -36,6 +36,7 @@ def adapters(tiny_qwen2, tmp_path_factory):
 @pytest.fixture(scope="module")
 def lora_server(start_server):
     flags = ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "3", "--max-adapter-mib", "1")
+    flags += ("--chat-template", "{% for message in messages %}{{ message['content'] }}{% endfor %}")
     return start_server(*flags, environ={"ATROPOS_BRIDGE_TOKEN": "known"})
 
 
@@ -112,7 +113,7 @@ class Sender:
         self.version += 1
         noise = self.torch.Generator().manual_seed(self.version)
         tensors = {
-            name: self.torch.randn(tensor.shape, generator=noise) * (0.3 if "lora_A" in name else 0.1)
+            name: self.torch.randn(tensor.shape, generator=noise) * (0.1 if "lora_A" in name else 0.05)
             for name, tensor in self.state().items()
         }
         self.tensors[self.version] = tensors
@@ -146,6 +147,13 @@ def sender(lora_server, tiny_qwen2):
     return Sender(lora_server, tiny_qwen2)
 
 
+def test_r5_successive_adapters_differ_clearly_so_that_exactness_is_decided(sender):
+    assert sender.send().status_code == sender.send().status_code == 200
+    output = [random.Random(1).randrange(2, 250) for _ in range(200)]
+    first, second = (sender.logprobs(sender.version - back, [5, 6], output) for back in (1, 0))
+    assert statistics.fmean(abs(a - b) >= 1e-2 for a, b in zip(first, second, strict=True)) >= 0.9
+
+
 def loaded(server):
     return [adapter["name"] for adapter in server.get("/lora/status")["adapters"]]
 
@@ -162,8 +170,7 @@ def test_r23_an_adapter_sent_as_tensors_is_the_policy_under_the_models_name_on_e
     greedy = lora_server.generate(PROMPT, max_tokens=12, temperature=0, compact=True)["token_ids"][0]
     completion = lora_server.post("/v1/completions", {**named, "prompt": PROMPT}).json()
     assert completion["choices"][0]["token_ids"] == greedy
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    chat = {**named, "messages": [{"role": "user", "content": "abcdef"}], "chat_template": template}
+    chat = {**named, "messages": [{"role": "user", "content": "abcdef"}]}
     said = lora_server.post("/v1/chat/completions", chat).json()
     assert said["model"] == f"policy-v{version}"
     same = lora_server.generate(said["prompt_token_ids"], max_tokens=12, temperature=0, compact=True)

@@ -1,13 +1,20 @@
-"""Mode `none` with a real vLLM: each publish is a checkpoint and a start of the server, proven once."""
+"""Modes `none` and `lora_restart` with a real vLLM: no rollout is lost when one server takes another's place."""
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
 import torch
+from .load import Load
 
+from example_trainer import vllm_manager
+from example_trainer.errors import PublishFailed
+from example_trainer.learning.adapters import AdapterOptions
 from example_trainer.model import PolicyOptions
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weights.proof import _checked, _request, compare, probe_prompts
@@ -16,38 +23,150 @@ from example_trainer.weights.server_client import ServerClient
 
 pytestmark = pytest.mark.vllm
 
+RESTARTS = int(os.environ.get("ATROPOS_RESTARTS", "1"))
+"""Under load, beside the old server; ten are the long form."""
+DECOY = """
+import socket, sys, time
+listening = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+print(flush=True)
+time.sleep(900)
+"""
 
-def test_a_restart_serves_the_new_weights_under_the_new_version_and_leaves_nothing(tiny_qwen2, tmp_path):
+
+def free_port():
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    vllm = VllmOptions(
-        port=port,
-        log_path=tmp_path / "logs" / "vllm.log",
-        served_model_name="policy",
-        tokenizer=str(tiny_qwen2),
-        max_model_len=4096,
-        extra_arguments=("--kv-cache-memory-bytes", str(64 << 20)),
-    )
-    policy_options = PolicyOptions(model_name=str(tiny_qwen2), dtype="float32")
-    bridge = RestartBridge(RestartOptions(policy=policy_options, vllm=vllm, weights_dir=tmp_path / "served"))
+        return free.getsockname()[1]
+
+
+@pytest.fixture
+def bridge_for(tiny_qwen2, tmp_path):
+    """A function that makes a bridge with servers of its own; they are ended with the test, and nothing is left."""
+    made = []
     before = set(psutil.Process().children(recursive=True))
-    try:
-        policy = bridge.prepare()
-        assert bridge.publish(4).version == 4
-        with torch.no_grad():
-            for master in policy.masters.values():
-                master.mul_(1 + 0.3 * torch.randn_like(master))
-        report = bridge.publish(5)
-        assert 0 < report.fence_seconds <= report.seconds
-        assert [path.name for path in (tmp_path / "served").iterdir()] == ["policy-v5"]
-        client = ServerClient(bridge._manager.url)
-        info = client.info()
-        prompt = probe_prompts(300, 512)[3]
-        answer = client.generate(_request(prompt))
-        agreement = compare(policy, [_checked(prompt, answer, version=5, boot_id=info.boot_id)])
-        assert agreement.difference.within(agreement.limit)
-        client.close()
-        assert not bridge.needs_publish()
-    finally:
+
+    def make(*, policy=None, **settings):
+        vllm = VllmOptions(
+            port=free_port(),
+            log_path=tmp_path / "logs" / "vllm.log",
+            served_model_name="policy",
+            tokenizer=str(tiny_qwen2),
+            max_model_len=4096,
+            drain_seconds=1.0,
+            extra_arguments=("--kv-cache-memory-bytes", str(64 << 20)),
+        )
+        options = PolicyOptions(model_name=str(tiny_qwen2), dtype="float32", **(policy or {}))
+        made.append(
+            RestartBridge(RestartOptions(policy=options, vllm=vllm, weights_dir=tmp_path / "served", **settings))
+        )
+        return made[-1]
+
+    yield make
+    for bridge in made:
         bridge.close()
     assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.fixture
+def decoy():
+    """A stranger's process that is called like vLLM, on a port of its own."""
+    command = ["-c", DECOY, str(free_port()), "vllm", "serve", "example_trainer.vllm_api_server"]
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def shift(policy, seed):
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for master in policy.masters.values():
+            master.mul_(1 + 0.3 * torch.randn(master.shape, generator=noise))
+
+
+def agrees(bridge, version):
+    """Whether what the server samples now is of this version, and the trainer computes the same for it."""
+    client = ServerClient(bridge._manager.url)
+    info = client.info()
+    prompt = probe_prompts(300, 512)[3]
+    answer = client.generate(_request(prompt))
+    client.close()
+    agreement = compare(bridge._policy, [_checked(prompt, answer, version=version, boot_id=info.boot_id)])
+    return agreement.difference.within(agreement.limit)
+
+
+def test_no_rollout_is_lost_over_restarts_under_load_and_no_stranger_harmed(
+    bridge_for, decoy, monkeypatch, tmp_path, record_property
+):
+    bridge = bridge_for()
+    policy = bridge.prepare()
+    version = 4
+    assert bridge.publish(version).fence_seconds == 0
+    with Load(bridge._manager.url) as load:
+        for _ in range(RESTARTS):  # the new server starts beside the old one
+            shift(policy, version)
+            version += 1
+            report = bridge.publish(version)
+            assert report.fence_seconds == 0
+            assert agrees(bridge, version)
+        silence_beside = load.longest_silence_seconds
+        monkeypatch.setattr(vllm_manager, "has_room", lambda *_, **__: False)
+        shift(policy, version)
+        version += 1
+        report = bridge.publish(version)  # the old server ends first
+        assert 0 < report.fence_seconds <= report.seconds
+        assert agrees(bridge, version)
+    record_property("rollouts", load.asked)
+    record_property("longest silence with both servers, s", silence_beside)
+    record_property("without a server when one follows the other, s", report.fence_seconds)
+    assert load.errors == []
+    assert len(load.samples) == load.asked
+    assert load.versions() >= {4, version - 1}
+    assert all(len(sample.versions) == 1 for sample in load.samples), "each rollout has one version"
+    assert silence_beside < report.fence_seconds, "nobody waited for the start of the new server"
+    assert [path.name for path in (tmp_path / "served").iterdir()] == [f"policy-v{version}"]
+    assert decoy.poll() is None
+    assert not bridge.needs_publish()
+
+
+def test_a_checkpoint_read_in_place_is_served_by_the_same_process_under_load(bridge_for, tmp_path):
+    bridge = bridge_for(method="reload")
+    policy = bridge.prepare()
+    bridge.publish(1)
+    pid = bridge._manager.pid
+    with Load(bridge._manager.url, output_tokens=200) as load:
+        for version in (2, 3):
+            shift(policy, version)
+            bridge.publish(version)
+            assert agrees(bridge, version)
+    assert bridge._manager.pid == pid
+    assert load.errors == []
+    assert len(load.samples) == load.asked
+    client = ServerClient(bridge._manager.url, bridge._manager.token)
+    refused = client._http.post("/bridge/reload", json={"path": str(tmp_path / "nowhere"), "version": 9})
+    assert refused.status_code == 422
+    assert client.info().torn, "nobody knows what the weights are now, so nothing is served"
+    assert client._http.post("/generate", json={"prompt": [1]}).status_code == 503
+    client.close()
+
+
+def test_lora_restart_serves_each_adapter_from_the_start_of_a_server(bridge_for):
+    adapter = AdapterOptions(r=8, alpha=16, target_modules=("all-linear",))
+    arguments = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "1")
+    bridge = bridge_for(policy={"adapter": adapter}, adapter_arguments=arguments)
+    policy = bridge.prepare()
+    with torch.no_grad():
+        for master in policy.masters.values():
+            master.add_(0.05 * torch.randn(master.shape))
+    bridge.publish(3)
+    assert agrees(bridge, 3)
+
+
+def test_a_server_that_does_not_start_stops_the_run_with_its_log(bridge_for, tmp_path):
+    bridge = bridge_for()
+    bridge.prepare()
+    (tmp_path / "nowhere").mkdir()
+    bridge._write = lambda *_: tmp_path / "nowhere"
+    with pytest.raises(PublishFailed, match=r"(?s)version 1 is not served.*holds no config.json"):
+        bridge.publish(1)

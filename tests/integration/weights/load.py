@@ -1,0 +1,67 @@
+"""Environments at work: rollouts asked for by the SDK's own client, one after the other, until told to stop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Self
+
+import anyio
+
+from environments.sdk.config import APIServerConfig
+from environments.sdk.inference.generation import Sample
+from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.vllm import VllmServer
+
+
+@dataclass
+class Load:
+    """Workers that each ask for one rollout at a time. Every one asked for is either answered or kept as an error."""
+
+    url: str
+    workers: int = 8
+    output_tokens: int = 60
+    asked: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
+    answered_at: list[float] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=anyio.run, args=(self._work,), daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+
+    @property
+    def longest_silence_seconds(self) -> float:
+        """Between two answers, over the whole time."""
+        return max(after - before for before, after in zip(self.answered_at, self.answered_at[1:], strict=False))
+
+    def versions(self) -> set[int | None]:
+        return {version for sample in self.samples for _, _, version in sample.versions}
+
+    async def _work(self) -> None:
+        server = VllmServer(APIServerConfig(base_url=self.url, timeout=120.0), wait_timeout_seconds=120.0)
+        async with anyio.create_task_group() as group:
+            for number in range(self.workers):
+                group.start_soon(self._ask, server, number)
+        await server.channel.aclose()
+
+    async def _ask(self, server: VllmServer, number: int) -> None:
+        sampling = Sampling(max_tokens=self.output_tokens, more={"ignore_eos": True})
+        while not self._stop.is_set():
+            self.asked += 1
+            try:
+                (sample,) = await server.generate([2 + number, 7, 9], sampling, "train")
+                assert len(sample.tokens) == self.output_tokens
+                self.samples.append(sample)
+                self.answered_at.append(time.monotonic())
+            except Exception as error:
+                self.errors.append(error)
+                await anyio.sleep(0.1)
