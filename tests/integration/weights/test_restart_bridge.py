@@ -10,7 +10,6 @@ import sys
 import psutil
 import pytest
 import torch
-from .load import Load
 
 from example_trainer import vllm_manager
 from example_trainer.errors import PublishFailed
@@ -20,6 +19,8 @@ from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weights.proof import _checked, _request, compare, probe_prompts
 from example_trainer.weights.restart import RestartBridge, RestartOptions
 from example_trainer.weights.server_client import ServerClient
+
+from .load import Load
 
 pytestmark = pytest.mark.vllm
 
