@@ -32,6 +32,10 @@ class RunOptions(BaseModel):
         "plain",
         description="cs336: links checkpoint_step_N and final_model beside checkpoint-N, as the course has them.",
     )
+    save_batches: bool = Field(
+        False,
+        description="Keep each batch as it came, in rollouts/batch-N.atb of the run directory, for atropos replay.",
+    )
     keep_last: int = Field(0, ge=0, description="Keep the last K checkpoints; 0 keeps all.")
     resume: str | None = Field(None, description="auto (newest checkpoint, if any) or the path of a checkpoint.")
     atropos_url: str = Field("http://localhost:8000", description="URL of the broker (run-api).")

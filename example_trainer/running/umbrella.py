@@ -12,6 +12,7 @@ VERBS = {
     "doctor": "check versions, packages, memory and ports of this machine; --memory MODEL: which settings fit a GPU",
     "dpo": "FILE: pairs of better and worse rollouts as a data set",
     "env": "VERB: work on environments and their data, see atropos env --help",
+    "replay": "FILE: train one saved batch again, from the checkpoint before it",
     "report": "RUN: print the summary of a run directory and redraw its picture",
     "sft": "FILE: the best rollouts as a data set",
     "top": "URL: watch a broker",
@@ -19,7 +20,7 @@ VERBS = {
 }
 
 
-OWN_HELP = frozenset({"doctor", "dpo", "env", "sft", "top", "view"})
+OWN_HELP = frozenset({"doctor", "dpo", "env", "replay", "sft", "top", "view"})
 
 
 def main() -> NoReturn:
@@ -37,7 +38,16 @@ def run(argv: list[str]) -> int:
     if verb not in OWN_HELP and rest and rest[0] in {"-h", "--help"}:
         sys.stdout.write(f"usage: atropos {verb} {_operand(verb)}\n\n{VERBS[verb]}\n")
         return 0
-    verbs = {"doctor": _doctor, "report": _report, "env": _env, "dpo": _dpo, "sft": _sft, "top": _top, "view": _view}
+    verbs = {
+        "doctor": _doctor,
+        "dpo": _dpo,
+        "env": _env,
+        "replay": _replay,
+        "report": _report,
+        "sft": _sft,
+        "top": _top,
+        "view": _view,
+    }
     return verbs[verb](rest)
 
 
@@ -87,6 +97,12 @@ def _report(rest: list[str]) -> int:
     Console().print(as_table(summary))
     sys.stdout.write(f"{draw(run_dir)}\n")
     return 0
+
+
+def _replay(rest: list[str]) -> int:
+    from example_trainer.running.replay import run as replay
+
+    return replay(rest)
 
 
 def _env(rest: list[str]) -> int:
