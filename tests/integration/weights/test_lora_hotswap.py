@@ -62,7 +62,7 @@ def shift(policy, seed):
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, master in policy.masters.items():
-            master.add_(torch.randn(master.shape, generator=noise) * (0.2 if "lora_A" in name else 0.1))
+            master.copy_(torch.randn(master.shape, generator=noise) * (0.1 if "lora_A" in name else 0.05))
 
 
 def agrees(bridge, version):
