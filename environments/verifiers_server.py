@@ -1,0 +1,268 @@
+r"""Any environment of the `verifiers` library, its rollouts sampled and scored by itself.
+
+    pip install 'verifiers>=0.1.12,<0.3'
+    python environments/verifiers_server.py serve --env.environment wordle --env.environment_options '{"num_games": 9}'
+
+`environment` is the name of an installed environment, or a Python file with a `load_environment`. The library drives
+the chat and its rubric gives the rewards; what it asks its client for goes through a managed session a rollout, so that
+tokens, masks, logprobs and policy versions are the sampled ones. A rollout that the library reports as failed is tried
+again and never trained on as a reward of 0.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, field_validator
+
+from environments.sdk import (
+    APIServerConfig,
+    BaseEnv,
+    BaseEnvConfig,
+    EnvironmentsError,
+    ManagedSession,
+    ScoredDataGroup,
+    scored_group,
+)
+from environments.sdk.errors import InferenceRefused
+from environments.sdk.session.adapter import ManagedServerAdapter
+from environments.tasks.question_env import mean, run_all
+
+PIP_LINE = "pip install 'verifiers>=0.1.12,<0.3'"
+TOO_LONG = ("context length", "maximum model length", "max_model_len")
+
+
+class VerifiersMissing(EnvironmentsError):
+    """The package is not installed, or has no such environment with such settings."""
+
+
+class VerifiersRolloutFailed(EnvironmentsError):
+    """The library reports that a rollout came to nothing."""
+
+    ends_server = False
+
+
+class VerifiersEnvConfig(BaseEnvConfig):
+    """Which environment, with which settings of its own."""
+
+    environment: str = Field("", description="name of an installed verifiers environment, or a Python file with one")
+    environment_options: str = Field("{}", description="what its load_environment takes, as JSON")
+    max_new_tokens: int = Field(1024, ge=1, description="tokens that one turn may sample")
+    temperature: float = Field(1.0, gt=0, description="temperature of training rollouts")
+    eval_problems: int = Field(100, ge=1, description="problems in an evaluation")
+    eval_temperature: float = Field(0.0, ge=0, description="temperature of evaluations; 0: greedy")
+    seed: int = Field(0, description="seed of the order of problems")
+
+    @field_validator("environment_options")
+    @classmethod
+    def _is_json_object(cls, text: str) -> str:
+        if not isinstance(json.loads(text), dict):
+            raise ValueError("environment_options must be a JSON object")  # noqa: TRY004 - pydantic reports ValueError
+        return text
+
+
+class VerifiersEnv(BaseEnv):
+    """An environment of the verifiers library."""
+
+    name = "verifiers"
+    env_config_cls = VerifiersEnvConfig
+    config: VerifiersEnvConfig
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:
+        return VerifiersEnvConfig(group_size=8), APIServerConfig(server_type="vllm", num_requests_for_eval=256)
+
+    async def setup(self) -> None:
+        self.items_taken = 0
+        self.inner = load_environment(self.config)
+        self.problems: Any = () if self.evaluation_only else self.inner.get_dataset(seed=self.config.seed)
+
+    async def get_next_item(self) -> dict[str, Any]:
+        self.items_taken += 1
+        return dict(self.problems[(self.items_taken - 1) % len(self.problems)])
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        super().save_checkpoint(step, {"items_taken": self.items_taken, **(data or {})})
+
+    async def collect_trajectories(self, item: dict[str, Any]) -> tuple[ScoredDataGroup | None, list[Any]]:
+        async with Rollouts(self) as rollouts:
+            outputs = await rollouts.run([item] * self.config.group_size, self.config.temperature)
+            scored = [(node, output) for output in outputs for node in rollouts.session_of(output).nodes]
+            if not scored:
+                return None, []
+            group = scored_group([node for node, _ in scored], [output["reward"] for _, output in scored])
+            if len(scored) != self.config.group_size:
+                # A chat that does not go on from what was sampled is a sequence of its own, with the same reward.
+                group["group_overrides"] = {"group_size": len(scored)}
+            return group, []
+
+    async def evaluate(self, *_: Any, **__: Any) -> None:
+        started = time.time()
+        problems = self.inner.get_eval_dataset(n=self.config.eval_problems)
+        samples = await run_all([partial(self.attempt, dict(problem)) for problem in problems])
+        metrics = sorted({name for sample in samples for name in sample["metrics"]})
+        await self.evaluate_log(
+            {
+                "eval/reward": mean(sample["reward"] for sample in samples),
+                **{
+                    f"eval/{name}": mean(s["metrics"][name] for s in samples if name in s["metrics"])
+                    for name in metrics
+                },
+            },
+            start_time=started,
+            generation_parameters={
+                "temperature": self.config.eval_temperature,
+                "max_new_tokens": self.config.max_new_tokens,
+            },
+            samples=samples,
+        )
+
+    async def attempt(self, problem: dict[str, Any]) -> dict[str, Any]:
+        """One evaluated rollout as a sample to read."""
+        async with Rollouts(self) as rollouts:
+            (output,) = await rollouts.run([problem], self.config.eval_temperature)
+            return {
+                "example_id": output["example_id"],
+                "gold": output.get("answer"),
+                "text": "".join(node.full_text for node in rollouts.session_of(output).nodes[-1:]),
+                "reward": output["reward"],
+                "metrics": dict(output.get("metrics") or {}),
+                "stop_condition": output.get("stop_condition"),
+            }
+
+
+class Rollouts:
+    """Rollouts that run together: the library's client, which answers each of them from a session of its own."""
+
+    def __init__(self, env: VerifiersEnv) -> None:
+        self._env = env
+        self._sessions: dict[str, ManagedSession] = {}
+        self._failures: list[Exception] = []
+        self._opened = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._opened.aclose()
+
+    async def run(self, problems: Sequence[Mapping[str, Any]], temperature: float) -> list[dict[str, Any]]:
+        """What the library made of each problem, in their order; raises when one of them failed."""
+        inner, config = self._env.inner, self._env.config
+        sampling = {**(inner.sampling_args or {}), "temperature": temperature, "max_tokens": config.max_new_tokens}
+        sampling.pop("n", None)  # a rollout is one answer after another
+        outputs: list[dict[str, Any]] = await inner.run_group(
+            [dict(problem) for problem in problems],
+            make_client(self, inner.message_type),
+            self._env.server.config.model_name,
+            sampling,
+            state_columns=["trajectory_id"],
+        )
+        self._raise_failures(outputs)
+        return outputs
+
+    def session_of(self, output: Mapping[str, Any]) -> ManagedSession:
+        return self._sessions[output["trajectory_id"]]
+
+    async def adapter(self, trajectory_id: str) -> ManagedServerAdapter:
+        """The look-alike of OpenAI's client for one rollout."""
+        session = self._sessions.get(trajectory_id)
+        if session is None:
+            session = await self._opened.enter_async_context(self._env.server.managed_server())
+            self._sessions[trajectory_id] = session
+        return ManagedServerAdapter(session)
+
+    def note_failure(self, error: Exception) -> None:
+        """Keep what the library would wrap, so that it is raised as what it is."""
+        self._failures.append(error)
+
+    def _raise_failures(self, outputs: Sequence[Mapping[str, Any]]) -> None:
+        if self._failures:
+            raise self._failures[0]
+        for output in outputs:
+            reason = output.get("error") or (output["trajectory_id"] not in self._sessions and "it asked for no answer")
+            if reason:
+                raise VerifiersRolloutFailed(f"a rollout of {self._env.config.environment} failed: {reason}")
+
+
+def make_client(rollouts: Rollouts, message_type: str) -> Any:
+    """A client of the library, of the kind that speaks chat or text completions, over managed sessions."""
+    clients, errors = import_module("verifiers.clients"), import_module("verifiers.errors")
+    kind = clients.OpenAICompletionsClient if message_type == "completion" else clients.OpenAIChatCompletionsClient
+
+    class SessionClient(kind):  # type: ignore[misc, valid-type]
+        """Sends each rollout's requests to its session."""
+
+        async def get_native_response(
+            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any
+        ) -> Any:
+            one = kind(await rollouts.adapter(more["state"]["trajectory_id"]))
+            try:
+                return await one.get_native_response(prompt, model, sampling_args, tools, **more)
+            except InferenceRefused as error:
+                if any(words in str(error) for words in TOO_LONG):
+                    raise errors.OverlongPromptError(str(error)) from error
+                rollouts.note_failure(error)
+                raise
+            except Exception as error:
+                rollouts.note_failure(error)
+                raise
+
+        async def raise_from_native_response(self, response: Any) -> None:
+            """A model that ends at once has answered, with nothing: the rubric says what that is worth."""
+
+    return SessionClient(None)
+
+
+def load_environment(config: VerifiersEnvConfig) -> Any:
+    """The library's environment, which must not decide what this process does on a signal."""
+    if not config.environment:
+        raise VerifiersMissing("name one: --env.environment NAME, or a Python file with a load_environment")
+    try:
+        package = import_module("verifiers")
+    except ImportError as error:
+        raise VerifiersMissing(f"this environment needs verifiers: {PIP_LINE}") from error
+    if not hasattr(package, "load_environment"):
+        raise VerifiersMissing(f"verifiers {package.__version__} has another interface: {PIP_LINE}")
+    options = json.loads(config.environment_options)
+    try:
+        with _own_signals():
+            if config.environment.endswith(".py"):
+                return _module_of(Path(config.environment)).load_environment(**options)
+            return package.load_environment(config.environment, **options)
+    except (ImportError, AttributeError, TypeError, ValueError, OSError, RuntimeError) as error:
+        raise VerifiersMissing(f"the environment {config.environment!r} cannot be loaded: {error}") from error
+
+
+def _module_of(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # classes inside of it look for their module by name
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    VerifiersEnv.cli()
