@@ -165,8 +165,9 @@ def prepare_batch(batch: Batch, settings: DataSettings) -> TrainingBatch:
     for group, rewards, values, candidates in zip(
         batch.groups, scores, compute_advantages(scores, settings.advantages), read, strict=True
     ):
+        signal = _has_signal(rewards, candidates, settings)
         for index, candidate in enumerate(candidates):
-            cause = _why_left_out(group, rewards, candidate, index, settings)
+            cause = _why_left_out(group, candidate, index, signal, settings)
             if cause is None:
                 candidate.advantage = float(values[index])
                 kept.append(candidate)
@@ -274,28 +275,30 @@ def _versions(group: Group, index: int, length: int) -> IntArray:
     return versions
 
 
-def _why_left_out(
-    group: Group, rewards: Sequence[float], candidate: _Candidate, index: int, settings: DataSettings
-) -> str | None:
+def _why_left_out(group: Group, candidate: _Candidate, index: int, signal: bool, settings: DataSettings) -> str | None:
     override = group.overrides[index] if group.overrides and index < len(group.overrides) else None
     zeroed = bool(override and override.get("set_advantage_to_zero"))
     causes = (
         (not len(candidate.targets), "no_trained_token"),
         (zeroed, "zeroed"),
-        (not _has_signal(rewards, candidate, settings), "no_signal"),
+        (not signal, "no_signal"),
         (len(candidate.tokens) > settings.max_tokens, "overlong"),
         (settings.overlong.mask and is_truncated(len(candidate.targets), settings.overlong), "truncated"),
     )
     return next((cause for holds, cause in causes if holds), None)
 
 
-def _has_signal(rewards: Sequence[float], candidate: _Candidate, settings: DataSettings) -> bool:
-    """Whether anything moves the policy here: a teacher always does, advantages where one is not 0."""
-    if candidate.teacher is not None:
+def _has_signal(rewards: Sequence[float], candidates: Sequence[_Candidate], settings: DataSettings) -> bool:
+    """Whether anything in a group moves the policy: a teacher always does, advantages where one is not 0.
+
+    A group is judged whole: a sequence whose own advantage is 0 belongs to the average that the others are part of.
+    """
+    if any(candidate.teacher is not None for candidate in candidates):
         return True
-    if candidate.advantages is not None:
-        return bool(np.any(candidate.advantages))
-    return has_signal(rewards, settings.advantages)
+    supplied = [candidate.advantages for candidate in candidates if candidate.advantages is not None]
+    if any(bool(np.any(values)) for values in supplied):
+        return True
+    return len(supplied) < len(candidates) and has_signal(rewards, settings.advantages)
 
 
 def _shuffle_advantages(kept: Sequence[_Candidate], seed: int, batch_number: int) -> None:

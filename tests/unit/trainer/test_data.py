@@ -221,6 +221,13 @@ def test_a_teachers_tokens_lie_at_the_tokens_they_are_about() -> None:
     assert prepare(group(distill_token_ids=ids, distill_logprobs=logprobs)).targets.teacher_ids is None
 
 
+def test_p27_a_group_is_judged_whole_where_the_environment_supplies_advantages() -> None:
+    """A sequence with advantage 0 stays in the average of a group whose others have one; a group of zeros leaves."""
+    mixed = prepare(group((1.0, 1.0), advantages=[[0.0], [2.0]]))
+    assert (len(mixed.rows), mixed.counts["no_signal"]) == (2, 0)
+    assert prepare(group((1.0, 0.0), advantages=[[0.0], [0.0]])).counts["no_signal"] == 2
+
+
 def test_a_teacher_has_something_to_teach_where_rewards_are_alike() -> None:
     fields = {"distill_token_ids": [[[7]] * 4] * 2, "distill_logprobs": [[[-1.0]] * 4] * 2}
     settings = DataSettings(max_tokens=16, advantages=AdvantageSettings(), teacher=True)
