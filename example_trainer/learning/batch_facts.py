@@ -25,7 +25,11 @@ class PreparedBatch:
     """A batch ready to train, and what is known of it beforehand."""
 
     training: TrainingBatch
+    """What this process trains on."""
+    whole: TrainingBatch
+    """All of the batch; the same where there is one process."""
     metrics: dict[str, float]
+    """Of all of it."""
 
 
 def describe(batch: Batch, training: TrainingBatch) -> PreparedBatch:
@@ -36,7 +40,7 @@ def describe(batch: Batch, training: TrainingBatch) -> PreparedBatch:
     metrics[names.RESPONSE_REPETITION] = repetition(answers)
     metrics |= _share_metrics(training, sum(lengths))
     metrics |= _environment_metrics(batch.groups)
-    return PreparedBatch(training=training, metrics=metrics)
+    return PreparedBatch(training=training, whole=training, metrics=metrics)
 
 
 def repetition(answers: Iterable[NDArray[np.int64]], ngram_tokens: int = NGRAM_TOKENS) -> float:
