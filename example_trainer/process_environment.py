@@ -11,7 +11,10 @@ MIXED_PRECISION = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 def settings_from(environment: Mapping[str, str]) -> dict[str, object]:
-    """Rank, number of processes, device and dtype as far as the variables set them."""
+    """Rank, number of processes, device and dtype as far as the variables set them.
+
+    Which GPU of its host a process takes follows from `LOCAL_RANK` when the processes meet.
+    """
     settings: dict[str, object] = {}
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision in MIXED_PRECISION:
@@ -21,8 +24,6 @@ def settings_from(environment: Mapping[str, str]) -> dict[str, object]:
     if int(environment.get("WORLD_SIZE", "1")) > 1:
         settings["world_size"] = int(environment["WORLD_SIZE"])
         settings["trainer_rank"] = int(environment.get("RANK", "0"))
-        if "device" not in settings:
-            settings["device"] = f"cuda:{environment.get('LOCAL_RANK', '0')}"
     return settings
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from example_trainer.checkpointing import TrainerState, find_checkpoint, read_st
 from example_trainer.data import report_logprobs
 from example_trainer.learning import step_log
 from example_trainer.learning.batch_facts import PreparedBatch
+from example_trainer.learning.distributed import Ranks
 from example_trainer.learning.stepping import Stepper, make_stepper
 from example_trainer.learning.tail import Progress, Tail
 from example_trainer.running.batch_files import ROLLOUTS, batch_path, write_batch
@@ -53,8 +55,10 @@ class Trainer:
         bridge: WeightBridge,
         tracker: Callable[[int | None], Tracker],
         should_stop: Callable[[], bool] = lambda: False,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config
+        self._ranks = ranks or Ranks()
         self.progress = Progress()
         self.stopped_by: HealthEvent | None = None
         """The sign that ended the run, where `--stop-on` asks for that."""
@@ -85,7 +89,7 @@ class Trainer:
         """Wait for broker and server, load or resume the policy, and publish the run's first version."""
         config = self.config
         self._session.wait_until_ready(config.wait_timeout)
-        checkpoint = find_checkpoint(config.resume, config.checkpoint_root)
+        checkpoint = self._ranks.lead(lambda: find_checkpoint(config.resume, config.checkpoint_root))
         state = None if checkpoint is None else read_state(checkpoint)
         if state is not None:
             refuse_changed_settings(state, config)
@@ -100,7 +104,7 @@ class Trainer:
     def _build(self) -> None:
         """The policy in place, and what works on it."""
         config = self.config
-        self._stepper = stepper = make_stepper(config, self._bridge.prepare())
+        self._stepper = stepper = make_stepper(config, self._bridge.prepare(), self._ranks)
         self.progress = stepper.progress
         self._tail = Tail(
             config,
@@ -109,7 +113,7 @@ class Trainer:
             alignment=stepper.alignment,
             session=self._session,
             bridge=self._bridge,
-            should_stop=self._should_stop,
+            should_stop=self._all_should_stop,
         )
 
     def _train(self) -> bool:
@@ -124,18 +128,39 @@ class Trainer:
 
     def _step(self, step: int, feed: BatchFeed[PreparedBatch]) -> bool:
         clock = step_log.StepClock()
-        prepared = feed.take(step)
-        if prepared is None or self._should_stop():
+        prepared = self._take(step, feed)
+        if self._ranks.any(prepared is None or self._should_stop()):
             return False
+        assert prepared is not None
         clock.fetched()
-        metrics = self._stepper.train(prepared, clock, before_update=self._tail.join, should_stop=self._should_stop)
+        metrics = self._stepper.train(prepared, clock, before_update=self._tail.join, should_stop=self._all_should_stop)
         self._tail.run(step)
-        batch = prepared.training
-        metrics |= clock.metrics(sampled_tokens=sum(batch.response_lengths), trained_tokens=len(batch.targets))
-        self._log(step, metrics)
+        whole = prepared.whole
+        metrics |= clock.metrics(sampled_tokens=sum(whole.response_lengths), trained_tokens=len(whole.targets))
+        self.stopped_by = self._ranks.lead(partial(self._log, step, metrics))
         return self.stopped_by is None
 
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
+    def _take(self, step: int, feed: BatchFeed[PreparedBatch]) -> PreparedBatch | None:
+        """Batch `step`, once rank 0 has its share of it; until then the others publish with it where a server asks."""
+        if self._ranks.is_main:
+            prepared = feed.take(step)
+            self._ranks.lead(lambda: False)
+            return prepared
+        while self._ranks.lead(lambda: True):
+            self._tail.publish()
+        return feed.take(step)
+
+    def _while_waiting(self) -> None:
+        if self._ranks.is_main and self._tail.needs_publish():
+            self._ranks.lead(lambda: True)
+            self._tail.publish()
+
+    def _all_should_stop(self) -> bool:
+        return self._ranks.any(self._should_stop())
+
+    def _log(self, step: int, metrics: dict[str, float]) -> HealthEvent | None:
+        """Write down a step; the sign of trouble that is to end the run, if there is one."""
+        stopped_by = None
         metrics[names.POLICY_VERSION] = self.progress.version
         metrics |= step_log.publish_metrics(self._tail.report)
         metrics |= step_log.memory_metrics(self._stepper.learner.policy.device)
@@ -145,7 +170,8 @@ class Trainer:
             logger.warning("step %d: %s; %s", step, event.message, event.advice)
             self._tracker.event(event)
             if {ANY_SIGN, event.sign} & set(self.config.stop_on or ()):
-                self.stopped_by = event
+                stopped_by = event
+        return stopped_by
 
     def _make_feed(self) -> BatchFeed[PreparedBatch]:
         first = self.progress.step + 1
@@ -155,7 +181,7 @@ class Trainer:
                 report_logprobs(batch)
             if self.config.save_batches:
                 write_batch(self._batch_path(batch.number), batch)
-            return self._stepper.prepare(batch)
+            return self._stepper.prepare(batch, self._session.whole_batch(batch))
 
         return BatchFeed(
             self._session.get_batch,
@@ -164,7 +190,7 @@ class Trainer:
             prefetch=self.config.prefetch,
             timeout_seconds=self.config.batch_timeout,
             should_stop=self._should_stop,
-            on_idle=self._tail.publish_if_needed,
+            on_idle=self._while_waiting,
         )
 
     def _batch_path(self, number: int) -> Path:

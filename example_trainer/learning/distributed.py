@@ -126,7 +126,7 @@ def joined_ranks(
         return
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(_local_device(rank))
+        torch.cuda.set_device(_gpu(device, rank))
     _require_meeting_point(init_method, world_size)
     timeout = timedelta(seconds=timeout_seconds)
     try:
@@ -148,9 +148,10 @@ def joined_ranks(
         dist.destroy_process_group()
 
 
-def _local_device(rank: int) -> int:
-    """The GPU of this process on its host: as the starter says, else one after the other."""
-    return int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
+def _gpu(device: str, rank: int) -> int:
+    """The GPU of this process on its host: the one it names, else as the starter says, else one after the other."""
+    named = torch.device("cuda" if device == "auto" else device).index
+    return int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())) if named is None else named
 
 
 def _require_meeting_point(init_method: str, world_size: int) -> None:

@@ -8,9 +8,8 @@ inside `ShardedPolicy.gathered`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -56,9 +55,7 @@ class ShardedPolicy(Policy):
         self._whole = {}
         try:
             for name in self._places:
-                tensor = whole(self._current(name).detach())
-                if is_main:
-                    self._whole[name] = tensor
+                self._whole[name] = whole(self._current(name).detach(), keep=is_main)
             yield
         finally:
             self._whole = None
@@ -86,23 +83,24 @@ class ShardedPolicy(Policy):
         return self._whole[name]
 
 
-@dataclass(frozen=True, slots=True)
 class WholeState:
-    """An optimizer's state as one process would have it, in host memory; what a checkpoint holds."""
+    """An optimizer's state as one process would have it, in the host memory of rank 0: what a checkpoint holds."""
 
-    state: dict[str, Any]
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._state: dict[str, Any] = whole(optimizer.state_dict(), keep=dist.get_rank() == 0)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.state
+        return self._state
 
 
-def whole(value: Any) -> Any:
-    """`value` with every sharded tensor in it gathered to host memory, by all ranks together."""
+def whole(value: Any, *, keep: bool) -> Any:
+    """`value` with every sharded tensor in it gathered by all ranks together, into host memory where it is kept."""
     if isinstance(value, DTensor):
-        return value.full_tensor().cpu()
+        gathered = value.full_tensor()
+        return gathered.cpu() if keep else None
     if isinstance(value, dict):
-        return {key: whole(item) for key, item in value.items()}
-    return [whole(item) for item in value] if isinstance(value, list) else value
+        return {key: whole(item, keep=keep) for key, item in value.items()}
+    return [whole(item, keep=keep) for item in value] if isinstance(value, list) else value
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -113,9 +111,10 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def shard_optimizer_state(state: Mapping[str, Any], parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
+def shard_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of a checkpoint, with what belongs to a parameter element by element spread as the parameter is."""
     spread: dict[Any, Any] = {}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         own = state["state"].get(index)
         if own is not None:

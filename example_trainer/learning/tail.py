@@ -18,6 +18,7 @@ from example_trainer.api import BackgroundCall, BrokerSession
 from example_trainer.checkpointing import (
     ObjectiveState,
     RandomState,
+    Stateful,
     TrainerState,
     link_as_course,
     random_state,
@@ -101,14 +102,15 @@ class Tail:
         self._take_version()
         self._publish_taken()
 
-    def publish_if_needed(self) -> None:
+    def needs_publish(self) -> bool:
         """While a batch is awaited: a server that has restarted serves nothing until it is published to again."""
         if self._running is not None and not self._running.wait(0):
-            return
+            return False
         self.join()
-        if self._bridge.needs_publish():
-            logger.info("the server has no policy; publishing again")
-            self.publish()
+        if not self._bridge.needs_publish():
+            return False
+        logger.info("the server has no policy; publishing again")
+        return True
 
     def finish(self, finished: bool) -> None:
         """The final checkpoint, also of a run that is stopped early; only a finished run ends at the broker."""
@@ -197,18 +199,33 @@ class Tail:
         )
 
     def _save(self, state: TrainerState, random: RandomState, objective: ObjectiveState) -> None:
-        learner, config = self._learner, self._config
+        learner = self._learner
+        optimizer, objective = _whole_state(learner, objective)
+        with learner.policy.gathered():
+            learner.ranks.lead(partial(self._write, state, optimizer, random, objective))
+        self._progress.checkpointed = state.step
+
+    def _write(self, state: TrainerState, optimizer: Stateful, random: RandomState, objective: ObjectiveState) -> None:
+        config = self._config
         path = save_checkpoint(
             config.checkpoint_root,
             state,
-            learner.policy,
-            learner.optimizer,
+            self._learner.policy,
+            optimizer,
             random,
             objective=objective,
             keep_last=config.keep_last,
         )
-        self._progress.checkpointed = state.step
         logger.info("wrote %s", path)
         if config.checkpoint_names == "cs336":
             last = state.step == config.training_steps
             link_as_course(config.checkpoint_root, final=path.name if last else None)
+
+
+def _whole_state(learner: Learner, objective: ObjectiveState) -> tuple[Stateful, ObjectiveState]:
+    """The state of optimizer and objective as a checkpoint holds them, gathered where it is spread over ranks."""
+    if not learner.policy.is_sharded:
+        return learner.optimizer, objective
+    from example_trainer.learning.sharding import WholeState, whole
+
+    return WholeState(learner.optimizer), whole(objective, keep=learner.ranks.is_main)

@@ -41,6 +41,11 @@ class BatchOptions(BaseModel):
         json_schema_extra=aliases("epochs_per_rollout_batch", "ppo_epochs"),
     )
     mini_batches: int = Field(1, ge=1, description="Optimizer steps per pass over a batch.")
+    reshard_after_forward: bool = Field(
+        True,
+        description="With several ranks: let go of a layer's gathered weights between forward and backward; less "
+        "memory, one more gathering.",
+    )
     prefetch: bool = Field(True, description="Fetch batch n+1 while batch n trains.")
     logprob_chunk_tokens: int = Field(
         1024, ge=1, description="Tokens per chunk of the logprob head; bounds its memory."

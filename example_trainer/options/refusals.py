@@ -35,6 +35,7 @@ def reason_to_refuse(config: TrainingConfig) -> str | None:
     """The first reason why these settings cannot work together, or None."""
     rules: tuple[Callable[[TrainingConfig], str | None], ...] = (
         _refuse_general,
+        _refuse_ranks,
         _refuse_shared,
         _refuse_adapter_settings,
         _refuse_lora,
@@ -49,13 +50,6 @@ def _refuse_general(config: TrainingConfig) -> str | None:
             "--dtype float16 cannot be trained: its gradients underflow without loss scaling; "
             "use --dtype bfloat16, or float32 on a CPU"
         )
-    if config.world_size > 1:
-        where = (
-            "the served weights are one unsharded copy"
-            if config.weight_bridge_mode == "shared_vllm"
-            else "sharded training is not available yet"
-        )
-        return f"--world-size {config.world_size}: {where}; use --world-size 1"
     if config.trainer_rank >= config.world_size:
         return f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}"
     if config.master_weights == "none" and config.optimizer_steps_per_batch > 1:
@@ -64,6 +58,33 @@ def _refuse_general(config: TrainingConfig) -> str | None:
             "batch would change the served weights between publishes; use --master-weights fp32"
         )
     return _refuse_forward_weights(config)
+
+
+def _refuse_ranks(config: TrainingConfig) -> str | None:
+    """What several trainer processes cannot do together."""
+    if config.world_size == 1:
+        return None
+    sharded = config.weight_bridge_mode not in LORA_MODES
+    causes = (
+        (config.weight_bridge_mode == "shared_vllm", "the served weights are one unsharded copy; use --world-size 1"),
+        (
+            sharded and config.optimizer != "adamw",
+            f"--optimizer {config.optimizer} cannot step weights that are spread over ranks; use --optimizer adamw",
+        ),
+        (
+            sharded and config.master_weights != "fp32",
+            f"--master-weights {config.master_weights} is for one process; use fp32, of which each rank holds a part",
+        ),
+        (config.overlap_publish, "--overlap-publish would gather weights beside a forward that gathers them as well"),
+        (config.keep_versions > 0, f"--keep-versions {config.keep_versions} keeps older weights in one process only"),
+        (
+            config.advantage_norm == "batch",
+            "--advantage-norm batch needs all rewards in one process; use group or none",
+        ),
+        (config.shuffle_advantages, "--shuffle-advantages draws among all sequences in one process"),
+    )
+    cause = next((text for holds, text in causes if holds), None)
+    return None if cause is None else f"--world-size {config.world_size}: {cause}"
 
 
 def _refuse_forward_weights(config: TrainingConfig) -> str | None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from example_trainer.options.publish import served_rank, versions_kept
+from example_trainer.options.publish import LORA_MODES, served_rank, versions_kept
 
 if TYPE_CHECKING:
     from example_trainer.config import TrainingConfig
@@ -75,8 +75,10 @@ class WeightBridge(Protocol):
 def policy_options(config: TrainingConfig) -> PolicyOptions:
     """What of the trainer's configuration concerns loading the model."""
     from example_trainer.learning.adapters import adapter_options
-    from example_trainer.model import PolicyOptions
+    from example_trainer.model import PolicyOptions, Sharding
 
+    # An adapter is small and its base stands still: each rank has both whole, and gradients alone are summed.
+    is_sharded = config.world_size > 1 and config.weight_bridge_mode not in LORA_MODES
     return PolicyOptions(
         model_name=config.model_name,
         dtype=config.dtype,
@@ -85,6 +87,7 @@ def policy_options(config: TrainingConfig) -> PolicyOptions:
         train_layer_indices=config.train_layer_indices,
         adapter=adapter_options(config),
         gradient_checkpointing=config.gradient_checkpointing,
+        sharding=Sharding(reshard_after_forward=config.reshard_after_forward) if is_sharded else None,
         debug_loading=config.debug_loading,
     )
 

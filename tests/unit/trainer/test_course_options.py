@@ -118,7 +118,6 @@ def test_what_accelerate_and_torchrun_say_lies_under_the_flags(monkeypatch: pyte
     assert settings_from({"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "1"}) == {
         "world_size": 4,
         "trainer_rank": 2,
-        "device": "cuda:1",
     }
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ConfigError, match="--dtype float16 cannot be trained"):
