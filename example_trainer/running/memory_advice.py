@@ -67,6 +67,11 @@ class MemoryOptions(BaseModel):
         description="Say which settings fit for this model: 8B, 14B, 24B, the directory of a model or its Hugging "
         "Face id; table: the documented rows.",
     )
+    layers: str | None = Field(
+        None,
+        description="Say which numbers --train-layer-indices and --lora-layer-indices take for this model: its "
+        "directory or its Hugging Face id.",
+    )
     gpu_gb: float = Field(80.0, gt=0.0, description="Memory of the GPU in GB (10^9 bytes).")
     cached_tokens: int = Field(Load().cached_tokens, ge=1, description="Tokens that vLLM's cache is to hold at once.")
     batch_size: int = Field(2, ge=1, description="Sequences of a micro-batch.")
@@ -91,11 +96,16 @@ def find_shape(name: str) -> ModelShape:
     """The shape behind a size, a directory or a Hugging Face id that is in the local cache."""
     if name.upper() in REFERENCE_SHAPES:
         return REFERENCE_SHAPES[name.upper()]
-    path = Path(name) / "config.json" if Path(name).is_dir() else _cached_config(name)
+    path = config_path(name, flag="--memory")
     try:
         return shape_of(name, json.loads(path.read_text(encoding="utf-8")))
     except (KeyError, ValueError, OSError) as error:
         raise ModelNotFound(f"--memory {name}: {path} does not describe a decoder ({error})") from None
+
+
+def config_path(name: str, *, flag: str) -> Path:
+    """Where the config.json of a directory lies, or of a Hugging Face id in the local cache."""
+    return Path(name) / "config.json" if Path(name).is_dir() else _cached_config(name, flag)
 
 
 def nearest_fit(shape: ModelShape, gpu_gb: float, load: Load) -> Setting | None:
@@ -157,17 +167,18 @@ def _advise_row(row: DocumentedRow, load: Load) -> Iterator[str]:
     yield f"{documented}: with fp32 masters for all layers it is {over:.0f} GB over; the nearest that fits stands above"
 
 
-def _cached_config(name: str) -> Path:
+def _cached_config(name: str, flag: str) -> Path:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         found = try_to_load_from_cache(name, "config.json")
     except HFValidationError as error:
-        raise ModelNotFound(f"--memory {name}: not a size, not a directory, not a Hugging Face id ({error})") from None
+        raise ModelNotFound(f"{flag} {name}: not a directory, not a Hugging Face id ({error})") from None
     if not isinstance(found, str):
+        sizes = f"not one of the sizes {', '.join(REFERENCE_SHAPES)}, " if flag == "--memory" else ""
         raise ModelNotFound(
-            f"--memory {name}: not one of the sizes {', '.join(REFERENCE_SHAPES)}, not a directory, and not in the "
+            f"{flag} {name}: {sizes}not a directory, and not in the "
             f"local Hugging Face cache; huggingface-cli download {name} config.json brings it there"
         )
     return Path(found)

@@ -9,7 +9,7 @@ from typing import NoReturn
 from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
 
 VERBS = {
-    "doctor": "check versions, packages, memory and ports of this machine; --memory MODEL: which settings fit a GPU",
+    "doctor": "check this machine; --memory MODEL: which settings fit a GPU; --layers MODEL: what layer filters take",
     "dpo": "FILE: pairs of better and worse rollouts as a data set",
     "env": "VERB: work on environments and their data, see atropos env --help",
     "replay": "FILE: train one saved batch again, from the checkpoint before it",
@@ -77,6 +77,11 @@ def _doctor(rest: list[str]) -> int:
     )
     if options.memory is not None:
         sys.stdout.writelines(f"{line}\n" for line in advise(options))
+        return 0
+    if options.layers is not None:
+        from example_trainer.running.layer_advice import advise_on_layers
+
+        sys.stdout.writelines(f"{line}\n" for line in advise_on_layers(options.layers))
         return 0
     from example_trainer.running.doctor import examine
 

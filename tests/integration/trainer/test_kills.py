@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 FORKS = multiprocessing.get_context("forkserver")
 """Imports torch once; the trainers are forks of that process."""
-FORKS.set_forkserver_preload(["example_trainer.testing", "transformers.models.qwen2.modeling_qwen2"])
+FORKS.set_forkserver_preload(["example_trainer.testing", "transformers.models.qwen2.modeling_qwen2", "peft"])
 
 
 def start(config: Any) -> BaseProcess:

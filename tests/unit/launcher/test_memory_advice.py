@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from example_trainer.errors import ModelNotFound
+from example_trainer.running import umbrella
 from example_trainer.running.memory_advice import SETTINGS, MemoryOptions, advise, find_shape, fits, nearest_fit
 from example_trainer.running.memory_model import REFERENCE_SHAPES, Load, Setting, budget, shape_of
 
@@ -51,6 +52,21 @@ def test_a_documented_row_that_does_not_fit_names_one_that_does(size: str, gpu_g
     assert not any(fits(budget(shape, setting, LOAD), gpu_gb) for setting in cheaper_and_exact)
     report = "\n".join(advise(MemoryOptions(memory="table")))
     assert "with fp32 masters for all layers it is 80 GB over" in report
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "n_layer"])
+def test_the_doctor_prints_the_range_that_layer_filters_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({field: 32}), encoding="utf-8")
+    assert umbrella.run(["doctor", "--layers", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "take 0-31" in printed
+    assert "top-25% is 24-31" in printed
+    assert "top-50% is 16-31" in printed
+    assert "last-12 is 20-31" in printed
+    with pytest.raises(ModelNotFound, match="--layers nobody/nothing-here: not a directory"):
+        umbrella.run(["doctor", "--layers", "nobody/nothing-here"])
 
 
 def test_a_directory_is_read_and_a_name_that_is_nowhere_is_told(tmp_path: Path) -> None:
