@@ -23,6 +23,8 @@ from example_trainer.cli import make_trackers
 from example_trainer.config import TrainingConfig
 from example_trainer.data import MASKED, PLACEHOLDER_LOGPROB
 from example_trainer.learning.adapters import AdapterOptions
+from example_trainer.learning.distributed import Ranks, joined_ranks
+from example_trainer.learning.ranked import RankedBridge, RankedSession
 from example_trainer.model import Policy, PolicyOptions, load_policy
 from example_trainer.trainers import Trainer
 from example_trainer.weights.bridge import PublishReport, policy_options
@@ -156,22 +158,32 @@ class Sampler:
 def train_recorded(settings: dict[str, Any]) -> None:
     """A whole trainer, in a process of its own, over what a broker holds; it publishes to nobody.
 
-    `settings` are those of `TrainingConfig`. What a test kills and starts again.
+    `settings` are those of `TrainingConfig`: with a world size above 1 this is one rank of several. What a test kills
+    and starts again.
     """
     config = TrainingConfig.model_validate(settings)
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)
-    session = BrokerSession(BrokerClient(config.atropos_url))
+    with joined_ranks(
+        config.trainer_rank, config.world_size, config.init_method, device=config.device, timeout_seconds=60.0
+    ) as ranks:
+        _train_recorded(config, ranks)
+
+
+def _train_recorded(config: TrainingConfig, ranks: Ranks) -> None:
+    client, local = BrokerClient(config.atropos_url), LocalBridge(policy_options(config))
+    alone = ranks.world_size == 1
     trainer = Trainer(
         config,
-        session=session,
-        bridge=LocalBridge(policy_options(config)),
-        tracker=lambda resumed_step: make_trackers(config, resumed_step),
+        session=BrokerSession(client) if alone else RankedSession(client, ranks),
+        bridge=local if alone else RankedBridge(local if ranks.is_main else None, policy_options(config), ranks),
+        tracker=lambda resumed_step: make_trackers(config, resumed_step, writes=ranks.is_main),
+        ranks=ranks,
     )
     try:
         trainer.run()
     finally:
-        session.close()
+        client.close()
 
 
 class RolloutThread:
