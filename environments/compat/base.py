@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, ClassVar
 
 import anyio
@@ -11,6 +10,7 @@ from environments.compat.config import APIServerConfig, BaseEnvConfig, ServerBas
 from environments.compat.servers import APIServer, ServerManager, ServerManagerConfig, answer_one_by_one
 from environments.sdk import env as sdk
 from environments.sdk.config import EvalHandlingEnum
+from environments.sdk.errors import EnvironmentsError
 from environments.sdk.types import Item, Message, ScoredDataGroup, ScoredDataItem
 
 __all__ = [
@@ -29,12 +29,15 @@ __all__ = [
     "ServerManagerConfig",
 ]
 
-logger = logging.getLogger(__name__)
-
 OpenaiConfig = APIServerConfig
 """An old name that environments still import although Atropos itself dropped it."""
 
-NOT_CALLED = ("add_train_workers", "env_step_checks", "get_server_info", "get_status", "register_env", "env_manager")
+REPLACED = ("env_manager", "process_manager", "handle_env", "get_status", "register_env")
+"""Parts of Atropos' scheduler that nothing calls here: an override of one would silently do nothing."""
+
+
+class SchedulerReplaced(EnvironmentsError):
+    """The environment brings along a part of Atropos' scheduler, which is another one here."""
 
 
 class BaseEnv(sdk.BaseEnv):
@@ -67,7 +70,6 @@ class BaseEnv(sdk.BaseEnv):
         self.max_num_workers = config.max_num_workers
         if self.max_num_workers == -1:
             self.max_num_workers = config.max_num_workers_per_node * len(self.server.servers)
-        self._say_what_is_not_called()
 
     @classmethod
     def config_init(cls) -> Any:
@@ -86,22 +88,10 @@ class BaseEnv(sdk.BaseEnv):
         """Timings are added to the metrics later; nothing is left to do here."""
         return metrics_dict
 
-    async def env_step_checks(self) -> None:
-        """Called from overrides alone; what it stands for happens in the scheduler."""
-
-    async def add_train_workers(self) -> None:
-        """Called from overrides alone."""
-
-    async def get_server_info(self) -> None:
-        """Called from overrides alone."""
-
-    def _say_what_is_not_called(self) -> None:
-        overridden = [
-            name for name in NOT_CALLED if getattr(type(self), name, None) is not getattr(BaseEnv, name, None)
-        ]
+    def require_servable(self) -> None:
+        overridden = [name for name in REPLACED if hasattr(type(self), name)]
         if overridden:
-            logger.warning(
-                "%s overrides %s of Atropos' scheduler, which is not called here; what it does there does not happen",
-                type(self).__name__,
-                ", ".join(overridden),
+            raise SchedulerReplaced(
+                f"{type(self).__name__} overrides {', '.join(overridden)} of Atropos' scheduler, which is not called "
+                "here; setup, get_server_info, env_step_checks, add_train_workers, handle_send_to_api and cleanup are"
             )

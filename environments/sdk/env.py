@@ -34,6 +34,7 @@ from environments.sdk.types import Item, ScoredDataGroup, ScoredDataItem
 if TYPE_CHECKING:
     from atropos_api.wire.groups import Group
     from environments.sdk.delivery import Delivery
+    from environments.sdk.worker import EnvironmentWorker
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ class BaseEnv(ABC):
         self.wandb_project: str | None = None
         self.wandb_group: str | None = None
         self.delivery: Delivery | None = None
+        self.worker: EnvironmentWorker | None = None
         self.evaluation_step: int | None = None
         self.tracker: WandbTracker | None = None
 
@@ -225,6 +227,27 @@ class BaseEnv(ABC):
         await self.delivery.deliver(
             scored_data, item, send=do_send_to_api, check_length=abort_on_any_max_length_exceeded
         )
+
+    def require_servable(self) -> None:  # noqa: B027 - most environments are
+        """Called first by `serve`: raise where the environment was written for another scheduler than this one."""
+
+    async def get_server_info(self) -> None:
+        """Called when a run is joined: takes over its batch size and longest sequence; without `super()` they stay."""
+        if self.worker is not None:
+            self.worker.take_run_facts()
+
+    async def env_step_checks(self) -> None:
+        """Called when the trainer has made a step, which `status_dict` tells and `curr_step` does not yet.
+
+        What is due by then (a checkpoint, metrics, an evaluation) happens in here.
+        """
+        if self.worker is not None:
+            self.worker.take_step()
+
+    async def add_train_workers(self) -> None:
+        """Called while there is room for rollouts, and begins them; without `super()` none begin."""
+        if self.worker is not None:
+            await self.worker.admit()
 
     async def setup_wandb(self) -> None:
         """Called once the run is known: what is logged from now on goes to Weights & Biases, if it is wanted."""

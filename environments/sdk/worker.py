@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
@@ -47,12 +47,15 @@ class EnvironmentWorker:
             max_batches_offpolicy=config.max_batches_offpolicy,
         )
         self._env = env
+        env.worker = self
         self._link = BrokerLink(client, request, wait_timeout_seconds=config.wait_timeout)
         self._link.on_step = self._note_step
         self._changed = self._link.changed
         self._delivery = Delivery(env, self._rules, self._link.hand_in)
         self._collector = Collector(env, self._delivery)
-        self._rolling = 0
+        self._rolling = self._begun = 0
+        self._background: TaskGroup | None = None
+        self._rollouts: TaskGroup | None = None
         self._beginning: anyio.CancelScope | None = None
         self._evaluation: anyio.CancelScope | None = None
         self._evaluation_due = False
@@ -61,10 +64,12 @@ class EnvironmentWorker:
 
     async def serve(self) -> None:
         """Run until the broker says the run is finished, or until SIGTERM or SIGINT."""
+        self._env.require_servable()
         await self._env.setup()
         info = await self._link.register()
         logger.info("registered as %s with %s", info.display_name, self._env.config.rollout_server_url)
         async with anyio.create_task_group() as group:
+            self._background = group
             group.start_soon(self._stop_on_signal, group)
             group.start_soon(self._link.keep_pacing)
             group.start_soon(self._link.keep_submitting)
@@ -79,7 +84,8 @@ class EnvironmentWorker:
         if self._env.config.eval_at_start and self._active:
             await self._evaluate(required=True)
         async with anyio.create_task_group() as rollouts:
-            await self._admit_rollouts(rollouts, evaluations=group)
+            self._rollouts = rollouts
+            await self._admit_rollouts(evaluations=group)
             with anyio.move_on_after(self._env.config.drain_seconds if self._stopping else 0):
                 while self._rolling:
                     await self._changed.wait()
@@ -105,17 +111,24 @@ class EnvironmentWorker:
         env = self._env
         env.curr_step = self._pacing.current_step
         env.config.group_size = env.config.group_size_at(env.curr_step)
-        env.max_token_len = info.max_token_length
         env.checkpoint_dir = info.checkpoint_dir
-        if info.batch_size > 0:
-            env.config.batch_size = info.batch_size
+        env.status_dict = self._status(self._pacing)
+        await env.get_server_info()
         env.wandb_prepend = info.display_name
         env.wandb_project, env.wandb_group = info.wandb_project or None, info.wandb_group or None
         await env.setup_wandb()
         if env.curr_step > 0:
             env.load_checkpoint()
 
-    async def _admit_rollouts(self, rollouts: TaskGroup, *, evaluations: TaskGroup) -> None:
+    def take_run_facts(self) -> None:
+        """Let the run's batch size and longest sequence be the environment's."""
+        info = self._link.info
+        assert info is not None
+        self._env.max_token_len = info.max_token_length
+        if info.batch_size > 0:
+            self._env.config.batch_size = info.batch_size
+
+    async def _admit_rollouts(self, *, evaluations: TaskGroup) -> None:
         """Start rollouts while there is room for them, and evaluations when they are due."""
         while self._active:
             if self._log_due:
@@ -127,13 +140,22 @@ class EnvironmentWorker:
             if not self._has_room():
                 await self._changed.wait()
                 continue
-            item = await self._collector.next_item()
-            if item is None:
+            begun = self._begun
+            await self._env.add_train_workers()
+            if self._begun == begun and self._has_room():
                 with anyio.move_on_after(NO_ITEM_PAUSE_SECONDS):
                     await self._changed.wait()
-                continue
+
+    async def admit(self) -> None:
+        """Begin rollouts until there is no room or no item, or something else is due."""
+        assert self._rollouts is not None
+        while self._active and self._has_room() and not (self._log_due or self._evaluation_due):
+            item = await self._collector.next_item()
+            if item is None:
+                return
             self._rolling += 1
-            rollouts.start_soon(self._roll_out, item)
+            self._begun += 1
+            self._rollouts.start_soon(self._roll_out, item)
 
     async def _roll_out(self, item: Item) -> None:
         try:
@@ -191,8 +213,23 @@ class EnvironmentWorker:
         return 0 if config.eval_handling is EvalHandlingEnum.STOP_TRAIN else max(1, int(most * config.eval_limit_ratio))
 
     def _note_step(self, pacing: Pacing) -> None:
-        """The trainer made a step: checkpoints, metrics and evaluations may be due."""
-        env = self._env
+        """The trainer made a step. An environment that looks into it is asked beside all else: it may take long."""
+        self._env.status_dict = self._status(pacing)
+        if type(self._env).env_step_checks is BaseEnv.env_step_checks or self._background is None:
+            self.take_step()
+        else:
+            self._background.start_soon(self._check_step)
+
+    async def _check_step(self) -> None:
+        try:
+            await self._env.env_step_checks()
+        except Exception:  # the environment's own code may raise anything; the step is made all the same
+            logger.exception("env_step_checks failed at step %d", self._pacing.current_step)
+            self.take_step()
+
+    def take_step(self) -> None:
+        """Take over the trainer's step: checkpoints, metrics and evaluations may be due."""
+        env, pacing = self._env, self._pacing
         before, env.curr_step = env.curr_step, pacing.current_step
         env.config.group_size = env.config.group_size_at(env.curr_step)
         info = self._link.info
@@ -201,6 +238,18 @@ class EnvironmentWorker:
         if crossed(before, env.curr_step, env.config.steps_per_eval) and pacing.state == "run":
             self._evaluation_due = True
         self._log_due = env.metrics.sent >= env.config.min_items_sent_before_logging
+        self._changed.ring()
+
+    def _status(self, pacing: Pacing) -> dict[str, Any]:
+        """The broker's state by Atropos' names; both queues are the whole one, in groups of this environment's size."""
+        queued = -(-pacing.outstanding_sequences // self._env.config.group_size)
+        return {
+            "current_step": pacing.current_step,
+            "queue_size": queued,
+            "self_queue_size": queued,
+            "max_group_size": self._env.config.group_size,
+            "env_weight": 1.0,
+        }
 
     def _rules(self) -> GroupRules:
         return GroupRules(
