@@ -1,0 +1,148 @@
+"""What the benchmarks of syncs share: servers on the demo's base model, load on them, and the cost in CPU time.
+
+The machine may be busy with other things, so speeds are told per CPU second of the server's processes, and two servers
+that are compared take turns within one run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+import torch
+
+from example_trainer.learning.adapters import AdapterOptions
+from example_trainer.model import Policy, PolicyOptions
+from example_trainer.tiny.cache import ensure_base
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = [5, 6, 7, 8] * 6 + [9, 10]  # 26 tokens, as the demo's
+REQUESTS, SAMPLES, TOKENS = 8, 8, 32
+ADAPTER = AdapterOptions(r=16, alpha=32, target_modules=("all-linear",))
+SERVE_ADAPTERS = ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "4")
+
+
+def base_model() -> Path:
+    return Path(ensure_base("chain", seed=0))
+
+
+def policy_options(model: Path, adapter: AdapterOptions | None = None) -> PolicyOptions:
+    return PolicyOptions(model_name=str(model), dtype="float32", adapter=adapter)
+
+
+def shift(policy: Policy, seed: int) -> None:
+    """A small optimizer step's worth of change, so that no publish is a repeat."""
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for master in policy.masters.values():
+            master.add_(torch.randn(master.shape, generator=noise) * 1e-4)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server and its processes."""
+
+    url: str
+    process: psutil.Process
+
+    def tree(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+    def cpu_seconds(self) -> float:
+        return float(sum(times.user + times.system for times in (each.cpu_times() for each in self.tree())))
+
+    def private_bytes(self) -> int:
+        """Memory that would be free without these processes."""
+        return int(sum(each.memory_full_info().uss for each in self.tree()))
+
+    def debug(self) -> dict[str, Any]:
+        answer: dict[str, Any] = httpx.get(f"{self.url}/bridge/debug", timeout=60).json()
+        return answer
+
+
+@contextlib.contextmanager
+def server(model: Path, directory: str, *flags: str) -> Iterator[Server]:
+    """A vLLM server of ours on a free port, healthy when the block begins."""
+    port = free_port()
+    command = [sys.executable, "-m", "example_trainer.vllm_api_server", "--model", str(model), "--port", str(port)]
+    command += ["--bridge-dir", directory, "--dtype", "float32", "--max-model-len", "512", *flags]
+    with (Path(directory) / "server.log").open("ab") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        while not _healthy(url):
+            if process.poll() is not None:
+                raise SystemExit(f"the server ended with {process.returncode}; see {directory}/server.log")
+            time.sleep(0.2)
+        yield Server(url, psutil.Process(process.pid))
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).is_success
+    except httpx.HTTPError:
+        return False
+
+
+class Load:
+    """Keeps the same number of requests in flight, waits out servers that are away, and counts what came back."""
+
+    def __init__(self, url: str, *, tokens: int = TOKENS) -> None:
+        self.tokens = 0
+        self.unanswered = 0
+        """Requests that had to be asked again."""
+        self.versions: set[int | None] = set()
+        self._url = url
+        self._length = tokens
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(REQUESTS)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _ask(self) -> None:
+        body = {"prompt": PROMPT, "n": SAMPLES, "max_tokens": self._length, "ignore_eos": True, "logprobs": 0}
+        with httpx.Client(base_url=self._url, timeout=120) as client:
+            while not self._stop.is_set():
+                try:
+                    answer = client.post("/generate", json={**body, "compact": True})
+                except httpx.HTTPError:
+                    answer = None
+                self._note(answer)
+
+    def _note(self, answer: httpx.Response | None) -> None:
+        if answer is None or not answer.is_success:
+            with self._lock:
+                self.unanswered += 1
+            time.sleep(0.1)
+            return
+        told = answer.json()
+        with self._lock:
+            self.tokens += sum(map(len, told["token_ids"]))
+            self.versions |= {span[2] for spans in told["policy_versions"] for span in spans}
