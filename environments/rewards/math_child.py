@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 from functools import lru_cache
@@ -17,6 +18,8 @@ from typing import Any
 
 MEMORY_LIMIT_BYTES = 2 << 30
 DELIMITERS = ("\\boxed", "$", "\\(", "\\[", "\\begin{")
+
+_POWER_OF_TEN = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\w.]*\w)")
 
 
 def main() -> None:
@@ -61,6 +64,8 @@ def expressions(text: str) -> tuple[Any, ...]:
 
     if not text.strip():
         return ()
+    # As references of the sciences are written: math-verify would read 4.5e33 as 4.5 times e times 33.
+    text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text)
     if any(delimiter in text for delimiter in DELIMITERS):
         return tuple(parse(text, parsing_timeout=None))
     boxed = parse(f"\\boxed{{{text}}}", parsing_timeout=None)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from environments.arithmetic_server import as_word_problems
+from environments.math_server_zero import EVAL_SETS
 from environments.tasks.data import DataFields, DataUnusable, Draws, Question, load_questions, read_questions
 
 
@@ -112,6 +113,35 @@ def test_a_data_set_is_loaded_by_name_with_its_configuration(monkeypatch: pytest
     fields = DataFields(dataset_name="openai/gsm8k:main")
     assert fields.training_questions() == fields.evaluation_questions() == [Question("q", "a\n#### 3")]
     assert asked == [("openai/gsm8k", "main")] * 2
+
+
+EVALUATION_SETS = {
+    "HuggingFaceH4/aime_2024": ("train", ["id", "problem", "solution", "answer", "url", "year"], "204"),
+    "HuggingFaceH4/MATH-500": (
+        "test",
+        ["problem", "solution", "answer", "subject", "level", "unique_id"],
+        r"\frac{1}{2}",
+    ),
+    "math-ai/amc23": ("test", ["id", "question", "answer", "url"], "27"),
+    "math-ai/minervamath": ("test", ["question", "answer"], "4.5e33"),
+    "math-ai/olympiadbench": ("test", ["id", "context", "question", "solution", "final_answer"], ["$69$,$84$"]),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATION_SETS)
+def test_the_evaluation_sets_are_read_in_the_columns_and_the_split_that_they_have(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As their cards on the hub tell them: AIME has but a train split, OlympiadBench lists its answers."""
+    assert name in EVAL_SETS.values()
+    split, columns, answer = EVALUATION_SETS[name]
+    row = {column: f"its {column}" for column in columns}
+    row[next(column for column in columns if column in {"answer", "final_answer"})] = answer
+    content = datasets.DatasetDict({split: datasets.Dataset.from_list([row])})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *asked: {(name, None): content}[asked])
+    (read,) = load_questions(name, "test")
+    assert read.question in {"its problem", "its question"}
+    assert read.answer == (answer[0] if isinstance(answer, list) else answer)
 
 
 def test_a_data_set_that_cannot_be_loaded_names_the_way_without_a_network() -> None:

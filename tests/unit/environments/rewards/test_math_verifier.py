@@ -51,13 +51,27 @@ def is_running(pid):
         (r"\{1,2\}", r"\{2,1\}"),
         ("72", "The answer is 72."),
         ("Evelyn", r"\text{Evelyn}"),
+        ("4.5e33", r"4.5 \times 10^{33}"),
+        ("1e-3", "0.001"),
+        ("$69$,$84$", "69, 84"),
+        ("27.0", "27"),
     ],
 )
 def test_other_ways_of_writing_the_same_are_correct(verifier, gold, answer):
     assert verifier.judge(gold, answer).outcome is Outcome.CORRECT
 
 
-@pytest.mark.parametrize(("gold", "answer"), [("5", "6"), ("5", r"\{5,6\}"), ("6", "1,2,3,4,5,6"), ("1/2", "2/1")])
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("5", "6"),
+        ("5", r"\{5,6\}"),
+        ("6", "1,2,3,4,5,6"),
+        ("1/2", "2/1"),
+        ("1e-8", "3e-8"),
+        ("4.5e33", r"4.5 \times e \times 33"),
+    ],
+)
 def test_other_values_and_lists_of_guesses_are_wrong(verifier, gold, answer):
     assert verifier.judge(gold, answer).outcome is Outcome.WRONG
 
