@@ -49,6 +49,9 @@ class Ranks:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add up the gradients of parameters that each rank holds whole."""
 
+    def copy_from_main(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give parameters that each rank holds whole the values they have at rank 0."""
+
     def sum(self, values: Tensor) -> Tensor:
         """The elementwise sum over ranks of a small tensor on the CPU."""
         return values
@@ -97,6 +100,10 @@ class GroupRanks(Ranks):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
+
+    def copy_from_main(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            dist.broadcast(parameter.data, src=0)
 
     def sum(self, values: Tensor) -> Tensor:
         total = values.clone()

@@ -80,6 +80,8 @@ class RankedBridge:
         from example_trainer.model import load_policy
 
         self._policy = load_policy(self._options) if self._inner is None else self._inner.prepare()
+        if not self._policy.is_sharded:
+            self._ranks.copy_from_main(self._policy.masters.values())
         return self._policy
 
     def publish(self, version: int) -> PublishReport:
