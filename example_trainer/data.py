@@ -78,6 +78,8 @@ class Targets:
     """Of the reference policy; NaN where nobody has said them yet, None where none is needed or known."""
     proximal_logprobs: Tensor | None = None
     """Under the weights the batch began with, once the learner has scored them."""
+    truncated_sampling: Tensor | None = None
+    """Boolean, where a group was sampled with top-p or the like; None where none was."""
     teacher_ids: Tensor | None = None
     """[N, K] tokens that a teacher names; None where no sequence has one."""
     teacher_logprobs: Tensor | None = None
@@ -121,6 +123,7 @@ class _Candidate:
     """Per trained token, when the environment supplies them."""
     reference_logprobs: FloatArray | None
     teacher: Teacher | None
+    truncated_sampling: bool
     versions: IntArray
     version_bounds: IntArray
     group: int
@@ -208,6 +211,12 @@ def _checked_temperature(value: object, place: str) -> float:
     )
 
 
+def generator_for(seed: int, batch_number: int) -> torch.Generator:
+    """Randomness for one batch of one run; torch's own seed would drop what lies above its lowest 32 bits."""
+    (mixed,) = np.random.SeedSequence([seed, batch_number]).generate_state(1)
+    return torch.Generator().manual_seed(int(mixed))
+
+
 def report_logprobs(batch: Batch) -> None:
     """Say once, at the first batch, that the rollouts carry what importance sampling needs."""
     sample = next((group.inference_logprobs[0] for group in batch.groups if group.inference_logprobs), None)
@@ -238,6 +247,7 @@ def _read_sequence(group: Group, number: int, index: int, settings: DataSettings
         advantages=supplied_advantages(group, index, targets, len(tokens)),
         reference_logprobs=supplied_reference(group, index, targets, len(tokens)),
         teacher=supplied_teacher(group, index, targets, len(tokens)) if settings.teacher else None,
+        truncated_sampling=bool((group.generation_params or {}).get("truncated_sampling")),
         versions=versions,
         version_bounds=np.where(versions == UNKNOWN_VERSION, bound, versions),
         group=number,
@@ -302,7 +312,7 @@ def _has_signal(rewards: Sequence[float], candidates: Sequence[_Candidate], sett
 
 
 def _shuffle_advantages(kept: Sequence[_Candidate], seed: int, batch_number: int) -> None:
-    generator = torch.Generator().manual_seed((seed << 32) ^ batch_number)
+    generator = generator_for(seed, batch_number)
     own = [candidate for candidate in kept if candidate.advantages is None]
     for candidate, value in zip(own, shuffle(torch.tensor([c.advantage for c in own]), generator), strict=True):
         candidate.advantage = float(value)
@@ -334,6 +344,7 @@ def _targets(kept: Sequence[_Candidate]) -> Targets:
         versions=_join([candidate.versions for candidate in kept], np.int64),
         version_bounds=_join([candidate.version_bounds for candidate in kept], np.int64),
         reference_logprobs=_references(kept),
+        truncated_sampling=_truncated_sampling(kept),
         teacher_ids=teacher_ids,
         teacher_logprobs=teacher_logprobs,
     )
@@ -346,6 +357,13 @@ def _references(kept: Sequence[_Candidate]) -> Tensor | None:
         return None
     unknown = [np.full(len(candidate.targets), np.nan) for candidate in kept]
     return _join([own if values is None else values for own, values in zip(unknown, given, strict=True)], np.float32)
+
+
+def _truncated_sampling(kept: Sequence[_Candidate]) -> Tensor | None:
+    """Which tokens the sampler did not draw from the model's whole distribution, as their groups are marked."""
+    if not any(candidate.truncated_sampling for candidate in kept):
+        return None
+    return _join([np.full(len(one.targets), one.truncated_sampling) for one in kept], np.bool_)
 
 
 def _teachers(kept: Sequence[_Candidate]) -> tuple[Tensor | None, Tensor | None]:

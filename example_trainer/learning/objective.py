@@ -103,6 +103,7 @@ class Objective:
             sequences=targets.sequences[at],
             proximal_logprobs=_at(targets.proximal_logprobs, at),
             reference_logprobs=_at(targets.reference_logprobs, at),
+            truncated_sampling=_at(targets.truncated_sampling, at),
             teacher_logprobs=None if student is None else _at(targets.teacher_logprobs, at),
             student_logprobs=student,
         )

@@ -46,6 +46,8 @@ class LossInputs:
     proximal_logprobs: Tensor | None = None
     """Under the weights the batch began with; None where these are still in place."""
     reference_logprobs: Tensor | None = None
+    truncated_sampling: Tensor | None = None
+    """Boolean: where top-p or the like made the sampled distribution another than the policy's own."""
     teacher_logprobs: Tensor | None = None
     """`[N, K]` of the teacher's tokens; -inf where there is none."""
     student_logprobs: Tensor | None = None
@@ -80,6 +82,11 @@ class LossSettings:
     distill_coef: float = 1.0
     distill_temperature: float = 1.0
 
+    @property
+    def weighs_sampler(self) -> bool:
+        """Whether every token is weighed by a bounded ratio to the sampler anyway."""
+        return self.importance_sampling != "clip" or self.mismatch_correction != "none"
+
 
 OwnLoss: TypeAlias = Callable[[LossInputs, LossSettings], Tensor]
 """A user's loss: `[N]` values with gradient, one a trained token; denominators are the trainer's."""
@@ -111,6 +118,8 @@ def policy_losses(inputs: LossInputs, settings: LossSettings) -> Tensor:
     """`[N]` surrogate of the loss type, under the weights for the sampler's mismatch and the off-policy mask."""
     surrogate = settings.own_loss or _surrogate
     losses = surrogate(inputs, settings)
+    if inputs.truncated_sampling is not None and not settings.weighs_sampler:
+        losses = torch.where(inputs.truncated_sampling, _weighed_by_sampler(inputs, settings), losses)
     if settings.mismatch_correction != "none":
         losses = losses * mismatch_of(inputs, settings)
     if settings.off_policy_threshold is not None:
@@ -161,6 +170,14 @@ def _surrogate(inputs: LossInputs, settings: LossSettings) -> Tensor:
     if settings.loss_type in CLIPPED_LOSSES:
         return clipped_losses(ratios, inputs.advantages, settings)
     return naive_losses(inputs.logprobs, inputs.advantages)
+
+
+def _weighed_by_sampler(inputs: LossInputs, settings: LossSettings) -> Tensor:
+    """The loss where the ratio to the sampler is off by what its sampling left out: weighed, never clipped."""
+    ratios = log_ratios(inputs.logprobs, inputs.rollout_logprobs, settings.log_ratio_clamp).exp()
+    return weighted_losses(
+        inputs.logprobs, truncated_weights(ratios, settings.tis_floor, settings.tis_cap), inputs.advantages
+    )
 
 
 def clipped_losses(ratios: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:

@@ -86,6 +86,15 @@ def test_temperatures_come_from_override_then_generation_then_group_then_one(
     assert prepare(group(**fields)).targets.temperatures[0].item() == pytest.approx(expected)
 
 
+def test_r24_a_group_sampled_from_a_truncated_distribution_marks_its_tokens() -> None:
+    """Such tokens get importance weights, whatever the loss does with others."""
+    marked = group(generation_params={"temperature": 1.0, "top_p": 0.9, "truncated_sampling": True})
+    targets = prepare(group(), marked).targets
+    assert targets.truncated_sampling is not None
+    assert targets.truncated_sampling.tolist() == [False] * 4 + [True] * 4
+    assert prepare(group()).targets.truncated_sampling is None
+
+
 def test_greedy_rollouts_are_refused_because_they_have_no_distribution() -> None:
     with pytest.raises(BadBatch, match="temperature 0"):
         prepare(group(generation_params={"temperature": 0.0}))

@@ -138,3 +138,21 @@ def test_the_share_of_silenced_tokens_is_measured() -> None:
     settings = LossSettings(off_policy_threshold=0.1)
     metrics = policy_metrics(inputs(torch.tensor([-5.0, -1.0]), torch.full((2,), -1.0), -torch.ones(2)), settings)
     assert metrics["grpo/off_policy_fraction"] == 0.5
+
+
+def test_p4_tokens_of_truncated_sampling_are_weighed_and_never_clipped() -> None:
+    """Their ratio is off by what top-p left out: a clip would silence them for a gap that is none of the policy's."""
+    new = logs(1.5, 1.5, 4.0).requires_grad_()
+    marked = torch.tensor([True, False, True])
+    values = inputs(new, logs(1.0, 1.0, 1.0), torch.ones(3), truncated_sampling=marked)
+    assert gradient(values, LossSettings(tis_cap=2.0)) == pytest.approx([-1.5, 0.0, -2.0])
+
+
+def test_where_every_token_is_weighed_anyway_the_mark_changes_nothing() -> None:
+    settings = LossSettings(old_logprobs="recomputed", mismatch_correction="token_truncate", tis_cap=2.0)
+    found = []
+    for marked in (True, False):
+        new = logs(1.5, 4.0).requires_grad_()
+        values = inputs(new, logs(1.0, 1.0), torch.ones(2), truncated_sampling=torch.full((2,), marked))
+        found.append(gradient(values, settings))
+    assert found[0] == found[1]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from example_trainer.objective import logprobs as logprobs_module
 from example_trainer.objective.logprobs import head_of, token_logprobs
+from example_trainer.objective.losses import LossInputs, LossSettings, token_losses
 
 
 def reference(hidden: Tensor, weight: Tensor, index: Tensor, labels: Tensor, temperatures: Tensor) -> Tensor:
@@ -140,3 +141,52 @@ def test_a_head_that_is_not_a_plain_linear_layer_is_refused() -> None:
 
     with pytest.raises(TypeError, match="Other"):
         head_of(Model())
+
+
+FORMS = {
+    "grpo": LossSettings(),
+    "dapo": LossSettings(loss_type="dapo", clip_eps_high=0.28),
+    "gspo": LossSettings(loss_type="gspo"),
+    "cispo": LossSettings(loss_type="cispo", cispo_cap=1.5),
+    "reinforce": LossSettings(loss_type="no_baseline"),
+    "truncated": LossSettings(importance_sampling="truncated", tis_cap=1.5),
+    "corrected": LossSettings(old_logprobs="recomputed", mismatch_correction="token_truncate", tis_cap=1.5),
+    "all terms": LossSettings(kl_coef=0.1, entropy_coef=0.05),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_p6_each_loss_over_the_chunked_head_is_that_over_full_logits_in_several_micro_batches(form: str) -> None:
+    """Value and gradient, with importance ratios, summed over two micro-batches as gradients accumulate."""
+    hidden, weight, index, labels, temperatures = make_inputs()
+    whole = (hidden[index] @ weight.t() / temperatures[:, None]).log_softmax(-1)
+    full = whole.gather(1, labels[:, None]).squeeze(1), -(whole.exp() * whole).sum(-1)
+    noise = torch.randn(7)
+    sequences, advantages = torch.tensor([0, 0, 0, 1, 1, 2, 2]), torch.randn(7)
+
+    def loss(logprobs: Tensor, entropies: Tensor, part: slice) -> Tensor:
+        known = full[0].detach()[part]
+        inputs = LossInputs(
+            logprobs=logprobs,
+            entropies=entropies,
+            rollout_logprobs=known + noise[part],
+            reference_logprobs=known - 0.3,
+            advantages=advantages[part],
+            sequences=sequences[part],
+        )
+        return token_losses(inputs, FORMS[form]).sum() / 7
+
+    wanted = loss(*full, slice(None))
+    expected = torch.autograd.grad(wanted, [hidden, weight])
+    values, found = torch.zeros(()), [torch.zeros_like(hidden), torch.zeros_like(weight)]
+    for part in (slice(0, 3), slice(3, 7)):
+        logprobs, entropies = token_logprobs(
+            hidden, weight, index[part], labels[part], temperatures[part], chunk_tokens=2
+        )
+        value = loss(logprobs, entropies, part)
+        values = values + value.detach()
+        for total, gradient in zip(found, torch.autograd.grad(value, [hidden, weight]), strict=True):
+            total += gradient
+    torch.testing.assert_close(values, wanted.detach())
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left, right)
