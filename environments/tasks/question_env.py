@@ -117,8 +117,17 @@ class QuestionEnv(BaseEnv):
         )
 
     async def attempt_all(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
-        """One attempt at each, as many at once as the inference servers take."""
-        return await run_all([partial(self.attempt, question) for question in questions])
+        """One attempt at each, as many at once as the inference servers take; without those that cannot be judged."""
+        attempts = await run_all([partial(self._attempt, question) for question in questions])
+        return [sample for sample in attempts if sample is not None]
+
+    async def _attempt(self, question: Question) -> dict[str, Any] | None:
+        """A sample; None where the reference is no mathematics, which says nothing about the model."""
+        try:
+            return await self.attempt(question)
+        except GoldUnparsable as error:
+            logger.warning("a question is left out of the evaluation: %s", error)
+            return None
 
     def longest_answer(self, prompt_tokens: int) -> int:
         """Tokens that an answer may have, so that the whole sequence is one that the trainer takes."""

@@ -163,6 +163,15 @@ async def test_an_evaluation_reports_accuracy_form_and_answer(make, tmp_path):
     assert {request["temperature"] for request in fake.requests} == {0.6}
 
 
+async def test_a_reference_that_is_no_mathematics_costs_an_evaluation_nothing_else(make, tmp_path, data, caplog):
+    data.write_text(data.read_text() + json.dumps({"question": "?", "answer": "\\boxed{}"}) + "\n")
+    env, _ = await make(GSM8kEnv, [RIGHT], data_dir_to_save_evals=str(tmp_path / "evals"))
+    await evaluate_alone(env)
+    assert json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"]["eval/accuracy"] == 1.0
+    assert len((tmp_path / "evals/samples.jsonl").read_text().splitlines()) == 2
+    assert caplog.text.count("left out of the evaluation") == 1
+
+
 async def test_an_evaluation_alone_needs_no_training_questions(make, tmp_path):
     env, _ = await make(GSM8kEnv, [RIGHT], data_dir_to_save_evals=str(tmp_path / "evals"))
     env.config.data_path = tmp_path / "missing.jsonl"
