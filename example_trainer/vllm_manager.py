@@ -234,7 +234,7 @@ class VllmManager:
         finally:
             client.close()
         if info.policy_version != version:
-            raise NotYet(f"{self.url} serves version {info.policy_version}; does another server use this port?")
+            raise NotYet(f"{self.url} serves version {info.policy_version} so far")
         return info
 
 

@@ -20,8 +20,10 @@ class Load:
     """Workers that each ask for one rollout at a time. Every one asked for is either answered or kept as an error."""
 
     url: str
-    workers: int = 8
+    workers: int = 4
     output_tokens: int = 60
+    pause_seconds: float = 0.05
+    """Between a worker's rollouts: a server that starts meanwhile needs the processor too."""
     asked: int = 0
     samples: list[Sample] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
@@ -62,6 +64,7 @@ class Load:
                 assert len(sample.tokens) == self.output_tokens
                 self.samples.append(sample)
                 self.answered_at.append(time.monotonic())
+                await anyio.sleep(self.pause_seconds)
             except Exception as error:
                 self.errors.append(error)
                 await anyio.sleep(0.1)
