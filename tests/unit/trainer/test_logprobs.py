@@ -178,15 +178,14 @@ def test_p6_each_loss_over_the_chunked_head_is_that_over_full_logits_in_several_
 
     wanted = loss(*full, slice(None))
     expected = torch.autograd.grad(wanted, [hidden, weight])
-    values, found = torch.zeros(()), [torch.zeros_like(hidden), torch.zeros_like(weight)]
+    values, found = [], []
     for part in (slice(0, 3), slice(3, 7)):
         logprobs, entropies = token_logprobs(
             hidden, weight, index[part], labels[part], temperatures[part], chunk_tokens=2
         )
         value = loss(logprobs, entropies, part)
-        values = values + value.detach()
-        for total, gradient in zip(found, torch.autograd.grad(value, [hidden, weight]), strict=True):
-            total += gradient
-    torch.testing.assert_close(values, wanted.detach())
-    for left, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(left, right)
+        values.append(value.detach())
+        found.append(torch.autograd.grad(value, [hidden, weight]))
+    torch.testing.assert_close(sum(values), wanted.detach())
+    for *parts, exact in zip(*found, expected, strict=True):
+        torch.testing.assert_close(sum(parts), exact)
