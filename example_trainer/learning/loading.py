@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from example_trainer.learning.quantised import quantisation_config
 
 if TYPE_CHECKING:
     from example_trainer.model import PolicyOptions
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -58,6 +61,9 @@ def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device:
         )
     except (OSError, ValueError, ImportError) as error:
         raise ModelNotFound(_not_found(options.model_name, error)) from error
+    if options.debug_loading:
+        for name, tensor in module.named_parameters():
+            logger.info("loaded %s %s %s on %s", name, list(tensor.shape), tensor.dtype, tensor.device)
     if options.gradient_checkpointing:
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trained: nn.Module = module.train()
