@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from example_trainer.data import TrainingBatch
+from example_trainer.data import TrainingBatch, generator_for
 from example_trainer.objective.metrics import alignment_metrics
 from example_trainer.objective.packing import Row
 from example_trainer.training import Learner, StepResult
@@ -72,7 +72,7 @@ class Alignment:
             scorable.add(self._current)
         if not batch.rows or not self._sample_sequences or not scorable:
             return by_version
-        generator = torch.Generator().manual_seed((self._seed << 32) ^ batch.number)
+        generator = generator_for(self._seed, batch.number)
         taken = 0
         for index in torch.randperm(len(batch.rows), generator=generator).tolist():
             row = batch.rows[index]
