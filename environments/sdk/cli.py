@@ -67,7 +67,7 @@ def run_verb(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
     command = read_command(env_cls, verb, argv[1:])
     _refuse_unsupported(command)
     servers = slurm_servers(command.servers[0]) if command.slurm else command.servers
-    if verb == "serve" and not env_cls.lenient:
+    if verb == "serve" and not (env_cls.lenient or command.env.allow_estimated_tokens):
         _require_trainable(servers)
     setup_logging(env_cls.name or env_cls.__name__)
     env = env_cls(command.env, servers, slurm=command.slurm, testing=command.testing)

@@ -80,6 +80,10 @@ class BaseEnvConfig(BaseModel):
         False, description="train on top-p, top-k or penalised samples; their groups are marked"
     )
 
+    allow_estimated_tokens: bool = Field(
+        False, description="take text of server_type openai as if its tokens were the sampled ones; marked, no logprobs"
+    )
+
     @field_validator("group_size_schedule")
     @classmethod
     def _is_schedule(cls, text: str) -> str:

@@ -120,6 +120,7 @@ class BaseEnv(ABC):
             load_tokenizer=lambda: self.tokenizer,
             wait_timeout_seconds=config.wait_timeout,
             allow_truncated_sampling=config.allow_truncated_sampling,
+            allow_estimated_tokens=config.allow_estimated_tokens,
             reasoning=Reasoning.from_config(config),
             tool_parser=config.tool_parser,
         )

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from atropos_api.wire.groups import Group
 from environments.sdk.session.journal import Journal
-from environments.sdk.session.nodes import SequenceNode
+from environments.sdk.session.nodes import ESTIMATED, SequenceNode
 from environments.sdk.types import PER_SEQUENCE_KEYS, Message, ScoredDataGroup, ScoredDataItem
 
 
@@ -41,13 +41,14 @@ def scored_group(
     nodes: Sequence[SequenceNode], scores: Sequence[float], *, messages: list[list[Message]] | None = None
 ) -> ScoredDataGroup:
     """A group out of a session's sequences and their scores, complete with logprobs, versions and sampling."""
+    params = nodes[0].metadata["generation_params"] if nodes else None
     return ScoredDataGroup(
         tokens=[node.tokens for node in nodes],
         masks=[node.masked_tokens for node in nodes],
         scores=[float(score) for score in scores],
-        inference_logprobs=[node.logprobs for node in nodes],
+        inference_logprobs=None if params and params.get(ESTIMATED) else [node.logprobs for node in nodes],
         policy_versions=[node.policy_versions for node in nodes],
-        generation_params=nodes[0].metadata["generation_params"] if nodes else None,
+        generation_params=params,
         messages=messages,
     )
 
@@ -126,7 +127,7 @@ def _complete(group: Group, journal: Journal) -> None:
     found = [node for node in nodes if node is not None]
     if len(found) != len(nodes) or not found:
         return
-    if group.inference_logprobs is None:
+    if group.inference_logprobs is None and not found[0].metadata["generation_params"].get(ESTIMATED):
         group.inference_logprobs = [node.logprobs for node in found]
     if group.policy_versions is None:
         group.policy_versions = [node.policy_versions for node in found]

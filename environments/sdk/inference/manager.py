@@ -22,7 +22,9 @@ from environments.sdk.session.answers import ChatCompletion, Completion, read_op
 from environments.sdk.session.codec import Codec
 from environments.sdk.session.drift import DriftLog
 from environments.sdk.session.journal import current_split
+from environments.sdk.session.proxy import SessionProxy
 from environments.sdk.session.session import ManagedSession
+from environments.sdk.session.text_session import TextSession
 
 SERVER_KINDS: Mapping[str, type[HttpServer]] = {
     "vllm": VllmServer,
@@ -43,6 +45,7 @@ class ServerManager:
         load_tokenizer: Callable[[], Any],
         wait_timeout_seconds: float = 600.0,
         allow_truncated_sampling: bool = False,
+        allow_estimated_tokens: bool = False,
         reasoning: Reasoning | None = None,
         tool_parser: Any = "hermes",
         max_n_completions: int = MAX_N_COMPLETIONS,
@@ -61,6 +64,8 @@ class ServerManager:
         self.pool = ServerPool(servers, max_n_completions=max_n_completions, wait_timeout_seconds=wait_timeout_seconds)
         self._load_tokenizer = load_tokenizer
         self._allow_truncated = allow_truncated_sampling
+        self.allow_estimated_tokens = allow_estimated_tokens
+        self._proxy: SessionProxy | None = None
         self._codecs: dict[int, Codec] = {}
 
     @property
@@ -73,15 +78,30 @@ class ServerManager:
         return self.pool.servers
 
     @asynccontextmanager
-    async def managed_server(self, tokenizer: Any = None, **options: Any) -> AsyncIterator[ManagedSession]:
-        """A session that keeps exact tokens, masks, logprobs and versions; `options` as `ManagedSession` takes them."""
-        yield ManagedSession(
-            self.pool.pinned(),
-            self._codec(tokenizer),
-            allow_truncated_sampling=self._allow_truncated,
-            drift=self.drift,
-            **{"tool_parser": self.tool_parser, **options},
-        )
+    async def managed_server(
+        self, tokenizer: Any = None, *, use_proxy: bool = False, **options: Any
+    ) -> AsyncIterator[ManagedSession]:
+        """A session that keeps exact tokens, masks, logprobs and versions; `options` as `ManagedSession` takes them.
+
+        With `use_proxy` its `get_url()` is an address that any client of OpenAI's API can use meanwhile.
+        """
+        session = self.open_session(tokenizer, **options)
+        if not use_proxy:
+            yield session
+            return
+        proxy = await self._started_proxy()
+        with proxy.serve(session):
+            yield session
+
+    def open_session(self, tokenizer: Any = None, **options: Any) -> ManagedSession:
+        """The same without an end; a server that gives text alone has its tokens estimated."""
+        pinned = self.pool.pinned()
+        options = {"tool_parser": self.tool_parser, **options}
+        shared: dict[str, Any] = {"allow_truncated_sampling": self._allow_truncated, "drift": self.drift}
+        if pinned.config.server_type == "openai":
+            shared["allow_estimated_tokens"] = self.allow_estimated_tokens
+            return TextSession(pinned, self._codec(tokenizer), **shared, **options)
+        return ManagedSession(pinned, self._codec(tokenizer), **shared, **options)
 
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[ServerManager]:
@@ -124,7 +144,15 @@ class ServerManager:
         }
         return {**found, "server/drifted_chats": self.drift.count} if self.drift.count else found
 
+    async def _started_proxy(self) -> SessionProxy:
+        if self._proxy is None:
+            self._proxy = SessionProxy(self)
+            await self._proxy.start()
+        return self._proxy
+
     async def aclose(self) -> None:
+        if self._proxy is not None:
+            await self._proxy.aclose()
         for server in self.servers:
             await server.aclose()
 

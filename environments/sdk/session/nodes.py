@@ -12,6 +12,8 @@ from environments.sdk.session.history import Conversation
 
 NOT_TRAINED = -100
 NO_LOGPROB = 1.0
+ESTIMATED = "estimated_tokens"
+"""In a group's `generation_params`: its tokens are a tokenizer's reading of text, not what was sampled."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

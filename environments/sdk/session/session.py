@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Turn:
+class Turn:
     """One call to the server and where its sequences go.
 
     The place is reserved when the call starts, so that the order of sequences never depends on who ends first.
@@ -68,6 +68,7 @@ class ManagedSession:
     ) -> None:
         if unused:
             logger.debug("managed session: ignored %s", ", ".join(sorted(unused)))
+        self.url: str | None = None
         self._server = server
         self._codec = tokenizer if isinstance(tokenizer, Codec) else Codec(tokenizer)
         self._trainable = trainable
@@ -141,6 +142,16 @@ class ManagedSession:
     def get_state(self) -> dict[str, list[SequenceNode]]:
         return {"nodes": self.nodes}
 
+    async def fetch_state(self) -> dict[str, list[SequenceNode]]:
+        """The same, by the name that sessions behind Atropos' proxy have."""
+        return self.get_state()
+
+    def get_url(self) -> str:
+        """Where any client of OpenAI's API reaches this session, while it is open."""
+        if self.url is None:
+            raise RuntimeError("this session is not served; open it with managed_server(use_proxy=True)")
+        return self.url
+
     def reset(self) -> None:
         """Forget all sequences."""
         self._places.clear()
@@ -160,32 +171,40 @@ class ManagedSession:
         yield from (node for node in nodes if node in self._being_extended)
         yield from self._superseded
 
-    def _begin(self, prompt: Prompt, sampling: Sampling, split: Split) -> _Turn:
+    def _begin(self, prompt: Prompt, sampling: Sampling, split: Split) -> Turn:
         base, params = prompt.base, sampling.generation_params()
         if base is not None and base not in self._being_extended:
             found = next((place for place in self._places if base in place), None)
             if found is not None:
                 self._being_extended.add(base)
-                return _Turn(prompt, found, True, sampling, split, params)
+                return Turn(prompt, found, True, sampling, split, params)
         place: list[SequenceNode] = []
         self._places.append(place)
-        return _Turn(prompt, place, False, sampling, split, params)
+        return Turn(prompt, place, False, sampling, split, params)
 
-    async def _sample(self, turn: _Turn) -> list[SequenceNode]:
+    async def _sample(self, turn: Turn) -> list[SequenceNode]:
         base = turn.prompt.base
         try:
-            samples = await self._server.generate(turn.prompt.tokens, turn.sampling, turn.split)
+            samples = await self._generate(turn)
         finally:
             if turn.replaces and base is not None:
                 self._being_extended.discard(base)
-        if turn.split == "train" and self._trainable and any(s.tokens and not s.logprobs for s in samples):
-            refuse_for_training(self._server.config)
+        if turn.split == "train" and any(s.tokens and not s.logprobs for s in samples):
+            self._require_logprobs()
         nodes = [self._finish(turn, sample) for sample in samples]
         self._put(turn, nodes)
         record(nodes, turn.split if self._trainable else "eval")
         return nodes
 
-    def _finish(self, turn: _Turn, sample: Sample) -> SequenceNode:
+    async def _generate(self, turn: Turn) -> list[Sample]:
+        return await self._server.generate(turn.prompt.tokens, turn.sampling, turn.split)
+
+    def _require_logprobs(self) -> None:
+        """Samples without logprobs came for training."""
+        if self._trainable:
+            refuse_for_training(self._server.config)
+
+    def _finish(self, turn: Turn, sample: Sample) -> SequenceNode:
         """The grown sequence with its texts: what was sampled, and what a client sees of it."""
         node = grow(turn.prompt.base, turn.prompt.tokens, sample)
         node.ended = self._has_end_token(sample, turn.sampling)
@@ -204,7 +223,7 @@ class ManagedSession:
             self._answer_chat(turn, turn.prompt.chat, node, content)
         return node
 
-    def _answer_chat(self, turn: _Turn, chat: Chat, node: SequenceNode, said: str) -> None:
+    def _answer_chat(self, turn: Turn, chat: Chat, node: SequenceNode, said: str) -> None:
         """The message that the client gets, and by which it will be recognised when it comes back."""
         message, reason = AssistantMessage(said), node.finish_reason
         if turn.parser is not None:
@@ -217,7 +236,7 @@ class ManagedSession:
         prompt = turn.prompt  # not the turn, which holds the node: only the garbage collector would free such a circle
         node.recall = lambda: chat.completed(message.content, message.tool_calls, said, prompt)
 
-    def _parse(self, turn: _Turn, text: str) -> ParsedText:
+    def _parse(self, turn: Turn, text: str) -> ParsedText:
         assert turn.parser is not None
         parsed = turn.parser.parse(text)
         return JsonParser().parse(text) if turn.call_expected and not parsed.calls else parsed
@@ -233,7 +252,7 @@ class ManagedSession:
         last = sample.tokens[-1]
         return last in self._codec.special_ids or last in (sampling.more.get("stop_token_ids") or ())
 
-    def _put(self, turn: _Turn, nodes: list[SequenceNode]) -> None:
+    def _put(self, turn: Turn, nodes: list[SequenceNode]) -> None:
         """An extended sequence is replaced where it stood; further samples of the same prompt follow it."""
         place = turn.place
         start = next((i for i, node in enumerate(place) if node is turn.prompt.base), len(place))
@@ -242,6 +261,6 @@ class ManagedSession:
         place[start : start + len(replaced)] = nodes
 
 
-def _usage(turn: _Turn, nodes: Sequence[SequenceNode]) -> Usage:
+def _usage(turn: Turn, nodes: Sequence[SequenceNode]) -> Usage:
     prompt = len(turn.prompt.tokens)
     return Usage(prompt, sum(len(node.tokens) - prompt for node in nodes))
