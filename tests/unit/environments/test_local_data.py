@@ -1,0 +1,52 @@
+"""Every server with questions takes them from a local file, as lines or as Parquet and in both usual forms."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from environments.arithmetic_server import ArithmeticEnv
+from environments.distill_server import DistillEnv
+from environments.gsm8k_server import GSM8kEnv
+from environments.judge_server import JudgeEnv
+from environments.math_server_zero import MathZeroEnv
+from environments.sdk.cli import read_command
+from environments.tool_server import ToolEnv
+
+pytestmark = pytest.mark.anyio
+
+QUESTIONS = [("What is 3 + 4?", "7"), ("What is 2 + 3?", "5")]
+SERVERS = (ArithmeticEnv, GSM8kEnv, MathZeroEnv, ToolEnv, JudgeEnv, DistillEnv)
+
+
+@pytest.fixture(params=[("question", "answer"), ("prompt", "response")], ids="/".join)
+def columns(request):
+    return request.param
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def file(request, columns, tmp_path):
+    path = tmp_path / f"questions.{request.param}"
+    rows = [dict(zip(columns, pair, strict=True)) for pair in QUESTIONS]
+    if request.param == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("cls", SERVERS, ids=lambda cls: cls.name)
+async def test_questions_come_from_a_local_file(cls, file, tokenizer_folder):
+    flags = [f"--env.{name}={file}" for name in ("data_path", "val_data_path")]
+    command = read_command(cls, "serve", [*flags, "--env.tokenizer_name", str(tokenizer_folder)])
+    env = cls(command.env, command.servers)
+    try:
+        await env.setup()
+        drawn = [await env.get_next_item() for _ in QUESTIONS]
+        assert sorted((item.question, str(item.answer)) for item in drawn) == sorted(QUESTIONS)
+        assert sorted((item.question, str(item.answer)) for item in env.held_out) == sorted(QUESTIONS)
+    finally:
+        await env.aclose()
