@@ -48,7 +48,7 @@ def supplied_teacher(group: Group, index: int, targets: IntArray, length: int) -
             f"{where(group, index)}: {len(ids)} distill_token_ids and {len(logprobs)} distill_logprobs for {length} "
             "tokens; send one list a token"
         )
-    return _padded(group, index, [list(ids[at] or ()) for at in targets], [list(logprobs[at] or ()) for at in targets])
+    return _padded(group, index, [_listed(ids[at]) for at in targets], [_listed(logprobs[at]) for at in targets])
 
 
 def where(group: Group, index: int) -> str:
@@ -72,6 +72,10 @@ def _at_targets(values: Any, targets: IntArray, length: int, what: str, remedy: 
     if len(bad):
         raise BadBatch(f"{what}: {chosen[bad[0]]:g} at trained position {targets[bad[0]]}; send finite numbers")
     return chosen
+
+
+def _listed(entry: Any) -> list[Any]:
+    return [] if entry is None else list(entry)
 
 
 def _padded(group: Group, index: int, ids: list[list[int]], logprobs: list[list[float]]) -> Teacher:

@@ -1,0 +1,97 @@
+"""Runs tests on one mutant after another: `python runner.py ROOT < jobs.json`, a JSON line for each on standard output.
+
+ROOT holds a copy of the package and its tests. What is heavy and not ours is imported once, then each mutant is written
+into the copy, tried in a forked child, which imports the package anew, and undone. So a mutant costs its test alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_SECONDS = 120.0
+
+
+def warm_up() -> None:
+    """Import what tests need besides the package under test."""
+    import msgspec
+    import numpy as np
+    import pydantic
+    import pytest
+    import torch
+    import transformers.models.qwen2.modeling_qwen2
+
+    import atropos_api.wire
+
+    # A matrix product and a backward start what torch starts lazily, while there is one process only.
+    torch.set_num_threads(1)
+    weight = torch.ones(2, 2, requires_grad=True)
+    (weight @ weight).sum().backward()
+    assert all((msgspec, np, pydantic, pytest, transformers, atropos_api))
+
+
+def try_in_child(nodes: list[str], log: Path) -> int:
+    """Exit code of pytest over `nodes` in a child; 124 when it did not end."""
+    child = os.fork()
+    if child == 0:
+        _run_tests(nodes, log)
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return 124
+
+
+def _run_tests(nodes: list[str], log: Path) -> None:
+    import pytest
+
+    code = 125
+    try:
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        code = int(pytest.main([*nodes, "-q", "-x", "--no-header", "-p", "no:cacheprovider", "--tb=line"]))
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def try_mutant(root: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """What became of one mutant: `code` of its test, or -1 when its line is not there exactly once."""
+    path = root / job["file"]
+    original = path.read_text(encoding="utf-8")
+    log = root / "log.txt"
+    if job["old"] and original.count(job["old"]) != 1:
+        return {"name": job["name"], "code": -1, "log": f"{original.count(job['old'])} times in {job['file']}"}
+    started = time.monotonic()
+    try:
+        if job["old"]:
+            path.write_text(original.replace(job["old"], job["new"]), encoding="utf-8")
+        code = try_in_child(job["nodes"], log)
+    finally:
+        path.write_text(original, encoding="utf-8")
+    seconds = time.monotonic() - started
+    return {"name": job["name"], "code": code, "seconds": seconds, "log": log.read_text(encoding="utf-8")[-2000:]}
+
+
+def main() -> None:
+    sys.dont_write_bytecode = True
+    root = Path(sys.argv[1])
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    warm_up()
+    for job in json.load(sys.stdin):
+        sys.stdout.write(json.dumps(try_mutant(root, job)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
