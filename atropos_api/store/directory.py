@@ -131,5 +131,5 @@ def open_directory(
 def _delete_contents(directory: Path) -> None:
     """Only what this module makes; the directory may be anybody's."""
     shutil.rmtree(directory / "segments", ignore_errors=True)
-    for name in ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "journal"):
+    for name in ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "journal", "journal-2"):
         (directory / name).unlink(missing_ok=True)

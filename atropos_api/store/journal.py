@@ -32,7 +32,8 @@ class Journal:
         while place + HEADER.size <= len(data):
             length, checksum = HEADER.unpack_from(data, place)
             record = data[place + HEADER.size : place + HEADER.size + length]
-            if len(record) != length or isal_zlib.crc32(record) != checksum:
+            # Power that fails may leave a file of its length and zeroes in it.
+            if not record or len(record) != length or isal_zlib.crc32(record) != checksum:
                 break
             records.append(record)
             place += HEADER.size + length
@@ -61,3 +62,47 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+class JournalPair:
+    """Two files in turn: the records of one wait until the database that has them is safe, the other takes new ones."""
+
+    def __init__(self, path: Path) -> None:
+        self._both = (Journal(path), Journal(path.with_name(f"{path.name}-2")))
+        self._active, self._waiting = self._both
+        self._waits_for = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(journal.size_bytes for journal in self._both)
+
+    def read(self) -> list[bytes]:
+        return [record for journal in self._both for record in journal.read()]
+
+    def append(self, record: bytes) -> None:
+        self._active.append(record)
+
+    def turn(self, number: int) -> None:
+        """The database has all records, of which the last is `number`; from then on that is safe, they may go."""
+        if self._active.size_bytes and not self._waiting.size_bytes:
+            self._active, self._waiting = self._waiting, self._active
+            self._waits_for = number
+
+    def forget(self, safe: int) -> None:
+        """Records up to this number are safe in the database."""
+        if self._waiting.size_bytes and safe >= self._waits_for:
+            self._waiting.clear()
+
+    def clear(self) -> None:
+        for journal in self._both:
+            journal.clear()
+
+    def sync(self) -> None:
+        """May be called from another thread."""
+        for journal in self._both:
+            if journal.size_bytes:
+                journal.sync()
+
+    def close(self) -> None:
+        for journal in self._both:
+            journal.close()

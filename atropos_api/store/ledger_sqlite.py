@@ -23,8 +23,16 @@ from atropos_api.store.base import (
     RunRow,
     Snapshot,
 )
+from atropos_api.store.rows import (
+    group_of_values,
+    key_of_values,
+    policy_of_values,
+    values_of_group,
+    values_of_key,
+    values_of_policy,
+)
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 SCHEMA: Final = """
 CREATE TABLE runs (run_id TEXT PRIMARY KEY, row BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE environments (environment_id INTEGER PRIMARY KEY, row BLOB NOT NULL);
@@ -39,20 +47,23 @@ CREATE TABLE groups (
     segment INTEGER, offset INTEGER, length INTEGER, received_version INTEGER, oldest_version INTEGER,
     arrived_at REAL, batch INTEGER, key_id INTEGER, form TEXT NOT NULL DEFAULT 'json'
 );
-CREATE TABLE places (one INTEGER PRIMARY KEY CHECK (one = 1), next_seq INTEGER, answered_seq INTEGER);
-INSERT INTO places VALUES (1, 1, 0);
+CREATE TABLE places (
+    one INTEGER PRIMARY KEY CHECK (one = 1), next_seq INTEGER, answered_seq INTEGER, journaled INTEGER DEFAULT 0
+);
+INSERT INTO places VALUES (1, 1, 0, 0);
 CREATE TABLE events (id INTEGER PRIMARY KEY, row BLOB NOT NULL);
 """
 
 UPGRADES: Final = {
     1: "ALTER TABLE groups ADD COLUMN form TEXT NOT NULL DEFAULT 'json';",
     2: "CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, row BLOB NOT NULL);",
+    3: "ALTER TABLE places ADD COLUMN journaled INTEGER DEFAULT 0;",
 }
 """What brings a ledger of an older schema to the next one."""
 
 TRIM_EVERY: Final = 100
 
-_encoder = msgspec.json.Encoder()
+encode_row = msgspec.json.Encoder().encode
 
 
 class SqliteLedger:
@@ -83,7 +94,7 @@ class SqliteLedger:
             ],
             groups=[group_of_values(row) for row in self._db.execute("SELECT * FROM groups ORDER BY seq")],
             keys=[key_of_values(row) for row in self._db.execute("SELECT * FROM keys ORDER BY key_id")],
-            policies=[_policy_of(row) for row in self._db.execute("SELECT * FROM policies ORDER BY version")],
+            policies=[policy_of_values(row) for row in self._db.execute("SELECT * FROM policies ORDER BY version")],
             events=[
                 msgspec.json.decode(row, type=Event)
                 for (row,) in self._db.execute("SELECT row FROM events ORDER BY id")
@@ -112,33 +123,28 @@ class SqliteLedger:
             self._depth -= 1
 
     def put_run(self, row: RunRow) -> None:
-        self._execute("INSERT OR REPLACE INTO runs VALUES (?, ?)", (row.run_id, _encoder.encode(row)))
+        self._insert_runs([(row.run_id, encode_row(row))])
 
     def put_environment(self, row: EnvironmentRow) -> None:
-        values = (row.environment_id, _encoder.encode(row))
-        self._execute("INSERT OR REPLACE INTO environments VALUES (?, ?)", values)
+        self._insert_environments([(row.environment_id, encode_row(row))])
 
     def put_policy(self, row: PolicyRow) -> None:
-        values = (row.run_id, row.version, row.step, row.published_at, row.orphaned)
-        self._execute("INSERT OR REPLACE INTO policies VALUES (?, ?, ?, ?, ?)", values)
+        self._insert_policies([values_of_policy(row)])
 
     def put_key(self, row: KeyRow) -> None:
         self._insert_keys([values_of_key(row)])
 
     def forget_keys(self, key_ids: Sequence[int]) -> None:
-        self._execute_many("DELETE FROM keys WHERE key_id = ?", [(key_id,) for key_id in key_ids])
+        self._delete_keys(key_ids)
 
     def add_event(self, event: Event) -> None:
-        self._execute("INSERT OR REPLACE INTO events VALUES (?, ?)", (event.id, _encoder.encode(event)))
-        if event.id % TRIM_EVERY == 0:
-            self._execute(
-                "DELETE FROM events WHERE id <= (SELECT id FROM events ORDER BY id DESC LIMIT 1 OFFSET ?)",
-                (KEPT_EVENTS,),
-            )
+        self._insert_events([(event.id, encode_row(event))])
 
     def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
         with self.transaction():
             self._insert_groups([values_of_group(row) for row in rows])
+            if rows:
+                self._put_next(rows[-1].seq + 1)
             self._put_answered(answered_seq)
 
     def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answered_seq: int) -> None:
@@ -149,7 +155,7 @@ class SqliteLedger:
 
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         with self.transaction():
-            self._execute_many("UPDATE groups SET batch = ? WHERE seq = ?", [(batch, seq) for seq in seqs])
+            self._update_batches([(batch, seq) for seq in seqs])
 
     def adopt_groups(self, run_id: str) -> None:
         self._execute("UPDATE groups SET run_id = ? WHERE run_id = ''", (run_id,))
@@ -163,7 +169,7 @@ class SqliteLedger:
 
     def drop_groups(self, seqs: Sequence[int]) -> None:
         with self.transaction():
-            self._execute_many("DELETE FROM groups WHERE seq = ?", [(seq,) for seq in seqs])
+            self._delete_groups(seqs)
 
     def sync(self) -> None:
         """Force the write-ahead log to the disk; may be called from another thread."""
@@ -179,13 +185,39 @@ class SqliteLedger:
     def close(self) -> None:
         self._db.close()
 
-    def _insert_groups(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        if not rows:
-            return
-        self._execute_many("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
-        self._execute("UPDATE places SET next_seq = ?", (rows[-1][0] + 1,))
+    def _delete_groups(self, seqs: Sequence[int]) -> None:
+        self._execute_many("DELETE FROM groups WHERE seq = ?", [(seq,) for seq in seqs])
 
-    def _insert_keys(self, rows: Sequence[tuple[Any, ...]]) -> None:
+    def _delete_keys(self, key_ids: Sequence[int]) -> None:
+        self._execute_many("DELETE FROM keys WHERE key_id = ?", [(key_id,) for key_id in key_ids])
+
+    def _insert_policies(self, rows: Sequence[Sequence[Any]]) -> None:
+        self._execute_many("INSERT OR REPLACE INTO policies VALUES (?, ?, ?, ?, ?)", rows)
+
+    def _insert_events(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        self._execute_many("INSERT OR REPLACE INTO events VALUES (?, ?)", rows)
+        if any(event_id % TRIM_EVERY == 0 for event_id, _ in rows):
+            self._execute(
+                "DELETE FROM events WHERE id <= (SELECT id FROM events ORDER BY id DESC LIMIT 1 OFFSET ?)",
+                (KEPT_EVENTS,),
+            )
+
+    def _insert_runs(self, rows: Sequence[tuple[str, bytes]]) -> None:
+        self._execute_many("INSERT OR REPLACE INTO runs VALUES (?, ?)", rows)
+
+    def _insert_environments(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        self._execute_many("INSERT OR REPLACE INTO environments VALUES (?, ?)", rows)
+
+    def _update_batches(self, rows: Sequence[tuple[int, int]]) -> None:
+        self._execute_many("UPDATE groups SET batch = ? WHERE seq = ?", rows)
+
+    def _insert_groups(self, rows: Sequence[Sequence[Any]]) -> None:
+        self._execute_many("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+
+    def _put_next(self, next_seq: int) -> None:
+        self._execute("UPDATE places SET next_seq = ?", (next_seq,))
+
+    def _insert_keys(self, rows: Sequence[Sequence[Any]]) -> None:
         self._execute_many("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def _put_answered(self, answered_seq: int) -> None:
@@ -216,61 +248,13 @@ class SqliteLedger:
             raise _unavailable(error) from error
 
     def _execute_many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+        if not rows:
+            return
         self._mark_dirty()
         try:
             self._db.executemany(statement, rows)
         except sqlite3.DatabaseError as error:
             raise _unavailable(error) from error
-
-
-def values_of_group(row: GroupRow) -> tuple[Any, ...]:
-    return (
-        row.seq,
-        row.run_id,
-        row.env_id,
-        row.size,
-        row.token_count,
-        *row.body,
-        row.received_version,
-        row.oldest_version,
-        row.arrived_at,
-        row.batch,
-        row.key_id,
-        row.form,
-    )
-
-
-def values_of_key(row: KeyRow) -> tuple[Any, ...]:
-    return (row.key_id, row.owner, row.key, row.group_count, row.used_at, row.done_at)
-
-
-def group_of_values(row: tuple[Any, ...]) -> GroupRow:
-    seq, run_id, env_id, size, token_count, segment, offset, length, received, oldest, arrived_at, *rest = row
-    batch, key_id, form = rest
-    return GroupRow(
-        seq=seq,
-        run_id=run_id,
-        env_id=env_id,
-        size=size,
-        token_count=token_count,
-        body=BodyRef(segment, offset, length),
-        received_version=received,
-        oldest_version=oldest,
-        arrived_at=arrived_at,
-        batch=batch,
-        key_id=key_id,
-        form=form,
-    )
-
-
-def key_of_values(row: tuple[Any, ...]) -> KeyRow:
-    key_id, owner, key, group_count, used_at, done_at = row
-    return KeyRow(key_id=key_id, owner=owner, key=key, group_count=group_count, used_at=used_at, done_at=done_at)
-
-
-def _policy_of(row: tuple[Any, ...]) -> PolicyRow:
-    run_id, version, step, published_at, orphaned = row
-    return PolicyRow(run_id=run_id, version=version, step=step, published_at=published_at, orphaned=bool(orphaned))
 
 
 def _unavailable(error: sqlite3.DatabaseError) -> StoreUnavailable:

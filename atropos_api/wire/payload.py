@@ -29,6 +29,7 @@ _OBJECTS: Final = frozenset({"generation_params", "group_overrides"})
 _STAMP: Final = b',"received_version":'
 
 _spans_decoder = msgspec.json.Decoder(list[list[Span]])
+_env_id_decoder = msgspec.json.Decoder(int, strict=False)
 
 
 class SubmissionText(msgspec.Struct, kw_only=True):
@@ -238,7 +239,7 @@ def _read_env_id(text: bytes, where: str) -> int | None:
     if text == _NULL:
         return None
     try:
-        number = msgspec.json.decode(text, type=int, strict=False)
+        number = _env_id_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise InvalidGroup(f"{where}env_id", text[:80].decode("utf-8", "replace"), "an integer is needed") from None
     if not -(2**63) <= number < 2**63:

@@ -8,8 +8,10 @@ import pytest
 
 from atropos_api.broker import Broker, BrokerSettings
 from atropos_api.config import BrokerConfig
+from atropos_api.errors import StoreUnavailable
 from atropos_api.http.app import create_app
 from atropos_api.store.directory import open_directory
+from atropos_api.store.journal import Journal
 from atropos_api.store.segments import SegmentLog
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest, RunRequest
@@ -118,17 +120,21 @@ async def test_a_full_disk_is_a_503_until_there_is_room_again(store, monkeypatch
     assert broker.state.queue.groups == 1
 
 
+def refuse_record(*_):
+    raise StoreUnavailable("no room")
+
+
 @pytest.mark.anyio
-async def test_a_change_the_ledger_refused_is_not_remembered(store):
+async def test_a_change_the_ledger_refused_is_not_remembered(store, monkeypatch):
     broker = Broker(*store)
     environment = with_environment(broker)
     begin(broker)
     broker.submit(environment, [checked(1)])
     app = create_app(BrokerConfig(store="memory"), broker)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as http:
-        store[0]._db.execute("PRAGMA query_only = ON")
-        assert (await http.get("/v1/batches/1")).status_code == 503
-        store[0]._db.execute("PRAGMA query_only = OFF")
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "append", refuse_record)
+            assert (await http.get("/v1/batches/1")).status_code == 503
         assert broker.state.runs.open.formed_batch == 0
         assert (await http.get("/v1/batches/1")).status_code == 200
 

@@ -121,7 +121,9 @@ def test_a_directory_of_an_older_schema_opens_with_its_groups(tmp_path):
     ledger.add_groups([row], answered_seq=0)
     ledger.close()
     with closing(sqlite3.connect(path)) as db:
-        db.executescript("ALTER TABLE groups DROP COLUMN form; PRAGMA user_version = 1;")
+        db.executescript(
+            "ALTER TABLE groups DROP COLUMN form; ALTER TABLE places DROP COLUMN journaled; PRAGMA user_version = 1;"
+        )
     for _ in range(2):
         again = SqliteLedger(path)
         assert again.load().groups == [row]
