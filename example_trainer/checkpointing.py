@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 TENSOR_STATE_FILE = "trainer_state.pt"
 CARD_FILE = "README.md"
+BEGUN_FILE = "run.json"
 LATEST = "latest"
 PREFIX = "checkpoint-"
 COURSE_PREFIX = "checkpoint_step_"
@@ -155,6 +156,24 @@ def find_checkpoint(resume: str | None, root: Path) -> Path | None:
     if fault := fault_of(path):
         raise CheckpointError(f"--resume {resume}: {path.name} is damaged: {fault}; resume from another, or with auto")
     return path
+
+
+def note_begun(config: TrainingConfig, run_id: str) -> None:
+    """Remember where the checkpoints will lie that the broker knows this run, so that it can go on without any."""
+    root = config.checkpoint_root
+    root.mkdir(parents=True, exist_ok=True)
+    beside = root / f".{BEGUN_FILE}.part"
+    beside.write_text(json.dumps({"name": config.name, "run_id": run_id}) + "\n", encoding="utf-8")
+    beside.rename(root / BEGUN_FILE)
+
+
+def has_begun(config: TrainingConfig) -> bool:
+    """Whether a run of this name has begun here before."""
+    try:
+        begun = json.loads((config.checkpoint_root / BEGUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(begun, dict) and begun.get("name") == config.name
 
 
 def fault_of(checkpoint: Path) -> str | None:

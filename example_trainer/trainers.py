@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING
 from atropos_api.common import metric_names as names
 from atropos_api.wire import Batch, RunRequest
 from example_trainer.api import BatchFeed, BrokerSession
-from example_trainer.checkpointing import TrainerState, find_checkpoint, read_state, refuse_changed_settings
+from example_trainer.checkpointing import (
+    TrainerState,
+    find_checkpoint,
+    has_begun,
+    note_begun,
+    read_state,
+    refuse_changed_settings,
+)
 from example_trainer.data import report_logprobs
 from example_trainer.learning import step_log
 from example_trainer.learning.batch_facts import PreparedBatch
@@ -93,12 +100,14 @@ class Trainer:
         state = None if checkpoint is None else read_state(checkpoint)
         if state is not None:
             refuse_changed_settings(state, config)
-        info = self._session.begin(_run_request(config, state))
+        resumes = state is not None or self._ranks.lead(lambda: config.resume is not None and has_begun(config))
+        info = self._session.begin(_run_request(config, state, resumes=resumes))
+        self._ranks.lead(lambda: note_begun(config, info.run_id))
         self._build()
         self.progress.version = max(info.highest_policy_version, self._bridge.highest_version())
         if checkpoint is not None and state is not None:
             self._stepper.resume(checkpoint, state)
-        self._tracker = self._make_tracker(None if state is None else state.step)
+        self._tracker = self._make_tracker(self.progress.step if resumes else None)
         self._tail.publish()
 
     def _build(self) -> None:
@@ -199,13 +208,14 @@ class Trainer:
         return batch_path(directory, number, rank=config.trainer_rank, world_size=config.world_size)
 
 
-def _run_request(config: TrainingConfig, state: TrainerState | None) -> RunRequest:
+def _run_request(config: TrainingConfig, state: TrainerState | None, *, resumes: bool) -> RunRequest:
+    """A run that broke off before its first checkpoint is resumed too: from batch 0, so that its batches come again."""
     return RunRequest(
         name=config.name,
         batch_size=config.sequences_per_batch,
         max_token_length=config.seq_len,
         num_steps=config.training_steps,
-        resume=state is not None,
+        resume=resumes,
         resume_from_batch=0 if state is None else state.batch,
         checkpoint_dir=str(config.checkpoint_root),
         checkpoint_interval=config.checkpoint_interval,
