@@ -45,7 +45,11 @@ class ShardedPolicy(Policy):
         return True
 
     def compute(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
-        result: ResultT = getattr(self.module, FORWARD_METHOD)(function, *arguments)
+        module: Any = self.module
+        result: ResultT = getattr(module, FORWARD_METHOD)(function, *arguments)
+        if not torch.is_grad_enabled():
+            # A backward would let go of what was gathered; without one the next forward would find it, however old.
+            module.reshard()
         return result
 
     @contextmanager
