@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
 import anyio
@@ -32,6 +33,9 @@ __all__ = [
 OpenaiConfig = APIServerConfig
 """An old name that environments still import although Atropos itself dropped it."""
 
+ALLOW_ESTIMATED_TOKENS = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
+"""The variable by which Atropos lets sessions have providers of text; here the same as `allow_estimated_tokens`."""
+
 REPLACED = ("env_manager", "process_manager", "handle_env", "get_status", "register_env")
 """Parts of Atropos' scheduler that nothing calls here: an override of one would silently do nothing."""
 
@@ -57,6 +61,7 @@ class BaseEnv(sdk.BaseEnv):
     ) -> None:
         super().__init__(config, server_configs, slurm=slurm, testing=testing)
         answer_one_by_one(self.server)
+        self.server.allow_estimated_tokens |= bool(os.environ.get(ALLOW_ESTIMATED_TOKENS))
         self.completion_lengths = []
         self.workers: set[Any] = set()
         self.eval_workers: set[Any] = set()

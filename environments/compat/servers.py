@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,23 +14,37 @@ from environments.sdk.inference.openai import OpenAIServer
 from environments.sdk.inference.pool import ServerPool
 from environments.sdk.inference.reasoning import Reasoning as ReasoningConfig
 from environments.sdk.inference.server import HttpServer as APIServer
+from environments.sdk.inference.sglang import SglangServer as SGLangServer
+from environments.sdk.inference.trl import TrlServer as TrlVllmServer
 from environments.sdk.inference.vllm import VllmServer as VLLMServer
+from environments.sdk.session.adapter import ManagedServerAdapter
 from environments.sdk.session.nodes import SequenceNode
+from environments.sdk.session.proxy import SessionProxy
 from environments.sdk.session.session import ManagedSession as ManagedServer
+from environments.sdk.session.text_session import TextSession as DummyManagedServer
 from environments.sdk.tokenizer import load_tokenizer
+
+ProxyManagedServer = ManagedServer
+"""A session that is served: the same class, opened with `use_proxy=True`."""
 
 __all__ = [
     "APIServer",
     "APIServerConfig",
+    "DummyManagedServer",
     "ManagedServer",
     "ManagedServerAdapter",
     "OpenAIServer",
+    "ProxyManagedServer",
     "ReasoningConfig",
+    "SGLangServer",
     "SequenceNode",
     "ServerBaseline",
     "ServerManager",
     "ServerManagerConfig",
+    "TrlVllmServer",
     "VLLMServer",
+    "create_app",
+    "create_proxy_session",
 ]
 
 
@@ -66,24 +78,14 @@ def answer_one_by_one(servers: manager.ServerManager) -> None:
             setattr(server, call, getattr(alone, call))
 
 
-class ManagedServerAdapter:
-    """A session in the form of OpenAI's client, for libraries that want one."""
-
-    def __init__(self, managed_server: Any, base_url: str = "") -> None:
-        self.base_url = base_url
-        self.chat = SimpleNamespace(completions=SimpleNamespace(create=_without_model(managed_server.chat_completion)))
-        self.completions = SimpleNamespace(create=_without_model(managed_server.completion))
-
-    def copy(self, **changes: Mapping[str, Any]) -> ManagedServerAdapter:
-        raise NotImplementedError(f"a session cannot be copied (asked to change {', '.join(changes) or 'nothing'})")
-
-    async def post(self, path: str, *rest: Sequence[Any]) -> Any:
-        raise NotImplementedError(f"a session answers chat and text completions alone, not {path} {rest or ''}")
+def create_app(server_manager: manager.ServerManager, tokenizer: Any = None, model_name: str = "") -> SessionProxy:  # noqa: ARG001
+    """An application that opens and serves sessions; tokenizer and model are the manager's."""
+    return SessionProxy(server_manager)
 
 
-def _without_model(call: Any) -> Any:
-    async def create(**kwargs: Any) -> Any:
-        kwargs.pop("model", None)
-        return await call(**kwargs)
-
-    return create
+async def create_proxy_session(proxy_url: str, **_: Any) -> ManagedServer:
+    """Refused: a session lives in the environment, and is served from there."""
+    raise NotImplementedError(
+        f"sessions are not kept behind a proxy at {proxy_url}; "
+        "open one with self.server.managed_server(use_proxy=True), whose get_url() agents can use"
+    )

@@ -6,10 +6,12 @@ import sys
 
 import pytest
 
-from environments.compat import advantages, evals, history, rewards, tokenizing, tool_calls
+from environments.compat import advantages, evals, history, rewards, servers, tokenizing, tool_calls
+from environments.compat.base import BaseEnv, BaseEnvConfig
 from environments.compat.finder import AliasFinder, give_lists, install
 from environments.compat.names import ALIASES
-from environments.compat.servers import ManagedServerAdapter
+from environments.compat.page import generate_html
+from environments.sdk.testing import FakeInference, InProcess
 
 
 @pytest.fixture
@@ -164,15 +166,55 @@ def test_returns_are_discounted():
     assert advantages.compute_stats([[1, 2], [3]])["mean"] == 2
 
 
+@pytest.fixture
+def manager(tokenizer_folder, tokenizer):
+    config = {"server_type": "vllm", "base_url": "http://fake/v1", "tokenizer_name": str(tokenizer_folder)}
+    found = servers.ServerManager([servers.APIServerConfig(**config)])
+    fake = FakeInference(lambda *_: [*tokenizer.encode("4"), 1], end=1)
+    for server in found.servers:
+        server.channel._transport = InProcess(fake)
+    return found
+
+
 @pytest.mark.anyio
-async def test_a_session_poses_as_openais_client():
-    class Session:
-        async def chat_completion(self, **kwargs):
-            return kwargs
+async def test_a_session_poses_as_openais_client(manager):
+    async with manager.managed_server() as session:
+        client = servers.ManagedServerAdapter(session, base_url="http://x/v1")
+        answer = await client.chat.completions.create(model="m", messages=CHAT[:1])
+        assert answer.choices[0].message.content == "4"
+        assert len(session.nodes) == 1
+        with pytest.raises(NotImplementedError):
+            client.copy(timeout=1)
 
-        completion = chat_completion
 
-    client = ManagedServerAdapter(Session(), base_url="http://x/v1")
-    assert await client.chat.completions.create(model="m", messages=[]) == {"messages": []}
-    with pytest.raises(NotImplementedError):
-        client.copy(timeout=1)
+@pytest.mark.anyio
+async def test_an_environment_can_serve_sessions_itself_and_is_told_where_they_live(manager):
+    app = servers.create_app(manager, manager.config, "m")
+    created = await InProcess(app).request("POST", "http://x/sessions/create", b"{}")
+    assert json.loads(created.content)["model_name"] == "default"
+    with pytest.raises(NotImplementedError, match="use_proxy=True"):
+        await servers.create_proxy_session("http://localhost:9100")
+
+
+def test_a_page_of_groups_is_written_where_it_is_wanted(tmp_path):
+    path = tmp_path / "groups.jsonl"
+    group = {"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [[{"role": "user", "content": "<b>hi"}]]}
+    path.write_text(json.dumps(group) + "\n")
+    generate_html(str(path), str(tmp_path / "page.html"))
+    assert "&lt;b&gt;hi" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(("variable", "allowed"), [("1", True), (None, False)])
+def test_the_variable_that_allows_text_alone_is_heeded(monkeypatch, tokenizer_folder, variable, allowed):
+    if variable is not None:
+        monkeypatch.setenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", variable)
+
+    class Env(BaseEnv):
+        async def get_next_item(self):
+            """Nothing."""
+
+        async def evaluate(self, *_, **__):
+            """Not measured."""
+
+    env = Env(BaseEnvConfig(tokenizer_name=str(tokenizer_folder)), servers.APIServerConfig())
+    assert env.server.allow_estimated_tokens is allowed
