@@ -79,8 +79,10 @@ def rollouts(served, writer, data, programs, begin_training, rollouts_of):
             found[names[group.env_id]] += rollouts_of(group)
         if len(trainer.batches) % BATCHES_A_VERSION == 0:
             trainer.announce(served.publish())
+    # Two are stopped in the middle of it, and drain; the third ends by itself with the run.
+    assert [server.terminate() for server in servers[:2]] == [(0, [])] * 2
     trainer.client.finish_run(trainer.run.run_id)
-    assert [server.process.wait(30) for server in servers] == [0, 0, 0]
+    assert servers[2].process.wait(30) == 0
     return found
 
 
