@@ -6,15 +6,18 @@ waiting cannot mend is refused at once with the reason and the flag to change.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
 from example_trainer.model import Policy
-from example_trainer.weights.errors import CannotShare, ServerRefused, ServerUnavailable
+from example_trainer.weights.errors import CannotShare, ProofFailed, ServerRefused, ServerUnavailable
 from example_trainer.weights.manifest import (
     BridgeManifest,
     ManifestMissing,
@@ -64,6 +67,29 @@ class Attachment:
             sum(view.numel() * view.element_size() for view in views.values()) / 1e6,
             self.client.url,
         )
+
+    def checksum(self) -> str:
+        """Over vLLM's parameters as this process sees them; the server's own is another if it reads other memory."""
+        self.segment.synchronise()
+        homes = {json.dumps(storage.handle, sort_keys=True): storage.id for storage in self.manifest.storages}
+        total = hashlib.blake2b(digest_size=16)
+        for _, mapping in sorted(self.manifest.param_mappings.items()):
+            handle = dict(mapping.ipc_handle)
+            offset, stride = handle.pop("offset"), handle.pop("stride")
+            storage = self.storages[homes[json.dumps(handle, sort_keys=True)]]
+            view = torch.empty(0, dtype=getattr(torch, mapping.dtype), device=storage.device)
+            view.set_(storage, offset, mapping.shape, stride)
+            total.update(hashlib.blake2b(_bytes_of(view), digest_size=16).digest())
+        return total.hexdigest()
+
+    def check_memory(self) -> None:
+        """Raise `ProofFailed` unless the server computes with the very bytes that this process has mapped."""
+        ours, theirs = self.checksum(), self.client.checksum()
+        if ours != theirs:
+            raise ProofFailed(
+                f"the tensors mapped here have checksum {ours}, those the server reads {theirs}: it does not serve "
+                "what is written here; start the server again"
+            )
 
     def close(self) -> None:
         self.client.close()
@@ -154,6 +180,10 @@ def _compare_with_loaded(policy: Policy, views: dict[str, torch.Tensor], *, unto
             len(views),
             different[0],
         )
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy().data
 
 
 @torch.no_grad()

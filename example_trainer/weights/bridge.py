@@ -114,6 +114,7 @@ def _shared(config: TrainingConfig) -> WeightBridge:
             in_flight=config.in_flight,
             sync_budget=config.sync_budget,
             max_staleness=config.max_staleness,
+            sync_check_every=config.sync_check_every,
         )
     )
 
@@ -122,7 +123,7 @@ def _hotswap(config: TrainingConfig) -> WeightBridge:
     from example_trainer.weights.lora_hotswap import HotswapOptions, LoraHotswapBridge
 
     kept = versions_kept(config.max_staleness)
-    starts = config.start_vllm == "auto"
+    starts = config.start_vllm == "auto" and config.num_inference_nodes == 0
     return LoraHotswapBridge(
         HotswapOptions(
             policy=policy_options(config),
@@ -183,4 +184,6 @@ def _vllm_arguments(config: TrainingConfig) -> list[str]:
     arguments = ["--tensor-parallel-size", str(config.vllm_tensor_parallel_size)]
     if config.vllm_quantization is not None:
         arguments += ["--quantization", config.vllm_quantization]
+    if config.vllm_enable_sleep_mode:
+        arguments.append("--enable-sleep-mode")
     return arguments

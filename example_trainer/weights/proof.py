@@ -89,8 +89,7 @@ def prove(
 
     With the `limit` of an earlier proof the module is only read, so that it may be used meanwhile.
     """
-    if not policy.forwards_from_masters:
-        _check_written(policy)
+    _check_written(policy)
     prompts = probe_prompts(int(policy.hf_config.vocab_size), max_model_len)
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(lambda prompt: generate(_request(prompt)), prompts))
@@ -108,11 +107,22 @@ def prove(
     return agreement
 
 
+@torch.no_grad()
 def _check_written(policy: Policy) -> None:
-    """A forward that reads the served tensors agrees with the server even where a publish missed some."""
-    if stale := policy.stale_weights():
+    """What is served against the masters, bit by bit, where this process can see it.
+
+    A forward that reads the served tensors agrees with the server even where a publish missed some, and of a row
+    that was written wrongly in bf16 logprobs may tell less than rounding does.
+    """
+    stale = set() if policy.forwards_from_masters else set(policy.stale_weights())
+    for name, master in policy.masters.items():
+        written = policy.served.get(name)
+        if written is not None and not torch.equal(written, master.to(policy.device, policy.dtype)):
+            stale.add(name)
+    if stale:
+        first = ", ".join(sorted(stale)[:3])
         raise ProofFailed(
-            f"after the publish {len(stale)} served tensors differ from the trainer's ({', '.join(stale[:3])}); "
+            f"after the publish {len(stale)} served tensors differ from the trainer's ({first}); "
             "the server's manifest places them wrongly: use --weight-bridge-mode none and report the model"
         )
 

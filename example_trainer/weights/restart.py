@@ -121,10 +121,17 @@ class RestartBridge:
         model: str | Path = directory
         arguments: Sequence[str] = ()
         if self._policy is not None and self._policy.has_adapter:
-            model = self._options.policy.model_name
+            model = self._served_base(self._policy)
             arguments = (*self._options.adapter_arguments, "--adapter", str(directory))
         replacement = manager.replace(model, version=version, arguments=arguments)
         return replacement.info, replacement.gap_seconds if self._version else 0.0
+
+    def _served_base(self, policy: Policy) -> str | Path:
+        """What adapters are served on: the model, or a checkpoint of the values that a quantised one computes with."""
+        if not policy.has_quantised_base:
+            return self._options.policy.model_name
+        directory = self._options.weights_dir / "base"
+        return directory if self._version else write_served_checkpoint(policy, directory, base=True)
 
     def _reload(self, manager: VllmManager, directory: Path, version: int) -> tuple[ServerInfo, float]:
         client = ServerClient(manager.url, manager.token)
@@ -165,8 +172,8 @@ def fitted(vllm: VllmOptions, policy: Policy) -> VllmOptions:
     return replace(vllm, dtype=str(policy.dtype).removeprefix("torch."))
 
 
-def write_served_checkpoint(policy: Policy, directory: Path) -> Path:
-    """Write the weights, in the dtype they are served in, so that the directory is whole or not there."""
+def write_served_checkpoint(policy: Policy, directory: Path, *, base: bool = False) -> Path:
+    """Write the weights (of the base alone), in the dtype they are served in; the directory is whole or not there."""
     from huggingface_hub import save_torch_state_dict
 
     beside = directory.with_name(f".{directory.name}.part")
@@ -174,7 +181,8 @@ def write_served_checkpoint(policy: Policy, directory: Path) -> Path:
         for old in (beside, directory):
             shutil.rmtree(old, ignore_errors=True)
         beside.mkdir(parents=True)
-        save_torch_state_dict(policy.checkpoint_tensors(policy.dtype), beside)
+        tensors = policy.base_tensors(policy.dtype) if base else policy.checkpoint_tensors(policy.dtype)
+        save_torch_state_dict(tensors, beside)
         config = policy.hf_config.to_dict() | {"dtype": str(policy.dtype).removeprefix("torch.")}
         (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         beside.rename(directory)

@@ -109,6 +109,10 @@ class ServerClient:
     def pause(self, mode: str) -> None:
         self._call("POST", "/bridge/pause", {"mode": mode}, timeout_seconds=_QUICK_SECONDS)
 
+    def checksum(self) -> str:
+        """Over the shared tensors, as the server reads them at this moment."""
+        return str(self._call("GET", "/bridge/debug")["checksum"])
+
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         return self._call("POST", "/generate", request)
 

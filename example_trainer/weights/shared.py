@@ -26,6 +26,7 @@ from example_trainer.weights.budget import SyncBudget
 from example_trainer.weights.errors import CannotShare, ServerRefused, ServerUnavailable
 from example_trainer.weights.proof import Difference, prove
 from example_trainer.weights.server_client import Fence, ServerClient
+from example_trainer.weights.sync_check import SyncCheck
 from example_trainer.weights.versions import WriteRefused
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class SharedOptions:
     lease_seconds: float = 30.0
     sync_budget: float = 0.2
     max_staleness: int | None = None
+    sync_check_every: int = 0
 
 
 class SharedVllmBridge:
@@ -57,6 +59,7 @@ class SharedVllmBridge:
         _refuse_master_weights(options)
         self._options = options
         self._budget = SyncBudget(options.sync_budget, most_steps=options.max_staleness)
+        self._check = SyncCheck(every=options.sync_check_every)
         self._publishing = threading.Lock()
         self._attached: Attachment | None = None
         self._policy: Policy | None = None
@@ -149,7 +152,7 @@ class SharedVllmBridge:
             paused_requests=fence.paused_requests,
         )
         attachment.generated_tokens_total = fence.generated_tokens_total
-        self._prove_once(attachment, version)
+        self._verify(attachment, version)
         return report
 
     def _write(self, attachment: Attachment, version: int, fence: Fence) -> None:
@@ -169,10 +172,14 @@ class SharedVllmBridge:
         attachment.segment.synchronise()
         attachment.header.end_write(version)
 
-    def _prove_once(self, attachment: Attachment, version: int) -> None:
-        if attachment.proven:
+    def _verify(self, attachment: Attachment, version: int) -> None:
+        """Prove the first publish to each start of the server, and as often as asked from then on."""
+        due = self._check.is_due()
+        if attachment.proven and not due:
             return
         assert self._policy is not None
+        if due:
+            attachment.check_memory()
         agreement = prove(
             self._policy,
             attachment.client.generate,

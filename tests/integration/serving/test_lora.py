@@ -257,3 +257,14 @@ def test_a_check_tells_the_checksum_and_that_the_engine_computes_with_what_was_s
     payload = AdapterPayload.write(sender.tensors[sender.version], sender.config)
     assert told == {"digest": payload.digest(), "misplaced": []}
     assert post(lora_server, "/lora/check", name="policy-v1").status_code == 404
+
+
+@pytest.mark.parametrize("load", ["idle", "decoding", "long shared prompts"])
+def test_r5_under_any_load_each_token_is_of_the_adapter_stamped_on_it(lora_server, sender, publishes_under, load):
+    assert sender.send().status_code == 200
+    replies, answers = publishes_under(lora_server, sender.send, load)
+    assert all(answer.status_code == 200 for answer in answers)
+    errors = [error for reply in replies for error in sender.errors(reply)]
+    assert len({reply["policy_versions"][0][0][2] for reply in replies}) >= len(answers)
+    assert max(errors) <= 1e-4
+    assert statistics.fmean(errors) <= 5e-6

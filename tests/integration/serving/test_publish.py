@@ -129,3 +129,23 @@ def test_r37_kept_kv_is_called_inexact_and_not_read_by_later_requests(shared_ser
     later = shared_server.generate(prompt, max_tokens=20, compact=True, ignore_eos=True)
     assert later["exact_versions"] is True
     assert max(errors_of({answer["version"]: new}, later)) <= MAX_ERROR
+
+
+@pytest.mark.parametrize("load", ["idle", "decoding", "long shared prompts"])
+def test_r1_under_any_load_each_token_is_of_the_version_stamped_on_it(
+    shared_server, reference, publishes_under, errors_of, load
+):
+    weights = {}
+
+    def publish():
+        new = reference.variant(100 + (shared_server.version or 0))
+        answer = shared_server.publish(lambda: shared_server.write(new), drain_seconds=0)
+        weights[answer["version"]] = new
+        return answer
+
+    publish()
+    replies, answers = publishes_under(shared_server, publish, load)
+    errors = [error for reply in replies for error in errors_of(weights, reply)]
+    assert len({span[2] for reply in replies for span in reply["policy_versions"][0]}) >= len(answers)
+    assert max(errors) <= MAX_ERROR
+    assert statistics.fmean(errors) <= MEAN_ERROR

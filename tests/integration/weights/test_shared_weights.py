@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from example_trainer.weights.errors import ProofFailed
 from example_trainer.weights.proof import TOLERANCES, _checked, _request, compare, probe_prompts
 
 pytestmark = pytest.mark.vllm
@@ -269,3 +270,41 @@ def test_r27_bf16_survives_a_killed_and_restarted_server(restartable_server, bri
     assert bridge.publish(3).version == 3
     assert all(torch.equal(policy.served[name], weight) for name, weight in trained.items())
     assert agrees(policy, samples_of(bridge, 3))
+
+
+def leave_one_out(policy):
+    name = "model.layers.1.self_attn.v_proj.weight"
+    policy.served[name] = policy.served[name].clone()
+
+
+def write_into_a_wrong_slice(policy):
+    query = policy.served["model.layers.0.self_attn.q_proj.weight"]
+    name = "model.layers.0.self_attn.k_proj.weight"
+    policy.served[name] = query[: len(policy.served[name])]
+
+
+@pytest.mark.parametrize("fault", [leave_one_out, write_into_a_wrong_slice])
+def test_a_sync_check_after_every_publish_finds_a_fault_within_one(shared_server, bridge_to, fault):
+    bridge = bridge_to(shared_server, forwards_from_masters=True, sync_check_every=1)
+    policy = bridge.prepare()
+    version = bridge.highest_version()
+    for _ in range(2):
+        version += 1
+        bridge.publish(version)
+    policy.served = dict(policy.served)
+    fault(policy)
+    shift(policy, 0.3, seed=5)
+    with pytest.raises(ProofFailed):
+        bridge.publish(version + 1)
+
+
+def test_a_sync_check_notices_a_server_that_reads_other_memory(shared_server, bridge_to):
+    bridge = bridge_to(shared_server, forwards_from_masters=True)
+    bridge.prepare()
+    attachment = bridge._attached
+    attachment.check_memory()
+    storage = next(iter(attachment.storages))
+    attachment.storages[storage] = attachment.storages[storage].clone()
+    attachment.storages[storage][5] ^= 1
+    with pytest.raises(ProofFailed, match="checksum"):
+        attachment.check_memory()

@@ -237,7 +237,7 @@ def test_the_proof_stops_a_run_whose_publish_misses_weights(shared, from_masters
     with torch.no_grad():
         for master in policy.masters.values():
             master.mul_(1.2)
-    with pytest.raises(ProofFailed, match="max" if from_masters else "k_proj"):
+    with pytest.raises(ProofFailed, match="max|q_proj" if from_masters else "k_proj"):
         bridge.publish(1)
 
 
@@ -396,3 +396,17 @@ def test_no_shared_memory_is_left_behind(shared):
     fake.server.stop()
     assert not list(Path("/dev/shm").glob(f"*{fake.server.boot_id}*"))
     fake.server = FakeServer(*fake._settings[:2], url=fake.url)
+
+
+def test_a_row_flipped_in_bf16_is_found_by_the_proof_though_its_logprobs_might_pass(shared, monkeypatch):
+    _, bridge = shared("qwen2", forwards_from_masters=True, dtype="bfloat16")
+    policy = bridge.prepare()
+    end = FakeServer._end
+
+    def flip(self, body):
+        policy.served["model.layers.0.mlp.down_proj.weight"][3].neg_()
+        return end(self, body)
+
+    monkeypatch.setattr(FakeServer, "_end", flip)
+    with pytest.raises(ProofFailed, match="down_proj"):
+        bridge.publish(1)
