@@ -17,6 +17,10 @@ class ModelNotFound(TrainerError):
     """The model named by the user is neither a directory here nor loadable by name."""
 
 
+class NoSuchDevice(TrainerError):
+    """The device named by the user is not on this machine."""
+
+
 class UnsupportedModel(TrainerError):
     """The model computes something that the trainer does not."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from example_trainer.errors import ModelNotFound
+from example_trainer.errors import ModelNotFound, NoSuchDevice
 from example_trainer.learning.quantised import quantisation_config
 
 if TYPE_CHECKING:
@@ -23,7 +23,15 @@ def resolve_device(name: str) -> torch.device:
     """The torch device that `auto`, `cpu`, `cuda` or `cuda:N` means on this machine."""
     if name == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise NoSuchDevice(f"--device {name}: name cpu, cuda, cuda:N or auto") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise NoSuchDevice(f"--device {name}: this machine has no GPU that torch can use; take cpu or auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise NoSuchDevice(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs, numbered from 0")
+    return device
 
 
 def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:

@@ -39,6 +39,7 @@ def reason_to_refuse(config: TrainingConfig) -> str | None:
         _refuse_shared,
         _refuse_adapter_settings,
         _refuse_lora,
+        _refuse_remote_restart,
         refuse_objective,
     )
     return next((reason for refuse in rules if (reason := refuse(config))), None)
@@ -116,6 +117,15 @@ def _refuse_adapter_settings(config: TrainingConfig) -> str | None:
     ]
     if changed:
         return f"mode none refuses {flag(changed[0])} {getattr(config, changed[0])}: {_NO_ADAPTERS}"
+    return None
+
+
+def _refuse_remote_restart(config: TrainingConfig) -> str | None:
+    if config.num_inference_nodes and config.weight_bridge_mode in {"none", "lora_restart"}:
+        return (
+            f"--num-inference-nodes {config.num_inference_nodes}: mode {config.weight_bridge_mode} starts its servers "
+            "anew, which it can on this host only; use --weight-bridge-mode lora_only with --vllm-host"
+        )
     return None
 
 

@@ -48,4 +48,6 @@ class RunOptions(BaseModel):
     trainer_rank: int = Field(0, ge=0, description="Rank of this trainer process.")
     world_size: int = Field(1, ge=1, description="Trainer processes.")
     init_method: str = Field("env://", description="How trainer processes find each other.")
-    num_inference_nodes: int = Field(0, ge=0, description="Inference nodes; 0: this host.")
+    num_inference_nodes: int = Field(
+        0, ge=0, description="Hosts that serve; 0: this one. Above 0 no server is started here."
+    )

@@ -1,0 +1,383 @@
+"""What each flag of the trainer does, as seen from outside: in metrics, weights, files, or what the broker is told.
+
+`EFFECTS` compares a run with the flag to one without it. `SERVED` looks at the command that the trainer starts its
+inference server with. `ELSEWHERE` names the test that watches what needs more than one process on recorded batches.
+A flag in none of the three fails a test, so whoever adds a flag adds a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .flag_bench import Seen, wandb_file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effect:
+    """`argv` over `beside`, against `beside` alone; `holds` is asked with the run and the one it is compared to."""
+
+    argv: str
+    holds: Callable[[Seen, Seen], bool]
+    beside: str = ""
+
+
+def _other_weights(seen: Seen, usual: Seen) -> bool:
+    return not seen.same_weights(usual)
+
+
+def _other(metric: str) -> Callable[[Seen, Seen], bool]:
+    """The metric is another at the last step."""
+    return lambda seen, usual: seen.last[metric] != usual.last[metric]
+
+
+def _file(pattern: str) -> Callable[[Seen, Seen], bool]:
+    """A file of this name is there with the flag and not without."""
+    return lambda seen, usual: any(seen.directory.glob(pattern)) and not any(usual.directory.glob(pattern))
+
+
+def _trained(seen: Seen) -> set[str]:
+    assert seen.policy is not None
+    return set(seen.policy.masters)
+
+
+def _shape_of(seen: Seen, part: str) -> tuple[int, ...]:
+    assert seen.policy is not None
+    return next(tuple(master.shape) for name, master in seen.policy.masters.items() if part in name)
+
+
+def _master_dtype(seen: Seen) -> str:
+    assert seen.policy is not None
+    return str(next(iter(seen.policy.masters.values())).dtype)
+
+
+def _fetched_before_the_step_ended(seen: Seen) -> bool:
+    return seen.recorded.calls.index(("batch", 2)) < seen.recorded.calls.index(("announce", (2, 1)))
+
+
+def _wandb(text: str) -> Callable[[Seen, Seen], bool]:
+    """What the recorded W&B run holds."""
+
+    def holds(seen: Seen, usual: Seen) -> bool:
+        return text.encode() in wandb_file(seen) and text.encode() not in wandb_file(usual)
+
+    return holds
+
+
+def _begun(seen: Seen) -> dict[str, Any]:
+    """What the server was told when a publish began."""
+    return next(body for path, body in seen.recorded.served if path.endswith("publish/begin"))
+
+
+def _reads_served(seen: Seen) -> bool:
+    assert seen.policy is not None
+    return not seen.policy.forwards_from_masters
+
+
+_TWO = "--training-steps 2"
+_SHARED = "--weight-bridge-mode shared_vllm"
+_LORA = "--weight-bridge-mode lora_only --lora-dropout 0"
+_BF16 = "--dtype bfloat16"
+
+_BATCH = {
+    "training_steps": Effect(argv="--training-steps 2", holds=lambda seen, _: [r["step"] for r in seen.rows] == [1, 2]),
+    "batch_size": Effect(argv="--batch-size 2", holds=lambda seen, _: seen.request.batch_size == 8),
+    "gradient_accumulation_steps": Effect(
+        argv="--gradient-accumulation-steps 2", holds=lambda seen, _: seen.request.batch_size == 8
+    ),
+    "rollout_batch_size": Effect(
+        argv="--rollout-batch-size 12 --gradient-accumulation-steps 1",
+        holds=lambda seen, _: seen.request.batch_size == 12,
+    ),
+    "train_batch_size": Effect(
+        argv="--train-batch-size 8 --gradient-accumulation-steps 2",
+        beside="--rollout-batch-size 16 --gradient-accumulation-steps 2",
+        holds=_other_weights,
+    ),
+    "seq_len": Effect(argv="--seq-len 12", holds=lambda seen, usual: seen.first["data/overlong"] > 0),
+    "token_budget": Effect(argv="--token-budget 40", holds=lambda seen, usual: seen.layer_calls > usual.layer_calls),
+    "epochs_per_batch": Effect(
+        argv="--epochs-per-batch 2", holds=lambda seen, usual: seen.layer_calls > usual.layer_calls
+    ),
+    "mini_batches": Effect(argv="--mini-batches 2", holds=_other_weights),
+    "prefetch": Effect(
+        argv="--no-prefetch",
+        beside=_TWO,
+        holds=lambda seen, usual: _fetched_before_the_step_ended(usual) and not _fetched_before_the_step_ended(seen),
+    ),
+}
+
+_MODEL = {
+    "model_name": Effect(argv="--model-name {other}", holds=_other_weights),
+    "dtype": Effect(
+        argv="--dtype bfloat16",
+        holds=lambda seen, usual: seen.first["logprobs/training_mean"] != usual.first["logprobs/training_mean"],
+    ),
+    "torch_threads": Effect(argv="--torch-threads 2", holds=lambda seen, _: seen.recorded.of("threads") == [2]),
+    "master_weights": Effect(
+        argv="--master-weights none",
+        beside=_BF16,
+        holds=lambda seen, usual: (_master_dtype(seen), _master_dtype(usual)) == ("torch.bfloat16", "torch.float32"),
+    ),
+    "train_layer_indices": Effect(
+        argv="--train-layer-indices 1", holds=lambda seen, _: all(".layers.1." in name for name in _trained(seen))
+    ),
+    "gradient_checkpointing": Effect(
+        argv="--gradient-checkpointing", holds=lambda seen, usual: seen.layer_calls > usual.layer_calls
+    ),
+    "debug_loading": Effect(
+        argv="--debug-loading", holds=lambda seen, usual: "layers.0" in seen.log and "layers.0" not in usual.log
+    ),
+}
+
+_ADAPTERS = {
+    "lora_r": Effect(argv="--lora-r 4", beside=_LORA, holds=lambda seen, _: 4 in _shape_of(seen, "lora_A")),
+    "lora_alpha": Effect(argv="--lora-alpha 4", beside=f"{_LORA} {_TWO}", holds=_other("train/loss")),
+    "lora_dropout": Effect(
+        argv="--lora-dropout 0.5", beside="--weight-bridge-mode lora_only --lora-dropout 0", holds=_other_weights
+    ),
+    "lora_target_modules": Effect(
+        argv="--lora-target-modules o_proj",
+        beside=_LORA,
+        holds=lambda seen, _: all("o_proj" in n for n in _trained(seen)),
+    ),
+    "lora_layer_indices": Effect(
+        argv="--lora-layer-indices 1",
+        beside=_LORA,
+        holds=lambda seen, _: all(".layers.1." in name for name in _trained(seen)),
+    ),
+}
+
+_OBJECTIVE = {
+    "loss_type": Effect(argv="--loss-type reinforce_with_baseline", holds=_other_weights),
+    "importance_sampling": Effect(argv="--importance-sampling truncated", holds=_other("train/loss")),
+    "clip_eps": Effect(
+        argv="--clip-eps 0.9",
+        holds=lambda seen, usual: seen.first["grpo/clipped_fraction"] < usual.first["grpo/clipped_fraction"],
+    ),
+    "clip_eps_high": Effect(
+        argv="--clip-eps-high 5",
+        holds=lambda seen, usual: seen.first["grpo/clipped_fraction"] < usual.first["grpo/clipped_fraction"],
+    ),
+    "dual_clip": Effect(argv="--dual-clip None", holds=_other("train/loss")),
+    "cispo_cap": Effect(argv="--cispo-cap 1.1", beside="--loss-type cispo", holds=_other("train/loss")),
+    "tis_cap": Effect(argv="--tis-cap 1.1", beside="--importance-sampling truncated", holds=_other("train/loss")),
+    "tis_floor": Effect(argv="--tis-floor 0.9", beside="--importance-sampling truncated", holds=_other("train/loss")),
+    "log_ratio_clamp": Effect(
+        argv="--log-ratio-clamp 0.1",
+        beside="--dual-clip None",
+        holds=lambda seen, _: seen.first["grpo/max_ratio"] < 1.11,
+    ),
+    "old_logprobs": Effect(argv="--old-logprobs recomputed", holds=_other("train/loss")),
+    "mismatch_correction": Effect(
+        argv="--mismatch-correction token_truncate", beside="--old-logprobs recomputed", holds=_other("train/loss")
+    ),
+    "off_policy_mask": Effect(
+        argv="--off-policy-mask 0", holds=lambda seen, _: seen.first["grpo/off_policy_fraction"] > 0
+    ),
+    "kl_coef": Effect(argv="--kl-coef 1", beside=_TWO, holds=_other("train/loss")),
+    "kl_estimator": Effect(argv="--kl-estimator k1", beside=f"{_TWO} --kl-coef 1", holds=_other("train/kl_reference")),
+    "target_kl": Effect(
+        argv="--target-kl 1e-9", beside=f"{_TWO} --kl-coef 1 --ref-model {{other}}", holds=_other("train/kl_coef")
+    ),
+    "kl_adapt_rate": Effect(
+        argv="--kl-adapt-rate 1",
+        beside=f"{_TWO} --kl-coef 1 --ref-model {{other}} --target-kl 1e-9",
+        holds=_other("train/kl_coef"),
+    ),
+    "ref_model": Effect(
+        argv="--ref-model {other}",
+        beside="--kl-coef 1",
+        holds=lambda seen, usual: seen.first["train/kl_reference"] > usual.first["train/kl_reference"],
+    ),
+    "ref_update_interval": Effect(
+        argv="--ref-update-interval 1",
+        beside=f"{_TWO} --kl-coef 1",
+        holds=lambda seen, usual: seen.last["train/kl_reference"] < usual.last["train/kl_reference"],
+    ),
+    "entropy_coef": Effect(argv="--entropy-coef 1", holds=_other_weights),
+    "distill": Effect(argv="--distill forward_kl", holds=_other("train/loss")),
+    "distill_coef": Effect(argv="--distill-coef 3", beside="--distill forward_kl", holds=_other("train/loss")),
+    "distill_temperature": Effect(
+        argv="--distill-temperature 3", beside="--distill forward_kl", holds=_other("train/loss")
+    ),
+    "loss_aggregation": Effect(argv="--loss-aggregation sequence", holds=_other("train/loss")),
+    "advantage_norm": Effect(argv="--advantage-norm none", holds=_other("train/loss")),
+    "use_std_normalization": Effect(argv="--use-std-normalization false", holds=_other("train/loss")),
+    "advantage_std": Effect(argv="--advantage-std population", holds=_other("train/loss")),
+    "max_response_tokens": Effect(
+        argv="--max-response-tokens 6",
+        beside="--max-response-tokens 40 --mask-overlong",
+        holds=lambda seen, usual: seen.first["data/truncated"] > usual.first["data/truncated"],
+    ),
+    "mask_overlong": Effect(
+        argv="--mask-overlong",
+        beside="--max-response-tokens 6",
+        holds=lambda seen, usual: seen.first["data/trained_tokens"] < usual.first["data/trained_tokens"],
+    ),
+    "overlong_penalty": Effect(
+        argv="--overlong-penalty 2", beside="--max-response-tokens 8", holds=_other("train/loss")
+    ),
+    "overlong_buffer": Effect(
+        argv="--overlong-buffer 6", beside="--max-response-tokens 8 --overlong-penalty 2", holds=_other("train/loss")
+    ),
+    "shuffle_advantages": Effect(argv="--shuffle-advantages", holds=_other("train/loss")),
+}
+
+_OPTIMIZER = {
+    "optimizer": Effect(argv="--optimizer adafactor", holds=_other_weights),
+    "lr": Effect(argv="--lr 1e-2", holds=lambda seen, usual: seen.first["train/lr"] == 10 * usual.first["train/lr"]),
+    "adam_beta1": Effect(argv="--adam-beta1 0.5", beside=_TWO, holds=_other_weights),
+    "adam_beta2": Effect(argv="--adam-beta2 0.5", beside=_TWO, holds=_other_weights),
+    "adam_eps": Effect(argv="--adam-eps 1", holds=_other_weights),
+    "weight_decay": Effect(argv="--weight-decay 0.5", holds=_other_weights),
+    "lr_schedule": Effect(
+        argv="--lr-schedule linear",
+        beside=_TWO,
+        holds=lambda seen, usual: seen.last["train/lr"] < usual.last["train/lr"],
+    ),
+    "warmup_steps": Effect(
+        argv="--warmup-steps 4", holds=lambda seen, usual: seen.first["train/lr"] == usual.first["train/lr"] / 4
+    ),
+    "max_grad_norm": Effect(argv="--max-grad-norm 1e-6", beside="--adam-eps 1", holds=_other_weights),
+}
+
+_RUN = {
+    "name": Effect(argv="--name tried", holds=lambda seen, _: seen.request.name == "tried"),
+    "run_dir": Effect(
+        argv="--run-dir {directory}/elsewhere",
+        holds=lambda seen, _: (seen.directory / "elsewhere/metrics.jsonl").exists(),
+    ),
+    "save_path": Effect(
+        argv="--save-path {directory}/kept", holds=lambda seen, _: (seen.directory / "kept/checkpoint-1").is_dir()
+    ),
+    "seed": Effect(argv="--seed 7", beside="--shuffle-advantages", holds=_other("train/loss")),
+    "checkpoint_interval": Effect(argv="--checkpoint-interval 1", beside=_TWO, holds=_file("checkpoint-1")),
+    "checkpoint_names": Effect(argv="--checkpoint-names cs336", holds=_file("checkpoint_step_1/model.safetensors")),
+    "save_batches": Effect(argv="--save-batches", holds=_file("rollouts/batch-1.atb")),
+    "keep_last": Effect(
+        argv="--keep-last 1",
+        beside=f"{_TWO} --checkpoint-interval 1",
+        holds=lambda seen, usual: (
+            not (seen.directory / "checkpoint-1").exists() and (usual.directory / "checkpoint-1").exists()
+        ),
+    ),
+    "atropos_url": Effect(
+        argv="--atropos-url http://127.0.0.1:8123", holds=lambda seen, _: "127.0.0.1:8123" in seen.recorded.url
+    ),
+    "atropos_token": Effect(
+        argv="--atropos-token s3cret",
+        holds=lambda seen, _: seen.recorded.token == "Bearer s3cret",
+    ),
+    "max_staleness": Effect(argv="--max-staleness 3", holds=lambda seen, _: seen.request.max_staleness == 3),
+    "wait_timeout": Effect(argv="--wait-timeout 7", holds=lambda seen, _: seen.recorded.of("wait") == [7.0]),
+    "vllm_restart_interval": Effect(
+        argv="--vllm-restart-interval 2",
+        beside=_TWO,
+        holds=lambda seen, usual: (
+            len({version for version, _ in seen.recorded.of("announce")})
+            < len({version for version, _ in usual.recorded.of("announce")})
+        ),
+    ),
+    "preset": Effect(argv="--preset dr_grpo", holds=_other("train/loss")),
+}
+
+_TRACKING = {
+    "use_wandb": Effect(argv="--use-wandb", holds=_file("wandb/offline-run-*/run-*.wandb")),
+    "wandb_project": Effect(argv="--wandb-project tried-project", beside="--use-wandb", holds=_wandb("tried-project")),
+    "wandb_group": Effect(argv="--wandb-group tried-group", beside="--use-wandb", holds=_wandb("tried-group")),
+    "wandb_run_name": Effect(argv="--wandb-run-name tried-name", beside="--use-wandb", holds=_wandb("tried-name")),
+    "tensorboard": Effect(argv="--tensorboard", holds=_file("tensorboard/events.out.*")),
+    "stop_on": Effect(
+        argv="--stop-on clipped_fraction",
+        beside=_TWO,
+        holds=lambda seen, usual: (seen.code, len(seen.rows), usual.code) == (3, 1, 0),
+    ),
+    "benchmark": Effect(
+        argv="--benchmark",
+        holds=lambda seen, usual: "benchmark: time/step mean" in seen.log and "benchmark:" not in usual.log,
+    ),
+}
+
+_PUBLISH = {
+    "forward_weights": Effect(
+        argv="--forward-weights masters",
+        beside=_SHARED,
+        holds=lambda seen, usual: _reads_served(usual) and not _reads_served(seen),
+    ),
+    "in_flight": Effect(
+        argv="--in-flight recompute", beside=_SHARED, holds=lambda seen, _: _begun(seen)["in_flight"] == "recompute"
+    ),
+    "drain_seconds": Effect(
+        argv="--drain-seconds 0.25", beside=_SHARED, holds=lambda seen, _: _begun(seen)["drain_seconds"] == 0.25
+    ),
+    "keep_versions": Effect(
+        argv="--keep-versions 2",
+        beside=_TWO,
+        holds=lambda seen, usual: seen.last["alignment/tokens"] > usual.last["alignment/tokens"],
+    ),
+    "alignment_sample_sequences": Effect(
+        argv="--alignment-sample-sequences 2",
+        beside=f"{_TWO} --keep-versions 2",
+        holds=lambda seen, usual: 0 < seen.last["alignment/tokens"] < usual.last["alignment/tokens"],
+    ),
+}
+
+EFFECTS: dict[str, Effect] = {
+    **_BATCH,
+    **_MODEL,
+    **_ADAPTERS,
+    **_OBJECTIVE,
+    **_OPTIMIZER,
+    **_PUBLISH,
+    **_RUN,
+    **_TRACKING,
+}
+
+SERVED: dict[str, tuple[str, str]] = {
+    "vllm_host": ("--vllm-host 127.0.0.2", "--host 127.0.0.2"),
+    "vllm_port": ("--vllm-port 9123", "--port 9123"),
+    "gpu_memory_utilization": ("--gpu-memory-utilization 0.3", "--gpu-memory-utilization 0.3"),
+    "max_model_len": ("--max-model-len 512", "--max-model-len 512"),
+    "vllm_tensor_parallel_size": ("--vllm-tensor-parallel-size 2", "--tensor-parallel-size 2"),
+    "vllm_quantization": ("--vllm-quantization fp8", "--quantization fp8"),
+    "vllm_enable_sleep_mode": ("--vllm-enable-sleep-mode", "--enable-sleep-mode"),
+    "log_dir": ("--log-dir somewhere", "--bridge-dir somewhere"),
+}
+"""Flag, and what the command that starts the server holds then and not without it."""
+
+_HERE = "tests/unit/trainer/test_flag_effects.py"
+_RANKS = "tests/unit/trainer/test_ranks.py"
+_BRIDGES = "tests/unit/weights/test_make_bridge.py"
+
+ELSEWHERE: dict[str, str] = {
+    "batch_timeout": f"{_HERE}::test_a_batch_that_nobody_fills_is_given_up_after_the_timeout",
+    "bridge_token": "tests/unit/weights/test_shared_bridge.py::test_an_unauthorised_publish_is_told_at_once",
+    "device": f"{_HERE}::test_a_device_that_is_not_there_is_one_clear_line",
+    "init_method": f"{_RANKS}::test_ranks_without_a_place_to_meet_are_told_which_to_name",
+    "load_in_4bit": "tests/unit/weights/test_adapters.py"
+    "::test_a_base_in_four_bits_trains_its_adapter_and_gives_the_values_it_computes_with",
+    "logprob_chunk_tokens": f"{_HERE}::test_the_head_works_on_as_many_tokens_at_a_time_as_it_is_told",
+    "max_nonfinite_steps": "tests/unit/trainer/test_training.py"
+    "::test_a_step_without_finite_gradient_is_skipped_counted_and_stops_after_a_few",
+    "num_inference_nodes": f"{_HERE}::test_with_inference_on_other_hosts_no_server_is_started_here",
+    "overlap_publish": "tests/integration/trainer/test_loop.py"
+    "::test_r2_each_step_publishes_announces_checkpoints_and_commits_in_that_order",
+    "reshard_after_forward": f"{_RANKS}::test_p2_ranks_give_the_loss_gradients_metrics_and_weights_of_one_process",
+    "restart_method": "tests/integration/weights/test_restart_bridge.py"
+    "::test_no_rollout_is_lost_when_a_new_server_starts_beside_the_old_one_and_no_stranger_harmed",
+    "resume": f"{_HERE}::test_a_resumed_run_goes_on_after_its_newest_checkpoint",
+    "start_vllm": f"{_BRIDGES}"
+    "::test_lora_only_starts_a_server_that_keeps_a_version_for_each_step_of_staleness_and_two_more",
+    "sync_budget": "tests/unit/weights/test_budget.py"
+    "::test_recomputing_more_than_the_share_waits_until_the_window_has_passed",
+    "sync_check": "tests/integration/weights/test_lora_hotswap.py"
+    "::test_a_sync_that_is_not_what_was_sent_is_found_within_one_publish_and_taken_back",
+    "trainer_rank": f"{_RANKS}::test_p2_ranks_give_the_loss_gradients_metrics_and_weights_of_one_process",
+    "vllm_config_path": "tests/integration/trainer/test_command.py"
+    "::test_a_whole_run_exits_0_and_leaves_metrics_checkpoint_and_config",
+    "vllm_gpu": f"{_HERE}::test_the_server_sees_the_gpu_that_it_is_given",
+    "weight_bridge_mode": f"{_BRIDGES}::test_lora_restart_starts_its_own_servers_with_one_adapter_each",
+    "world_size": f"{_RANKS}::test_p2_ranks_give_the_loss_gradients_metrics_and_weights_of_one_process",
+}

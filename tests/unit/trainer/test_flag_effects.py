@@ -1,0 +1,140 @@
+"""Each flag of the trainer does what it says: seen in what a run leaves behind, not in what was parsed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atropos_api.common.cliconfig import ConfigError, load_config
+from atropos_api.common.errors import AtroposError
+from example_trainer import training
+from example_trainer.config import TrainingConfig
+from example_trainer.errors import BatchTimeout
+from example_trainer.objective.logprobs import token_logprobs
+from example_trainer.testing import make_tiny_model
+from example_trainer.vllm_manager import VllmManager
+from example_trainer.weights.bridge import make_bridge
+from example_trainer.weights.lora_hotswap import LoraHotswapBridge
+from example_trainer.weights.restart import RestartBridge
+
+from .flag_bench import FlagBench
+from .flag_effects import EFFECTS, ELSEWHERE, SERVED
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def flag_bench(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> FlagBench:
+    other = make_tiny_model(tmp_path_factory.mktemp("other"), seed=1)
+    return FlagBench(tiny_model, other, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize("flag", EFFECTS)
+def test_a_flag_does_what_it_says(flag_bench: FlagBench, flag: str) -> None:
+    effect = EFFECTS[flag]
+    usual = flag_bench.run(*effect.beside.split())
+    seen = flag_bench.run(*effect.beside.split(), *effect.argv.split())
+    assert effect.holds(seen, usual)
+
+
+@pytest.mark.parametrize("flag", SERVED)
+def test_a_flag_of_the_server_is_in_the_command_that_starts_it(flag: str, tmp_path: Path) -> None:
+    argv, wanted = SERVED[flag]
+    assert wanted in started_with(tmp_path, *argv.split())
+    assert wanted not in started_with(tmp_path)
+
+
+def test_every_flag_has_an_entry_and_none_has_two() -> None:
+    listed = [*EFFECTS, *SERVED, *ELSEWHERE]
+    assert set(TrainingConfig.model_fields) - set(listed) == set(), "add what it does to flag_effects.py"
+    assert sorted(listed) == sorted(set(listed) & set(TrainingConfig.model_fields))
+
+
+@pytest.mark.parametrize("flag", ELSEWHERE)
+def test_what_is_watched_elsewhere_is(flag: str) -> None:
+    path, _, name = ELSEWHERE[flag].partition("::")
+    text = (ROOT / path).read_text(encoding="utf-8")
+    tests = {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+    assert name in tests, f"{ELSEWHERE[flag]} is gone: name another test of --{flag.replace('_', '-')}"
+
+
+def test_a_resumed_run_goes_on_after_its_newest_checkpoint(flag_bench: FlagBench) -> None:
+    first = flag_bench.run("--checkpoint-interval", "1", "--name", "begun")
+    here = ("--run-dir", str(first.directory), "--training-steps", "2")
+    again = flag_bench.run(*here, "--resume", "auto")
+    assert (again.request.resume, again.request.resume_from_batch) == (True, 1)
+    assert [row["step"] for row in first.rows] == [1, 2]
+
+
+def test_a_batch_that_nobody_fills_is_given_up_after_the_timeout(flag_bench: FlagBench) -> None:
+    with pytest.raises(BatchTimeout, match=r"batch 3 within 0 s.*--batch-timeout"):
+        flag_bench.run("--training-steps", "3", "--batch-timeout", "0.3")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_one_clear_line(flag_bench: FlagBench) -> None:
+    with pytest.raises(AtroposError, match="--device cuda:0: this machine has no GPU"):
+        flag_bench.run("--device", "cuda:0")
+
+
+def test_the_head_works_on_as_many_tokens_at_a_time_as_it_is_told(
+    flag_bench: FlagBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def head(*args: Any, chunk_tokens: int, **more: Any) -> Any:
+        asked.append(chunk_tokens)
+        return token_logprobs(*args, chunk_tokens=chunk_tokens, **more)
+
+    monkeypatch.setattr(training, "token_logprobs", head)
+    flag_bench.run("--logprob-chunk-tokens", "5")
+    assert set(asked) == {5}
+
+
+def test_with_inference_on_other_hosts_no_server_is_started_here(tmp_path: Path) -> None:
+    usual = ["--model-name", "m", "--run-dir", str(tmp_path), "--weight-bridge-mode", "lora_only"]
+    for nodes, starts in (("0", True), ("2", False)):
+        config = load_config(TrainingConfig, [*usual, "--num-inference-nodes", nodes], prog="p", description="d")
+        bridge = make_bridge(config)
+        assert isinstance(bridge, LoraHotswapBridge)
+        assert (bridge._options.vllm is not None) == starts
+    with pytest.raises(ConfigError, match="--num-inference-nodes 2: mode lora_restart starts its servers anew"):
+        load_config(
+            TrainingConfig,
+            ["--model-name", "m", "--weight-bridge-mode", "lora_restart", "--num-inference-nodes", "2"],
+            prog="p",
+            description="d",
+        )
+
+
+def test_the_server_sees_the_gpu_that_it_is_given(tmp_path: Path) -> None:
+    config = load_config(
+        TrainingConfig, ["--model-name", "m", "--run-dir", str(tmp_path), "--vllm-gpu", "3"], prog="p", description="d"
+    )
+    bridge = make_bridge(config)
+    assert isinstance(bridge, RestartBridge)
+    told = "import os; print('GPU', os.environ['CUDA_VISIBLE_DEVICES'])"
+    options = replace(bridge._options.vllm, program=(sys.executable, "-c", told), port=0)
+    manager = VllmManager(options)
+    manager.start("weights", version=1)
+    deadline = time.monotonic() + 20
+    while "GPU" not in options.log_path.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    manager.close()
+    assert options.log_path.read_text().strip() == "GPU 3"
+
+
+def started_with(directory: Path, *argv: str) -> str:
+    """The command line of the server that mode none starts."""
+    usual = ["--model-name", "m", "--run-dir", str(directory)]
+    config = load_config(TrainingConfig, [*usual, *argv], prog="p", description="d")
+    bridge = make_bridge(config)
+    assert isinstance(bridge, RestartBridge)
+    return " ".join(VllmManager(bridge._options.vllm).command("weights", version=1))
