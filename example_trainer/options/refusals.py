@@ -135,4 +135,9 @@ def _refuse_lora(config: TrainingConfig) -> str | None:
             f"{config.weight_bridge_mode} refuses --train-layer-indices {config.train_layer_indices}: "
             "the base is frozen; use --lora-layer-indices"
         )
+    if config.weight_bridge_mode == "lora_only" and config.load_in_4bit:
+        return (
+            "lora_only refuses --load-in-4bit: the running server computes with the base as it was before it was cut "
+            "to 4 bits; use --weight-bridge-mode lora_restart, which serves what the trainer computes with"
+        )
     return None
