@@ -91,8 +91,8 @@ class Policy:
         self.forwards_from_masters = True
         self.served: Mapping[str, torch.Tensor] = {}
         self._copies: dict[str, nn.Parameter] = {}
-        quantised = any(is_quantised(parameter) for parameter in module.parameters())
-        self._names = {n: n for n, _ in module.named_parameters()} if quantised else checkpoint_names(module)
+        self._quantised = any(is_quantised(parameter) for parameter in module.parameters())
+        self._names = {n: n for n, _ in module.named_parameters()} if self._quantised else checkpoint_names(module)
         self._places = _places_by_name(module, self._names)
         self._adapter: Adapter | None = None
         self.masters: dict[str, nn.Parameter] = {}
@@ -126,6 +126,11 @@ class Policy:
     @property
     def has_adapter(self) -> bool:
         return self._adapter is not None
+
+    @property
+    def has_quantised_base(self) -> bool:
+        """Whether forwards compute with other base weights than those of the checkpoint that was loaded."""
+        return self._quantised
 
     @property
     def has_dropout(self) -> bool:
@@ -306,9 +311,16 @@ class Policy:
         adapter is merged into the base, and a quantised base is given as the values it computes with.
         They are the live tensors where no cast was needed: write them before the next step.
         """
-        tensors: dict[str, torch.Tensor] = {}
-        for parameter_name, name in self._names.items():
-            tensors[parameter_name] = self._stored(parameter_name, name)
+        return self._as_checkpoint({place: self._stored(place, name) for place, name in self._names.items()}, dtype)
+
+    @torch.no_grad()
+    def base_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """As `checkpoint_tensors`, but without the adapter: the weights that an adapter is served on."""
+        return self._as_checkpoint(
+            {place: dequantised(self._current(name)) for place, name in self._names.items()}, dtype
+        )
+
+    def _as_checkpoint(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         tensors.update(_persistent_buffers(self.module))
         stored = to_checkpoint_layout(self.module, {name: tensor.detach() for name, tensor in tensors.items()})
         cast = {name: _cast_floating(tensor, dtype) for name, tensor in stored.items()}
