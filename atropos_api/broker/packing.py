@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Protocol
 
 from atropos_api.store.base import GroupRow
@@ -31,6 +32,9 @@ class Lane(Protocol):
 
 def choose_groups(lanes: Sequence[Lane], target: int, minima: Mapping[int, int]) -> list[GroupRow] | None:
     """The groups of the next batch in order of arrival, or None if no subset fills it exactly."""
+    sizes = {lane.size for lane in lanes}
+    if len(sizes) == 1 and not minima:
+        return _choose_oldest(lanes, target, *sizes)
     remainder = _Remainder(lanes, target, minima)
     if not remainder.can_be_made():
         return None
@@ -45,6 +49,14 @@ def choose_groups(lanes: Sequence[Lane], target: int, minima: Mapping[int, int])
             chosen.append(group)
             _push_next(heads, index, queues[index])
     return chosen
+
+
+def _choose_oldest(lanes: Sequence[Lane], target: int, size: int) -> list[GroupRow] | None:
+    """All groups are alike: the first that come."""
+    count, rest = divmod(target, size)
+    if rest or count > sum(map(len, lanes)):
+        return None
+    return list(islice(heapq.merge(*lanes, key=lambda group: group.seq), count))
 
 
 def can_fill(sizes: Iterable[int], target: int, *, containing: int, at_most: Mapping[int, int] | None = None) -> bool:

@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -35,6 +35,8 @@ SEGMENT_BYTES: Final = 64 * 2**20
 SPARSE_FRACTION: Final = 0.25
 OPEN_FILES: Final = 32
 VECTOR_LIMIT: Final = 512
+READ_BYTES: Final = 1 << 18
+"""Of bodies that are read in one call; larger ones would be copied for nothing."""
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ class SegmentLog:
 
     def read(self, refs: Sequence[BodyRef]) -> list[bytes]:
         try:
-            return [self._read_one(ref) for ref in refs]
+            return [body for run in _runs(refs) for body in self._read_run(run)]
         except StoreDamaged as error:
             damaged = [ref for ref in refs if not self._is_there(ref, whole=True)]
             raise StoreDamaged(str(error), refs=damaged) from error
@@ -268,18 +270,23 @@ class SegmentLog:
             logger.warning("%s: a torn record stays at its end (%s)", segment.path, error.strerror)
             self._seal_active()
 
-    def _read_one(self, ref: BodyRef) -> bytes:
-        segment = self._segments.get(ref.segment)
+    def _read_run(self, run: Sequence[BodyRef]) -> Iterator[bytes]:
+        """Bodies of records that follow one another."""
+        first, last = run[0], run[-1]
+        segment = self._segments.get(first.segment)
         if segment is None:
-            raise StoreDamaged(f"{self._directory}: segment {ref.segment} is gone")
+            raise StoreDamaged(f"{self._directory}: segment {first.segment} is gone")
+        begin = first.offset - HEADER.size
         try:
-            data = os.pread(self._reader(ref.segment), HEADER.size + ref.length, ref.offset - HEADER.size)
+            data = os.pread(self._reader(first.segment), last.offset + last.length - begin, begin)
         except OSError as error:
-            raise StoreDamaged(f"{segment.path}: byte {ref.offset} cannot be read ({error.strerror})") from error
-        body = data[HEADER.size :]
-        if data[: HEADER.size] != HEADER.pack(MAGIC, ref.length, isal_zlib.crc32(body)):
-            raise StoreDamaged(f"{segment.path}: the record at byte {ref.offset} does not match its checksum")
-        return body
+            raise StoreDamaged(f"{segment.path}: byte {first.offset} cannot be read ({error.strerror})") from error
+        for ref in run:
+            start = ref.offset - begin
+            body = data[start : start + ref.length]
+            if data[start - HEADER.size : start] != HEADER.pack(MAGIC, ref.length, isal_zlib.crc32(body)):
+                raise StoreDamaged(f"{segment.path}: the record at byte {ref.offset} does not match its checksum")
+            yield body
 
     def _is_there(self, ref: BodyRef, *, whole: bool) -> bool:
         segment = self._segments.get(ref.segment)
@@ -288,7 +295,7 @@ class SegmentLog:
         if not whole:
             return True
         try:
-            self._read_one(ref)
+            list(self._read_run([ref]))
         except StoreDamaged:
             return False
         return True
@@ -316,6 +323,20 @@ class SegmentLog:
         else:
             path.unlink(missing_ok=True)
             self._reach(Step.SEGMENT_REMOVED)
+
+
+def _runs(refs: Sequence[BodyRef]) -> Iterator[Sequence[BodyRef]]:
+    """The same in order: small records that follow one another together, for a call for each costs more than they."""
+    start = size = 0
+    for index, ref in enumerate(refs):
+        former = refs[index - 1]
+        follows = (former.segment, former.offset + former.length + HEADER.size) == (ref.segment, ref.offset)
+        if index > start and (not follows or size + ref.length > READ_BYTES):
+            yield refs[start:index]
+            start, size = index, 0
+        size += ref.length
+    if refs:
+        yield refs[start:]
 
 
 def _sync_path(path: Path) -> None:
