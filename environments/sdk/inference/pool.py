@@ -109,8 +109,12 @@ class Pinned:
         *,
         elsewhere: Elsewhere = None,  # noqa: ARG002 - the pool knows
     ) -> list[Sample]:
+        asked = 0
+
         async def ask(n: int) -> list[Sample]:
-            part = sampling.with_n(n)
+            nonlocal asked
+            part = sampling.part(n, first=asked)
+            asked += n
             self._chosen, found = await self._pool.ask(
                 self._server, lambda server, other: server.generate(prompt_tokens, part, split, elsewhere=other)
             )
@@ -150,9 +154,14 @@ class Pinned:
     ) -> dict[str, Any]:
         """One answer with all choices, however many requests they took."""
         answers: list[dict[str, Any]] = []
+        asked = 0
 
         async def ask(n: int) -> list[dict[str, Any]]:
-            fields = {**kwargs, "n": n} if "n" in kwargs else kwargs
+            nonlocal asked
+            fields = {**kwargs, "n": n} if "n" in kwargs else dict(kwargs)
+            if asked and fields.get("seed") is not None:
+                fields["seed"] += asked  # parts under one seed would repeat each other's samples
+            asked += n
             self._chosen, answer = await self._pool.ask(self._server, call(fields))
             answers.append(answer)
             return list(answer.get("choices") or [])

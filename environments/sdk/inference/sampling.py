@@ -72,8 +72,16 @@ class Sampling:
             fields["stop"] = list(self.stop)
         return fields
 
-    def with_n(self, n: int) -> Sampling:
-        return self if n == self.n else replace(self, n=n)
+    def part(self, n: int, *, first: int = 0) -> Sampling:
+        """The same for `n` of the samples, from number `first` on: where a seed is given, each part gets its own.
+
+        A server counts on from the seed within a request; parts under one seed would repeat each other's samples.
+        """
+        if n == self.n:
+            return self
+        seed = self.more.get("seed")
+        more = self.more if seed is None or not first else {**self.more, "seed": int(seed) + first}
+        return replace(self, n=n, more=more)
 
     def cut_at_stop(self, text: str) -> str:
         """The text before the first stop string: the tokens include it, the answer does not unless asked to."""

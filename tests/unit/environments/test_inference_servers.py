@@ -125,6 +125,21 @@ async def test_sessions_split_large_groups_too(tokenizer):
     assert len({node.tokens[-2] for node in session.nodes}) == 20
 
 
+async def test_p28_parts_of_a_group_do_not_share_a_seed(tokenizer):
+    """A seed repeated over the parts of a split group would repeat its samples, and leave nothing to compare."""
+    fake = FakeInference(counting(tokenizer), end=tokenizer.eos_token_id)
+    async with manager(tokenizer, config("vllm"), transport=InProcess(fake)).managed_server() as session:
+        await session.chat_completion(messages=[QUESTION], n=20, seed=7)
+        await session.chat_completion(messages=[QUESTION], n=2, seed=7)
+        await session.chat_completion(messages=[QUESTION], n=2)
+    assert [request.get("seed") for request in fake.requests] == [7, 15, 23, 7, None]
+    chat = FakeOpenAI(ignores_n=True, say=["a", "b", "c"])
+    await manager(tokenizer, config("openai"), transport=InProcess(chat)).chat_completion(
+        messages=[QUESTION], n=3, seed=7
+    )
+    assert [request["seed"] for _, request in chat.requests] == [7, 10, 11]
+
+
 async def test_a_provider_that_ignores_n_is_found_out_and_then_asked_one_by_one(tokenizer):
     fake = FakeOpenAI(ignores_n=True, say=["a", "b", "c", "d"])
     servers = manager(tokenizer, config("openai"), transport=InProcess(fake))

@@ -74,6 +74,13 @@ def test_vllm_is_told_the_share_itself_on_a_gpu():
     assert "--enforce-eager" not in told
 
 
+def test_p13_serving_adapters_on_a_gpu_is_not_eager():
+    """Eager mode, which older guides ask for with adapters, is what made them slow."""
+    told = vllm_arguments(config(enable_lora=True), [], on_cpu=False)
+    assert "--enable-lora" in told
+    assert "--enforce-eager" not in told
+
+
 def test_logprobs_are_processed_ones_unless_asked():
     assert after(vllm_arguments(config(), [], on_cpu=True), "--logprobs-mode") == "processed_logprobs"
 

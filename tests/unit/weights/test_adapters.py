@@ -190,3 +190,26 @@ def test_a_base_in_four_bits_trains_its_adapter_and_gives_the_values_it_computes
         served.load_state_dict(policy.base_tensors(policy.dtype))
         torch.testing.assert_close(served(input_ids=TOKENS).logits, alone)
     assert not torch.allclose(alone, logits.detach())
+
+
+def test_p12_an_adapter_on_the_output_head_is_refused(tiny_model):
+    """A server leaves such an adapter out of the logprobs it tells, so trainer and sampler would differ in silence."""
+    with pytest.raises(AdapterUnavailable, match="lm_head"):
+        load(tiny_model("llama"), target_modules=("q_proj", "lm_head"))
+
+
+def test_p21_training_an_adapter_leaves_its_base_bit_for_bit(tiny_model):
+    """Merging and unmerging in half precision would drift away from what the server holds."""
+    policy = load(tiny_model("qwen2-tied"), dtype="bfloat16", target_modules=("q_proj", "v_proj"))
+    frozen = {name: p for name, p in policy.module.named_parameters() if "lora_" not in name}
+    before = {name: parameter.detach().clone() for name, parameter in frozen.items()}
+    optimizer = torch.optim.AdamW(policy.masters.values(), lr=0.1)
+    for _ in range(3):
+        logits_of(policy).float().square().mean().backward()
+        policy.collect_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        with policy.without_adapter():
+            logits_of(policy)
+    assert any(bool(master.detach().abs().sum() > 0) for name, master in policy.masters.items() if "lora_B" in name)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in frozen.items())
