@@ -33,7 +33,9 @@ def _convert_data(rest: Sequence[str]) -> int:
     restore = "--restore" in rest
     files = [word for word in rest if word != "--restore"]
     if len(files) != 1 or files[0].startswith("-"):
-        raise ConfigError(f"atropos env convert-data takes one file and maybe --restore, got {' '.join(rest)!r}")
+        raise ConfigError(
+            f"atropos env convert-data takes one file and maybe --restore, got {' '.join(rest) or 'none'}"
+        )
     path = Path(files[0])
     if restore:
         sys.stdout.write(f"{restore_data(path)} is as it was\n")

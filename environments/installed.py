@@ -40,6 +40,7 @@ def load_environment(name: str) -> type[BaseEnv]:
 
 
 def main() -> NoReturn:
+    sys.argv[0] = "environments.installed"
     run_cli(run)
 
 

@@ -15,10 +15,11 @@ from atropos_api.common.cliconfig import ConfigError, run_cli
 from environments.compat.finder import install
 from environments.sdk.env import BaseEnv
 
-USAGE = "usage: python -m environments.compat FILE {serve,process,evaluate} [flags]"
+USAGE = "usage: python -m environments.compat FILE {serve,process,evaluate,validate} [flags]"
 
 
 def main() -> NoReturn:
+    sys.argv[0] = "environments.compat"  # until the environment's own name is known
     run_cli(run)
 
 

@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
     """Write `NAME` into a folder of that name."""
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError("atropos env init takes one argument, the NAME of the environment")
-    folder = write_environment(argv[0], Path.cwd())
+    folder = write_environment(argv[0].replace("-", "_"), Path.cwd())
     sys.stdout.write(f"{folder}: now `pip install -e {folder}` and `pytest {folder}`\n")
     return 0
 

@@ -9,10 +9,20 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 ServerType = Literal["openai", "trl", "sglang", "vllm"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+def require_address(url: str) -> str:
+    """`url`, if a server can be behind it. An empty one is none yet."""
+    if url and not url.startswith(("http://", "https://")):
+        raise ValueError("an address begins with http:// or https://")
+    return url
+
+
+Address = Annotated[str, AfterValidator(require_address)]
 
 
 class EvalHandlingEnum(StrEnum):
@@ -33,7 +43,7 @@ class BaseEnvConfig(BaseModel):
     max_eval_workers: int = Field(16, ge=1, description="for environments that bound their own evaluation")
     max_num_workers_per_node: int = Field(8, ge=1, description="groups under way at once for each server")
     steps_per_eval: int = Field(100, description="evaluate each time the trainer has made so many steps; 0: never")
-    max_token_length: int = Field(2048, description="longest generation; also registered with the broker")
+    max_token_length: int = Field(2048, ge=1, description="longest generation; also registered with the broker")
     eval_handling: EvalHandlingEnum = Field(EvalHandlingEnum.STOP_TRAIN, description="training during an evaluation")
     eval_limit_ratio: float = Field(0.5, gt=0, le=1, description="share of the workers left under LIMIT_TRAIN")
     inference_weight: float = Field(1.0, gt=0, description="share of the batch against other environments")
@@ -43,8 +53,8 @@ class BaseEnvConfig(BaseModel):
         "NousResearch/DeepHermes-3-Llama-3-3B-Preview", description="name or folder of the model's tokenizer"
     )
     use_wandb: bool = Field(True, description="log to Weights & Biases, if it is installed")
-    rollout_server_url: str = Field("http://localhost:8000", description="where run-api answers")
-    total_steps: int = Field(1000, description="groups that `process` collects; -1: as many as the run has steps")
+    rollout_server_url: Address = Field("http://localhost:8000", description="where run-api answers")
+    total_steps: int = Field(1000, description="groups that `process` collects")
     wandb_name: str | None = Field(None, description="name towards the broker and W&B; default: the environment's own")
     num_rollouts_to_keep: int = Field(32, ge=0, description="groups kept for the rollout table")
     num_rollouts_per_group_for_logging: int = Field(1, description="rollouts a group in that table; -1: all")
@@ -133,7 +143,7 @@ class APIServerConfig(ServerBaseline):
     """One inference server, as told with `--openai.<field>`."""
 
     api_key: str = Field("", description="bearer token of the server")
-    base_url: str = Field("http://localhost:9001/v1", description="its address; /generate is found without the /v1")
+    base_url: Address = Field("http://localhost:9001/v1", description="its address; /generate is found without the /v1")
     n_kwarg_is_ignored: bool = Field(False, description="the provider gives one choice whatever n says")
     health_check: bool = Field(True, description="wait for a server that does not answer instead of failing")
 

@@ -324,7 +324,8 @@ class BaseEnv(ABC):
             versions=frozenset(journal.versions) if journal is not None else frozenset(),
         )
         if verbose:
-            logger.info("evaluation at step %s: %s", self.evaluation_step, format_metrics(result.all_metrics()))
+            when = "" if self.evaluation_step is None else f" at step {self.evaluation_step}"
+            logger.info("evaluation%s: %s", when, format_metrics(result.all_metrics()))
         directory = self.evaluation_directory()
         if directory is not None:
             await anyio.to_thread.run_sync(result.write, directory)

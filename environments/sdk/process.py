@@ -10,15 +10,22 @@ import logging
 from environments.export.page import write_page
 from environments.sdk.delivery import Delivery
 from environments.sdk.env import BaseEnv
+from environments.sdk.errors import EnvironmentsError
 from environments.sdk.groups import GroupRules
 from environments.sdk.rollouts import Collector
 
 logger = logging.getLogger(__name__)
 
 
+class NothingToCollect(EnvironmentsError):
+    """No number of groups is given: `process` has no run to take it from."""
+
+
 async def process(env: BaseEnv) -> None:
     """Collect `total_steps` groups; an item that yields none is replaced by the next."""
     env.process_mode = True
+    if env.config.total_steps < 1:
+        raise NothingToCollect(f"total_steps is {env.config.total_steps}; say with --env.total_steps how many groups")
     if env.config.data_path_to_save_groups is None:
         env.config.data_path_to_save_groups = f"data/{env.registered_name}.jsonl"
     await env.setup()
@@ -33,6 +40,8 @@ async def process(env: BaseEnv) -> None:
         await _collect(env, Collector(env, delivery))
     finally:
         _close(env, delivery)
+    if delivery.file is None or not delivery.file.count:
+        logger.warning("no group was collected, so nothing is written")
 
 
 async def _collect(env: BaseEnv, collector: Collector) -> None:
@@ -53,8 +62,6 @@ def _close(env: BaseEnv, delivery: Delivery) -> None:
     if env.tracker is not None:
         env.tracker.finish()
     file = delivery.file
-    if file is None or not file.count:
-        logger.warning("no group was collected, so nothing is written")
-        return
-    page = write_page(file.path)
-    logger.info("wrote %d groups to %s and a page to read them to %s", file.count, file.path, page)
+    if file is not None and file.count:
+        page = write_page(file.path)
+        logger.info("wrote %d groups to %s and a page to read them to %s", file.count, file.path, page)

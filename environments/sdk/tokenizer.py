@@ -30,6 +30,8 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_transformers_tokenizer(name: str) -> Any:
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise TokenizerUnavailable(f"tokenizer {name!r}: no such folder; set --env.tokenizer_name to a model's folder")
     from transformers import AutoTokenizer
 
     try:

@@ -16,6 +16,7 @@ from environments.sdk.config import EvalHandlingEnum
 from environments.sdk.delivery import Delivery
 from environments.sdk.errors import RolloutsKeepFailing
 from environments.sdk.groups import GroupRules
+from environments.sdk.process import NothingToCollect
 from environments.sdk.rehearsal import Rehearsal
 from environments.sdk.rollouts import Collector
 from environments.sdk.slurm import slurm_servers
@@ -393,3 +394,10 @@ async def test_an_evaluation_leaves_training_the_workers_it_should(tmp_path, han
         assert worker._worker_limit() == 8
         worker._evaluation = anyio.CancelScope()
         assert worker._worker_limit() == left
+
+
+async def test_process_asks_how_many_groups_where_no_number_is_given(tmp_path):
+    """There is no run whose steps it could take: -1 must not end in silence."""
+    async with Rehearsal(Env, ["a"], tmp_path) as rehearsal:
+        with pytest.raises(NothingToCollect, match=r"--env\.total_steps"):
+            await rehearsal.process(-1)
