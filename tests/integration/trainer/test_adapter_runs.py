@@ -1,0 +1,44 @@
+"""Runs that train an adapter: they learn, agree with their sampler in spite of dropout, and leave what PEFT loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from example_trainer.learning.adapters import adapter_options
+from example_trainer.testing import RolloutThread, Sampler, ServingBridge
+from example_trainer.weights.bridge import policy_options
+
+from .conftest import GROUP_SIZE, Workbench, even_tokens
+
+
+def test_an_adapter_learns_from_its_own_rollouts_and_stays_aligned_with_its_sampler(bench: Workbench) -> None:
+    """Dropout makes training forwards differ from the sampler's; what is compared with it is scored without."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    config = bench.config(
+        weight_bridge_mode="lora_only",
+        lora_target_modules=["all-linear"],
+        lora_dropout=0.1,
+        training_steps=14,
+        batch_size=16,
+        lr=2e-2,
+        importance_sampling="truncated",
+    )
+    bridge = ServingBridge(policy_options(config))
+    sampler = Sampler(bench.model, seed=1, adapter=adapter_options(config))
+    with RolloutThread(bench.url, bridge, sampler, even_tokens, group_size=GROUP_SIZE) as rollouts:
+        assert bench.trainer(config, bridge).run()
+    assert rollouts.error is None
+    lines: list[dict[str, Any]] = bench.metrics(config)
+    assert sum(line["reward/mean"] for line in lines[-3:]) / 3 > 0.85
+    measured = [line for line in lines if line.get("alignment/tokens", 0) > 0]
+    assert measured
+    assert max(line["alignment/diff_max"] for line in measured) < 1e-4
+
+    base = AutoModelForCausalLM.from_pretrained(bench.model)
+    stored = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base, config.checkpoint_root / "latest"))
+    assert bridge.served is not None
+    assert all(torch.equal(stored[name], tensor) for name, tensor in bridge.served[1].items())
