@@ -19,7 +19,7 @@ from pydantic import Field
 from environments.rewards.gold import GoldItem
 from environments.rewards.pairwise import PairwiseReward
 from environments.sdk import APIServerConfig, BaseEnvConfig, EnvironmentsError, ScoredDataGroup, scored_group
-from environments.sdk.config import ServerType
+from environments.sdk.config import Address, ServerType
 from environments.sdk.inference.manager import ServerManager
 from environments.sdk.validate import GoldMissing
 from environments.tasks.data import Question
@@ -63,7 +63,7 @@ class JudgeEnvConfig(QuestionEnvConfig):
     """What can be set beyond what every environment with questions has."""
 
     judge_method: Literal["pairwise", "marks"] = Field("pairwise", description="compare all pairs of a group, or mark")
-    judge_base_url: str | None = Field(None, description="server of the judge; default: the model judges itself")
+    judge_base_url: Address | None = Field(None, description="server of the judge; default: the model judges itself")
     judge_model_name: str = Field("default", description="the judge's name there")
     judge_server_type: ServerType = Field("openai", description="what speaks at judge_base_url")
     judge_max_tokens: int = Field(512, ge=1, description="longest verdict, its reasons included")

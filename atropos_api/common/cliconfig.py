@@ -92,7 +92,9 @@ def validate(model: type[ModelT], values: Mapping[str, Any]) -> ModelT:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_describe(problem) for problem in error.errors())) from None
+        problems = error.errors()
+        told = [problem for problem in problems if not _is_other_form(problem["loc"], problems)]
+        raise ConfigError("; ".join(map(_describe, told))) from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -256,9 +258,20 @@ def _assign(values: dict[str, Any], option: Option, given: object) -> None:
     place[leaf] = option.decode(given)
 
 
+def _is_other_form(place: Sequence[int | str], problems: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether only the form is wrong at `place`, of a setting with several forms, while another form got further."""
+    deeper = (other["loc"] for other in problems if len(other["loc"]) > len(place))
+    return _is_form(place[-1:]) and any(tuple(other[: len(place) - 1]) == tuple(place[:-1]) for other in deeper)
+
+
+def _is_form(place: Sequence[int | str]) -> bool:
+    """Whether a place ends in the name of a type, by which pydantic tells the members of a union apart."""
+    return any(isinstance(part, str) and ("[" in part or part[:1].isupper()) for part in place[-1:])
+
+
 def _describe(problem: Mapping[str, Any]) -> str:
     message = str(problem["msg"]).removeprefix("Value error, ")
-    parts = [str(part) for part in problem["loc"]]
+    parts = [str(part) for part in problem["loc"] if not _is_form([part])]
     if not parts:
         return message
     flag = "--" + ".".join(parts).replace("_", "-")

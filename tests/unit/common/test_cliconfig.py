@@ -21,6 +21,8 @@ class Env(BaseModel):
 class Server(BaseModel):
     model_config = ConfigDict(extra="forbid")
     base_url: str = ""
+    api_key: str = ""
+    timeout: float = 1.0
 
 
 class Settings(BaseModel):
@@ -167,3 +169,15 @@ def test_help_tells_the_defaults_that_lie_under_the_files_and_each_name_once(
     assert "--env.group_size" not in text
     assert "(default: )" not in text
     assert text.count("options:") == 1
+
+
+def test_a_mistake_in_one_of_several_forms_is_told_alone_and_no_key_with_it(tmp_path: Path) -> None:
+    """A section may be one server or a list of them; which was meant is plain from what was given."""
+    with pytest.raises(ConfigError) as caught:
+        parse("--model m --openai.timeout soon --openai.api_key secret")
+    assert str(caught.value).startswith("--openai.timeout: ")
+    assert "secret" not in str(caught.value)
+    config = tmp_path / "a.yaml"
+    config.write_text("model_name: m\nopenai: [{api_key: secret}, {timeout: soon}]\n")
+    with pytest.raises(ConfigError, match=r"\A--openai\.1\.timeout: [^;]*\Z"):
+        parse(f"--config {config}")

@@ -88,6 +88,9 @@ def test_training_from_an_openai_server_is_refused_with_what_to_set():
         (["serve", "--env.taks", "add"], "did you mean --env.task?"),
         (["serve", "--env.task", "poetry"], "poetry"),
         (["serve", "--env.group_size", "none"], "--env.group-size"),
+        (["serve", "--env.max_token_length", "0"], "--env.max-token-length"),
+        (["serve", "--env.rollout_server_url", "localhost:8000"], "begins with http:// or https://"),
+        (["serve", "--openai.base_url", "localhost:9001/v1"], "--openai.base-url: an address begins with http://"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, words):

@@ -75,3 +75,5 @@ def test_an_unknown_tokenizer_says_what_to_set(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(TokenizerUnavailable, match=r"--env\.tokenizer_name"):
         load_tokenizer("nobody/no-such-model")
+    with pytest.raises(TokenizerUnavailable, match=r"no such folder.*--env\.tokenizer_name"):
+        load_tokenizer("./no-such-folder")
