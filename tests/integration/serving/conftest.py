@@ -16,7 +16,7 @@ PUBLISHES = int(os.environ.get("ATROPOS_PUBLISHES", "3"))
 
 
 @pytest.fixture(scope="session")
-def publishes_under():
+def publishes_under(wait_until):
     """Publish again and again into a server with one kind of load; the replies and the publishes' answers.
 
     idle: one request after each publish. decoding: 64 requests are always running. long shared prompts: twelve, whose
@@ -45,10 +45,10 @@ def publishes_under():
             return replies, answers
         with ThreadPoolExecutor(workers) as pool:
             asking = [pool.submit(ask, number) for number in range(workers)]
-            for _ in range(PUBLISHES):
-                time.sleep(0.2)
+            for _ in range(PUBLISHES + 1):
+                seen = len(replies)
+                wait_until(lambda seen=seen: len(replies) >= seen + workers // 2, 120)
                 answers.append(publish())
-            time.sleep(0.2)
             done.set()
             for each in asking:
                 each.result()
