@@ -28,6 +28,7 @@ from example_trainer.config import TrainingConfig
 from example_trainer.errors import ModelNotFound
 from example_trainer.options.course import find_environment_option
 from example_trainer.process_environment import settings_from
+from example_trainer.running.leaving import ensure_exit
 from example_trainer.running.run_file import trainer_settings
 
 if TYPE_CHECKING:
@@ -93,7 +94,14 @@ class StopFlag:
 
 def main() -> NoReturn:
     """Console script `atropos-grpo`."""
-    run_cli(run)
+    code = 1
+    try:
+        run_cli(run)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else code
+        raise
+    finally:
+        ensure_exit(code)
 
 
 def run(argv: list[str]) -> int:

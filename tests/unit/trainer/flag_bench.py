@@ -124,6 +124,11 @@ class FlagBench:
             self._known[argv] = self._run(argv)
         return self._known[argv]
 
+    @property
+    def runs(self) -> list[Seen]:
+        """All runs so far."""
+        return list(self._known.values())
+
     def _run(self, argv: Sequence[str]) -> Seen:
         self._runs += 1
         directory = self._directory / f"run-{self._runs}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from example_trainer import training
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import BatchTimeout
 from example_trainer.objective.logprobs import token_logprobs
+from example_trainer.running.reference import metric_sections
 from example_trainer.testing import make_tiny_model
 from example_trainer.vllm_manager import VllmManager
 from example_trainer.weights.bridge import make_bridge
@@ -42,6 +44,14 @@ def test_a_flag_does_what_it_says(flag_bench: FlagBench, flag: str) -> None:
     usual = flag_bench.run(*effect.beside.split())
     seen = flag_bench.run(*effect.beside.split(), *effect.argv.split())
     assert effect.holds(seen, usual)
+
+
+def test_every_metric_that_a_run_logs_is_declared(flag_bench: FlagBench) -> None:
+    flag_bench.run("--kl-coef", "1", "--old-logprobs", "recomputed", "--distill", "forward_kl", "--training-steps", "2")
+    declared = [name for section in metric_sections().values() for name, _ in section]
+    patterns = re.compile("|".join(re.sub(r"\\{\w+\\}", r"\\w+", re.escape(name)) for name in declared))
+    logged = {name for run in flag_bench.runs for row in run.rows for name in row} - {"timestamp"}
+    assert {name for name in logged if not patterns.fullmatch(name)} == set()
 
 
 @pytest.mark.parametrize("flag", SERVED)
