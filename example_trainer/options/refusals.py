@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from example_trainer.options.naming import flag
 from example_trainer.options.objective_rules import refuse_objective
-from example_trainer.options.publish import LORA_MODES
+from example_trainer.options.publish import LORA_MODES, SERVED_RANKS
 
 if TYPE_CHECKING:
     from example_trainer.config import TrainingConfig
 
-_NO_ADAPTERS = "this mode trains full weights, adapters are for --weight-bridge-mode lora_restart"
+_NO_ADAPTERS = "this mode trains full weights, adapters are for --weight-bridge-mode lora_only"
 SHARED_VLLM_REFUSES = {
     "vllm_tensor_parallel_size": "it splits the tensors that the trainer maps",
     "vllm_quantization": "quantised weights cannot be trained in place",
@@ -135,6 +135,10 @@ def _refuse_lora(config: TrainingConfig) -> str | None:
             f"{config.weight_bridge_mode} refuses --train-layer-indices {config.train_layer_indices}: "
             "the base is frozen; use --lora-layer-indices"
         )
+    if config.weight_bridge_mode in LORA_MODES and config.lora_r > SERVED_RANKS[-1]:
+        return f"--lora-r {config.lora_r}: vLLM serves adapters up to rank {SERVED_RANKS[-1]}; use less"
+    if config.weight_bridge_mode == "lora_restart" and config.restart_method == "reload":
+        return "--restart-method reload is for whole checkpoints; use --weight-bridge-mode lora_only for adapters"
     if config.weight_bridge_mode == "lora_only" and config.load_in_4bit:
         return (
             "lora_only refuses --load-in-4bit: the running server computes with the base as it was before it was cut "

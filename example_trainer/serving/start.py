@@ -58,6 +58,8 @@ def _serve(config: ServerConfig, rest: list[str], boot_id: str) -> None:
         )
     args.worker_extension_cls = WORKER_EXTENSION
     vllm_compat.check_internals()
+    if config.enable_lora:
+        vllm_compat.leave_out_launch_overlap_on_blackwell()
     if on_cpu:
         vllm_compat.import_for_fork()
         vllm_compat.inspect_models_here()

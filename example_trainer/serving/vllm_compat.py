@@ -19,6 +19,7 @@ from example_trainer.serving.parent_death import die_with_parent
 
 T = TypeVar("T")
 
+_BLACKWELL = 10  # compute capability
 ENTRY_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 
 
@@ -132,6 +133,15 @@ def parse_arguments(arguments: list[str]) -> Namespace:
         raise ConfigError(" ".join(str(problem).split())) from problem
     assert isinstance(args, Namespace)
     return args
+
+
+def leave_out_launch_overlap_on_blackwell() -> None:
+    """Adapters' kernels fail there where one's launch overlaps the end of another's; vLLM has a switch for it."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    if capability is not None and capability.major >= _BLACKWELL:
+        os.environ.setdefault("VLLM_LORA_DISABLE_PDL", "1")
 
 
 def share_port(entry: Any) -> None:

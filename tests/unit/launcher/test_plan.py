@@ -66,6 +66,25 @@ def test_the_final_evaluation_is_served_the_last_checkpoint_where_the_trainers_s
     assert plan(tmp_path, *OWN_ENVIRONMENT).final_server is None
 
 
+def test_an_adapter_run_ends_on_the_models_own_weights_with_the_last_adapter(tmp_path: Path) -> None:
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", "lora_restart")
+    settings = made.settings_of("vllm-final")["vllm"]
+    assert (settings["model"], settings["adapter"]) == ("some/model", str(tmp_path / "run/latest"))
+    assert settings["enable_lora"] is True
+
+
+def test_lora_only_has_a_server_that_waits_for_the_trainers_adapter_and_a_trainer_that_starts_none(
+    tmp_path: Path,
+) -> None:
+    flags = ("--weight-bridge-mode", "lora_only", "--lora-r", "20", "--max-staleness", "3")
+    made = plan(tmp_path, *OWN_ENVIRONMENT, *flags)
+    assert names(made) == ["broker", "vllm", "environment", "trainer"]
+    server = made.settings_of("vllm")["vllm"]
+    assert (server["await_policy"], server["max_lora_rank"], server["max_loras"]) == (True, 32, 5)
+    assert made.settings_of("trainer")["trainer"]["start_vllm"] == "never"
+    assert made.final_server is None
+
+
 def test_all_programs_agree_on_addresses_and_model(tmp_path: Path) -> None:
     made = plan(tmp_path, *OWN_ENVIRONMENT)
     broker, vllm = made.settings_of("broker")["api"], made.settings_of("vllm")["vllm"]

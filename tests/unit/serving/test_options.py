@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -152,3 +153,30 @@ def test_a_free_port_is_no_problem():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     refusals.check_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(("capability", "told"), [((10, 0), "1"), ((12, 0), "1"), ((9, 0), None), (None, None)])
+def test_launch_overlap_of_adapters_kernels_is_off_on_blackwell_alone(monkeypatch, capability, told):
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    from example_trainer.serving.vllm_compat import leave_out_launch_overlap_on_blackwell
+
+    monkeypatch.delenv("VLLM_LORA_DISABLE_PDL", raising=False)
+    found = None if capability is None else DeviceCapability(*capability)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: found)
+    leave_out_launch_overlap_on_blackwell()
+    assert os.environ.pop("VLLM_LORA_DISABLE_PDL", None) == told
+
+
+def test_a_server_of_adapters_keeps_more_of_them_at_hand_than_one_batch_mixes():
+    told = vllm_arguments(config(enable_lora=True, max_loras=3), [], on_cpu=True)
+    assert (after(told, "--max-loras"), after(told, "--max-cpu-loras")) == ("3", "12")
+    assert "--max-loras" not in vllm_arguments(config(), [], on_cpu=True)
+
+
+def test_waiting_for_an_adapter_needs_a_server_of_adapters(tmp_path):
+    with pytest.raises(CannotServe, match="--await-policy needs --enable-lora"):
+        refusals.check_adapters(config(await_policy=True))
+    with pytest.raises(CannotServe, match="holds no adapter_config"):
+        refusals.check_adapters(config(enable_lora=True, adapter=tmp_path))

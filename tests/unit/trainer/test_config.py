@@ -59,6 +59,8 @@ REFUSED = [
     ({"weight_bridge_mode": "shared_vllm", "load_in_4bit": True}, "--load-in-4bit"),
     ({"weight_bridge_mode": "lora_only", "load_in_4bit": True}, "use --weight-bridge-mode lora_restart"),
     ({"weight_bridge_mode": "none", "lora_r": 8}, "none refuses --lora-r 8"),
+    ({"weight_bridge_mode": "lora_only", "lora_r": 600}, "vLLM serves adapters up to rank 512"),
+    ({"weight_bridge_mode": "lora_restart", "restart_method": "reload"}, "reload is for whole checkpoints"),
     ({"weight_bridge_mode": "none", "load_in_4bit": True}, "adapters are for"),
     ({"weight_bridge_mode": "lora_only", "train_layer_indices": "0-1"}, "--lora-layer-indices"),
     ({"weight_bridge_mode": "lora_restart", "train_layer_indices": "0-1"}, "frozen"),
