@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import NoReturn
 
 from atropos_api.common.allocation import keep_freed_memory
-from atropos_api.common.cliconfig import load_config, run_cli
+from atropos_api.common.cliconfig import load_config, run_cli, validate
 from atropos_api.common.logs import setup_logging
 from atropos_api.config import BrokerConfig
 
@@ -19,6 +20,9 @@ DESCRIPTION = (
 def run(argv: Sequence[str]) -> int:
     """Parse the arguments and serve until told to stop."""
     config = load_config(BrokerConfig, argv, prog="run-api", description=DESCRIPTION, section="api")
+    token = os.environ.get("ATROPOS_TOKEN")
+    if config.token is None and token:
+        config = validate(BrokerConfig, {**config.model_dump(), "token": token})
     setup_logging("run-api", level=config.log_level)
     keep_freed_memory()
     # The server stack takes most of a second to import, which --help should not cost.

@@ -32,7 +32,9 @@ class BrokerConfig(BaseModel):
         "when the broker is killed; when the power goes, interval may lose a second and never what was not yet written",
     )
     fresh: bool = Field(False, description="Delete what the store holds and begin anew")
-    token: str | None = Field(None, description="Bearer token that callers must show; made up if the host needs one")
+    token: str | None = Field(
+        None, description="Bearer token that callers must show; default: $ATROPOS_TOKEN, made up if the host needs one"
+    )
     allowed_hosts: list[str] = Field(
         default_factory=list,
         description="Host names beside loopback and IP addresses by which callers may address us (default: none)",

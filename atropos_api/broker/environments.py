@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import msgspec
+
 from atropos_api.broker.census import Census, take_census
 from atropos_api.errors import UnknownEnvironment
 from atropos_api.store.base import EnvironmentRow, Ledger
@@ -93,9 +95,9 @@ class Environments:
         if self._census is not None and row.environment_id not in self._census.alive_ids:
             self._census = None
         if not row.connected or (run_id is not None and row.run_id != run_id):
-            row.connected = True
-            row.run_id = run_id or row.run_id
-            self._ledger.put_environment(row)
+            part_of = run_id or row.run_id
+            self._ledger.put_environment(msgspec.structs.replace(row, connected=True, run_id=part_of))
+            row.connected, row.run_id = True, part_of
 
     def presume_alive(self, now: float) -> None:
         """Nobody could be heard while no broker ran: silence counts from here."""
@@ -104,23 +106,23 @@ class Environments:
             row.seen_at = now
 
     def disconnect(self, environment_id: int) -> None:
-        row = self.get(environment_id)
-        self._census = None
-        row.connected = False
-        self._ledger.put_environment(row)
+        self._disconnect(self.get(environment_id))
 
     def disconnect_all(self) -> None:
-        self._census = None
         for row in self._rows.values():
             if row.connected:
-                row.connected = False
-                self._ledger.put_environment(row)
+                self._disconnect(row)
 
     def census(self, now: float, timeout_seconds: float) -> Census:
         """Those whose weight and minimum count (connected, and heard of within the timeout), and their sums."""
         if self._census is None or now > self._census.until:
             self._census = take_census(self._rows.values(), now, timeout_seconds)
         return self._census
+
+    def _disconnect(self, row: EnvironmentRow) -> None:
+        self._ledger.put_environment(msgspec.structs.replace(row, connected=False))
+        row.connected = False
+        self._census = None
 
     def _keep(self, row: EnvironmentRow) -> None:
         self._ledger.put_environment(row)

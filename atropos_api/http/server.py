@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import resource
@@ -14,6 +15,7 @@ from typing import Final, Protocol, cast
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from atropos_api.common.allocation import Trimmer
 from atropos_api.config import BrokerConfig
 from atropos_api.http.connections import Patience, sweep
 from atropos_api.http.hot import PromptCalls
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 SHUTDOWN_SECONDS: Final = 5
 KEEP_ALIVE_SECONDS: Final = 75
 SWEEP_TICKS: Final = 5
+TRIM_TICKS: Final = 100
 """uvicorn ticks ten times a second."""
 
 OTHER_DESCRIPTORS: Final = 128
@@ -46,11 +49,14 @@ class BrokerServer(uvicorn.Server):
 
     def __init__(self, app: BrokerASGI, config: BrokerConfig, stop: Callable[[], None]) -> None:
         self._stop = stop
+        self._trimmer = Trimmer()
         super().__init__(_uvicorn_config(app, config))
 
     async def on_tick(self, counter: int) -> bool:
         if counter % SWEEP_TICKS == 0:
             sweep(self.server_state.connections)
+        if counter % TRIM_TICKS == 0:
+            asyncio.get_running_loop().run_in_executor(None, self._trimmer.trim)
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler's form

@@ -468,3 +468,14 @@ def test_a_tight_staleness_budget_reaches_legacy_environments_as_a_longer_queue(
         legacy.post(ident)
     # One batch waits, which is all that may; the environment's own limit is three batches, six groups.
     assert legacy.status_env(0).json()["queue_size"] == 6
+
+
+def test_groups_that_no_trainer_can_use_are_counted_whoever_sends_them(legacy, make_group):
+    legacy.start()
+    bad = make_group(1) | {"scores": [1.0]}
+    legacy.http.post("/v1/environments", json={"name": "env", "group_size": 4, "max_token_length": 9})
+    assert legacy.http.post("/scored_data", json=bad).status_code == 422
+    assert legacy.http.post("/scored_data_list", json=[bad, make_group(2), bad]).status_code == 422
+    assert legacy.http.post("/v1/groups", json={"environment_id": 0, "groups": [bad]}).status_code == 422
+    counters = legacy.http.get("/v1/status").json()["counters"]
+    assert (counters["groups_refused_total"], counters["groups_received_total"]) == (4, 1)

@@ -4,7 +4,9 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
+from atropos_api.cli import run
 from atropos_api.client import BrokerClient, BrokerRefused
+from atropos_api.common.cliconfig import ConfigError
 from atropos_api.config import BrokerConfig
 from atropos_api.testing import served_broker
 
@@ -172,3 +174,20 @@ def test_half_a_character_in_a_body_is_refused_like_any_other_nonsense(open_door
         assert httpx.post(open_door + path, content=body).status_code == 422
     body = f'{{"environment_id": 0, "groups": [{group}]}}'
     assert httpx.post(f"{open_door}/v1/groups", content=body).status_code in {404, 422}
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"), [([], "from-the-environment"), (["--token", "from-the-flag"], "from-the-flag")]
+)
+def test_the_token_comes_from_the_environment_where_no_flag_gives_one(monkeypatch, flags, wanted):
+    served = []
+    monkeypatch.setenv("ATROPOS_TOKEN", "from-the-environment")
+    monkeypatch.setattr("atropos_api.http.serve.serve", lambda config: served.append(config.token) or 0)
+    assert run(["--store", "memory", *flags]) == 0
+    assert served == [wanted]
+
+
+def test_a_token_of_the_environment_that_cannot_travel_is_refused(monkeypatch):
+    monkeypatch.setenv("ATROPOS_TOKEN", "short")
+    with pytest.raises(ConfigError, match="8 characters"):
+        run(["--store", "memory"])

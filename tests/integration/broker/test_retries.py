@@ -14,13 +14,13 @@ from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.testing import serve_in_thread
 
 
-def post_and_hang_up(url, body, *, after_seconds=0.0):
+def post_and_hang_up(url, body, *, path="/scored_data", after_seconds=0.0):
     """Send a submission and be gone before its answer."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         # A reset instead of an orderly end, as when a client is killed.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
-        head = f"POST /scored_data HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         time.sleep(after_seconds)
 
@@ -79,3 +79,15 @@ def test_the_window_of_zero_turns_recognition_off(legacy, make_group):
     time.sleep(0.2)
     legacy.http.post("/scored_data", content=body)
     assert legacy.http.get("/v1/status").json()["counters"]["groups_duplicate_total"] == 0
+
+
+def test_a_v1_group_without_a_key_whose_answer_never_left_is_taken_once(slow_disk, make_group):
+    url, broker = slow_disk
+    environment = {"name": "env", "group_size": 4, "max_token_length": 9}
+    httpx.post(f"{url}/v1/environments", json=environment).raise_for_status()
+    body = json.dumps({"environment_id": 0, "groups": [make_group(1)]}).encode()
+    post_and_hang_up(url, body, path="/v1/groups", after_seconds=0.1)
+    time.sleep(0.5)
+    answers = [httpx.post(f"{url}/v1/groups", content=body).json() for _ in range(2)]
+    assert [(answer["accepted"], answer["duplicates"]) for answer in answers] == [(0, 1), (1, 0)]
+    assert broker.state.queue.groups == 2

@@ -139,6 +139,19 @@ async def test_a_change_the_ledger_refused_is_not_remembered(store, monkeypatch)
         assert (await http.get("/v1/batches/1")).status_code == 200
 
 
+def test_an_environment_is_not_believed_to_have_left_or_returned_before_that_is_written(store, monkeypatch):
+    broker = Broker(*store)
+    row = broker.state.environments.get(with_environment(broker))
+    for change, connected in ((lambda: broker.disconnect_environment(0), True), (lambda: broker.touch(row), False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "append", refuse_record)
+            with pytest.raises(StoreUnavailable):
+                change()
+        assert (row.connected, row.environment_id in broker.state.census().alive_ids) == (connected, connected)
+        change()
+        assert row.connected is not connected
+
+
 def test_a_log_without_its_directory_entry_is_begun_anew(tmp_path):
     log = SegmentLog(tmp_path / "new")
     log.append([b"x"])

@@ -1,13 +1,18 @@
-"""Recognition of repeats, at the rules: no socket decides here whether an answer got through."""
+"""R9: repeats without a key are recognised, at the rules: no socket decides here whether an answer got through."""
+
+from dataclasses import replace
 
 import msgspec
 import pytest
 
 from atropos_api.broker import Broker, BrokerSettings
 from atropos_api.broker.legacy import LegacyContract
+from atropos_api.errors import QueueFull
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.testing import make_group
-from atropos_api.wire.payload import decode_fields
+from atropos_api.wire import EnvironmentRequest, columns_groups
+from atropos_api.wire.columns_check import check_submission
+from atropos_api.wire.payload import check_group, decode_fields
 
 
 class Clock:
@@ -84,3 +89,59 @@ def test_a_crash_between_write_and_answer_makes_the_repeat_recognised_afterwards
     assert revived.take([fields(2)]).duplicates == 1
     assert revived.take([fields(2)]).duplicates == 0
     assert revived._state.queue.groups == 3
+
+
+def checked(form, ident=1):
+    group = make_group(4, first_token=ident * 100)
+    if form == "columns":
+        return check_submission(columns_groups.encode_submission(0, [group]))[1]
+    return [check_group(decode_fields(msgspec.json.encode(group)), env_id=0)]
+
+
+def submit(broker, groups, *, answered):
+    submitted = broker.take(0, groups)
+    broker.intake.settle(submitted.rows)
+    if not answered:
+        broker.expect_repeat(submitted)
+    return submitted.answer.accepted, submitted.answer.duplicates
+
+
+@pytest.fixture(params=["json", "columns"])
+def form(request):
+    return request.param
+
+
+def open_broker(store, clock):
+    broker = Broker(*store, settings=BrokerSettings(dedup_window_seconds=30.0), clock=clock)
+    broker.register_environment(EnvironmentRequest(name="env", group_size=4, max_token_length=64))
+    return broker
+
+
+def test_a_v1_submission_without_a_key_is_known_again_if_its_answer_was_lost(store, clock, form):
+    broker = open_broker(store, clock)
+    assert submit(broker, checked(form), answered=False) == (1, 0)
+    assert submit(broker, checked(form, 2), answered=True) == (1, 0)
+    assert submit(broker, checked(form), answered=False) == (0, 1)
+    assert submit(broker, checked(form), answered=True) == (0, 1)
+    assert submit(broker, checked(form), answered=True) == (1, 0)
+    assert broker.state.counters.groups_duplicate_total == 2
+
+
+def test_a_v1_submission_whose_answer_a_crash_took_is_known_again(store, clock, form):
+    broker = open_broker(store, clock)
+    submit(broker, checked(form), answered=True)
+    broker.take(0, checked(form, 2))
+    revived = open_broker(store, clock)
+    assert submit(revived, checked(form, 2), answered=True) == (0, 1)
+    assert submit(revived, checked(form, 2), answered=True) == (1, 0)
+
+
+def test_repeats_among_groups_that_could_not_be_taken_stay_repeats(store, clock, form):
+    broker = open_broker(store, clock)
+    submit(broker, checked(form), answered=False)
+    roomy = broker.state.settings
+    broker.state.settings = replace(roomy, max_queued_sequences=4)
+    with pytest.raises(QueueFull):
+        broker.take(0, checked(form) + checked(form, 2))
+    broker.state.settings = roomy
+    assert submit(broker, checked(form) + checked(form, 2), answered=True) == (1, 1)
