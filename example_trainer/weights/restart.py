@@ -103,17 +103,9 @@ class RestartBridge:
             self._manager.close()
             self._manager = None
 
-    @property
-    def _serves_adapter(self) -> bool:
-        """Beside the model as it is; over a base in four bits the trainer computes with other values than the model's,
-        so there the adapter is merged into these and the whole is served.
-        """
-        adapter = self._options.policy.adapter
-        return adapter is not None and adapter.quantise is None
-
     def _write(self, policy: Policy, version: int) -> Path:
         directory = self._options.weights_dir / f"policy-v{version}"
-        if self._serves_adapter:
+        if policy.has_adapter:
             return write_adapter(
                 AdapterPayload.write(policy.adapter_tensors(policy.dtype), policy.adapter_config()), directory
             )
@@ -128,7 +120,7 @@ class RestartBridge:
                 logger.warning("the server could not read the new weights in place and is restarted: %s", error)
         model: str | Path = directory
         arguments: Sequence[str] = ()
-        if self._serves_adapter:
+        if self._policy is not None and self._policy.has_adapter:
             model = self._served_base(self._policy)
             arguments = (*self._options.adapter_arguments, "--adapter", str(directory))
         replacement = manager.replace(model, version=version, arguments=arguments)
