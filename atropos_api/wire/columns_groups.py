@@ -108,9 +108,11 @@ def _as_rows(rows: list[NDArray[Any]], *, arrays: bool) -> list[Any]:
 
 def _column_of(name: str, rows: Any, lengths: Sequence[int]) -> Column | None:
     """The values of all rows one after another; None if there are none, or a column cannot hold them as they are."""
-    if not rows or [len(row) for row in rows] != lengths:
+    try:
+        fits = bool(rows) and [len(row) for row in rows] == lengths
+    except TypeError:  # no rows at all: the broker says what it thinks of that
         return None
-    return _flatten(name, rows)
+    return _flatten(name, rows) if fits else None
 
 
 def _distill_columns(group: Group, lengths: Sequence[int]) -> dict[str, Column | None]:

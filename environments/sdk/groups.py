@@ -87,6 +87,8 @@ def to_wire(raw: Mapping[str, Any], journal: Journal) -> Group:
     """The group as it is sent; what the environment left out is taken from the sequences it sampled."""
     tokens = raw["tokens"]
     fields = {key: _per_sequence(raw, key, len(tokens)) for key in PER_SEQUENCE_KEYS}
+    if fields["advantages"] is not None:
+        fields["advantages"] = [_per_token(*pair) for pair in zip(fields["advantages"], tokens, strict=True)]
     group = Group(
         tokens=tokens,
         masks=raw["masks"],
@@ -109,6 +111,11 @@ def _per_sequence(raw: Mapping[str, Any], key: str, count: int) -> Any:
     if isinstance(value, list) and len(value) != count:
         raise ValueError(f"group has {count} rollouts but {len(value)} entries of {key}")
     return value
+
+
+def _per_token(advantage: Any, tokens: Sequence[int]) -> Any:
+    """A rollout's advantages; one number stands for all its tokens."""
+    return [float(advantage)] * len(tokens) if isinstance(advantage, int | float) else advantage
 
 
 def _require_aligned(group: Group) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from atropos_api.wire.columns_groups import encode_submission
 from environments.sdk.config import BaseEnvConfig
 from environments.sdk.groups import GroupRules, group_items, to_wire
 from environments.sdk.session.journal import Journal
@@ -130,3 +131,16 @@ def test_groups_of_any_scheduled_size_may_be_sent_and_of_no_other():
     )
     refused = [size for size in (1, 2, 3, 4) if rules.why_rejected(of_size(size))]
     assert refused == [1, 4]
+
+
+def test_one_advantage_for_a_rollout_stands_for_all_its_tokens():
+    assert convert(advantages=[1, 0.5]).advantages == [[1.0] * 3, [0.5] * 3]
+    assert convert(advantages=[[1.0, 2.0, 3.0]] * 2).advantages == [[1.0, 2.0, 3.0]] * 2
+
+
+def test_rows_that_are_no_rows_are_left_for_the_broker_to_refuse():
+    """An environment's mistake must not end the task that submits for all of them."""
+    group = convert()
+    group.ref_logprobs = [1, 2]
+    body = encode_submission(1, [group])
+    assert b'"ref_logprobs":[1,2]' in body
