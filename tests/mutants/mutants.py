@@ -267,7 +267,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "test_loss_terms.py::test_credits_are_what_the_teacher_thinks_of_the_sampled_token_more_than_its_sampler",
     ),
     # The head
-    Mutant("temperature ignored", _LOGPROBS, "(logits / temperatures[:, None])", "logits", _HEAD, quick=True),
+    Mutant("temperature ignored", _LOGPROBS, "logits.div_(temperatures[:, None])", "logits", _HEAD, quick=True),
     Mutant(
         "temperature left out of the gradient",
         _LOGPROBS,
@@ -285,8 +285,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "one temperature for all",
         _LOGPROBS,
-        "_log_softmax(hidden[index[part]].to(compute), head, bias, temperatures[part])",
-        "_log_softmax(hidden[index[part]].to(compute), head, bias, temperatures[:1].expand(len(index[part])))",
+        "_logits(hidden[index[part]].to(compute), head, bias, temperatures[part])",
+        "_logits(hidden[index[part]].to(compute), head, bias, temperatures[:1].expand(len(index[part])))",
         "test_logprobs.py::test_each_token_is_judged_at_its_own_temperature",
     ),
     # Advantages
@@ -403,7 +403,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "predicting = row.targets - 1",
         "predicting = row.targets",
         _PACKED,
-        quick=True,
     ),
     Mutant(
         "positions that run on",

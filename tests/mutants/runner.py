@@ -1,4 +1,4 @@
-"""Runs tests on one mutant after another: `python runner.py ROOT < jobs.json`, a JSON line for each on standard output.
+"""Runs tests on one mutant after another: `python runner.py ROOT < jobs.json` gives a JSON line for each.
 
 ROOT holds a copy of the package and its tests. What is heavy and not ours is imported once, then each mutant is written
 into the copy, tried in a forked child, which imports the package anew, and undone. So a mutant costs its test alone.
@@ -23,8 +23,10 @@ def warm_up() -> None:
     import pydantic
     import pytest
     import torch
+    import transformers.core_model_loading
     import transformers.models.qwen2.modeling_qwen2
 
+    import atropos_api.client
     import atropos_api.wire
 
     # A matrix product and a backward start what torch starts lazily, while there is one process only.
