@@ -14,6 +14,7 @@ from torch import Tensor
 
 KEEP_PROBABILITIES_BELOW = 1 << 23  # elements: 32 MiB in fp32
 DEFAULT_CHUNK_TOKENS = 1024
+MOST_CHUNK_LOGITS = 1 << 24  # 64 MiB in fp32; two such arrays are held at a time
 
 
 def token_logprobs(
@@ -64,15 +65,18 @@ class _ChunkedHead(torch.autograd.Function):
         logprobs = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         entropies = torch.empty(count, dtype=torch.float32, device=hidden.device)
         keep = count * vocabulary <= KEEP_PROBABILITIES_BELOW and any(ctx.needs_input_grad)
+        chunk_tokens = _fitting(chunk_tokens, vocabulary)
         kept: list[Tensor] = []
         head = weight.to(compute)
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            logs = _log_softmax(hidden[index[part]].to(compute), head, bias, temperatures[part])
-            logprobs[part] = logs.gather(1, _columns(labels[part])).view(labels[part].shape)
-            probabilities = logs.exp()
+            logits = _logits(hidden[index[part]].to(compute), head, bias, temperatures[part])
+            normaliser = logits.logsumexp(1, keepdim=True)
+            logprobs[part] = (logits.gather(1, _columns(labels[part])) - normaliser).view(labels[part].shape)
+            probabilities = (logits - normaliser).exp_()
             # A logit of -inf has probability 0 and no entropy, where 0 * -inf would be NaN.
-            entropies[part] = -(probabilities * logs.clamp_(min=torch.finfo(logs.dtype).min)).sum(1)
+            expected = torch.linalg.vecdot(probabilities, logits.clamp_(min=torch.finfo(logits.dtype).min))
+            entropies[part] = normaliser.squeeze(1) - expected
             if keep:
                 kept.append(probabilities)
         ctx.save_for_backward(hidden, weight, bias, index, labels, temperatures, *kept)
@@ -92,15 +96,16 @@ class _ChunkedHead(torch.autograd.Function):
         for number, start in enumerate(range(0, len(index), ctx.chunk_tokens)):
             part = slice(start, start + ctx.chunk_tokens)
             states = hidden[index[part]].to(ctx.compute)
-            probabilities = kept[number] if kept else _log_softmax(states, head, bias, temperatures[part]).exp()
+            probabilities = kept[number] if kept else _logits(states, head, bias, temperatures[part]).softmax(1)
             upstream = (_tempered(gradient, part, temperatures) for gradient in gradients)
             logits_gradient = _logits_gradient(probabilities, labels[part], *upstream)
-            if grad_hidden is not None:
-                grad_hidden.index_add_(0, index[part], logits_gradient @ head.float())
-            if grad_weight is not None:
-                grad_weight.addmm_(logits_gradient.t(), states.float())
             if grad_bias is not None:
                 grad_bias += logits_gradient.sum(0)
+            logits_gradient = logits_gradient.to(ctx.compute) if states.is_cuda else logits_gradient
+            if grad_hidden is not None:
+                grad_hidden.index_add_(0, index[part], _product(logits_gradient, head))
+            if grad_weight is not None:
+                _add_product(grad_weight, logits_gradient.t(), states)
         return _cast(grad_hidden, hidden), _cast(grad_weight, weight), grad_bias, None, None, None, None
 
 
@@ -110,31 +115,54 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-def _log_softmax(states: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> Tensor:
-    """fp32 log-probabilities `[n, V]`; a half-precision product accumulates into fp32 without rounding between."""
-    with torch.autocast(states.device.type, enabled=False):
-        if states.is_cuda and states.dtype != torch.float32:
-            logits = torch.mm(states, weight.t(), out_dtype=torch.float32)
-        else:
-            logits = states.float() @ weight.float().t()
-        if bias is not None:
-            logits += bias.float()
-        return (logits / temperatures[:, None]).log_softmax(1)
+def _fitting(chunk_tokens: int, vocabulary: int) -> int:
+    """No more tokens a chunk than keep its logits within bounds, so that a large vocabulary costs no more memory."""
+    return max(1, min(chunk_tokens, MOST_CHUNK_LOGITS // vocabulary))
+
+
+def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> Tensor:
+    """fp32 tempered logits `[n, V]`."""
+    logits = _product(states, weight.t())
+    if bias is not None:
+        logits += bias.float()
+    return logits.div_(temperatures[:, None])
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """The product in fp32; one of half-precision matrices accumulates into fp32 without rounding between."""
+    with torch.autocast(left.device.type, enabled=False):
+        if left.is_cuda and left.dtype == right.dtype != torch.float32:
+            return torch.mm(left, right, out_dtype=torch.float32)
+        return left.float() @ right.float()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`, in fp32."""
+    if left.is_cuda and left.dtype != torch.float32:
+        total += _product(left, right)
+    else:
+        with torch.autocast(left.device.type, enabled=False):
+            total.addmm_(left, right.float())
 
 
 def _logits_gradient(
     probabilities: Tensor, labels: Tensor, logprob_gradient: Tensor | None, entropy_gradient: Tensor | None
 ) -> Tensor:
-    """`[n, V]` gradient of the tempered logits: g * (1_label - p) of logprobs, -g * p * (log p + H) of the entropy."""
-    if logprob_gradient is None:
-        gradient = torch.zeros_like(probabilities)
-    else:
-        upstream = _columns(logprob_gradient)
-        gradient = probabilities * -upstream.sum(1, keepdim=True)
-        gradient.scatter_add_(1, _columns(labels), upstream)
+    """`[n, V]` gradient of the tempered logits: g * (1_label - p) of logprobs, -g * p * (log p + H) of the entropy.
+
+    It is written over `probabilities`, which nothing needs any more.
+    """
+    terms: Tensor | None = None
     if entropy_gradient is not None:
         terms = torch.xlogy(probabilities, probabilities)  # 0 where the probability is
         terms -= probabilities * terms.sum(1, keepdim=True)
+    if logprob_gradient is None:
+        gradient = probabilities.zero_()
+    else:
+        upstream = _columns(logprob_gradient)
+        gradient = probabilities.mul_(-upstream.sum(1, keepdim=True))
+        gradient.scatter_add_(1, _columns(labels), upstream)
+    if terms is not None and entropy_gradient is not None:
         gradient.addcmul_(terms, entropy_gradient[:, None], value=-1.0)
     return gradient
 

@@ -1,0 +1,133 @@
+"""Peak memory of the loss stage: the chunked logprob head against a loss over full logits, at a real vocabulary.
+
+The loss stage is what lies between the last hidden states and their gradient. Each size runs in a process of its own
+that reports the highest resident set above what it held before; the head's own weight and its gradient, which both
+forms need alike, are counted apart. With a GPU the same is read from the allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from example_trainer.objective.logprobs import token_logprobs
+
+ROOT = Path(__file__).resolve().parents[1]
+MIB = 2**20
+
+
+def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Logprobs as most trainers compute them: all logits in fp32, and their logarithmic softmax."""
+    logits = hidden.float() @ weight.float().t()
+    return logits.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+
+
+def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    index = torch.arange(len(labels), device=hidden.device)
+    ones = torch.ones(len(labels), device=hidden.device)
+    return token_logprobs(hidden, weight, index, labels, ones)[0]
+
+
+FORMS = {"full logits": full_logits, "chunked": chunked}
+
+
+class PeakMemory:
+    """The most memory that this process held meanwhile, in bytes above what it held at the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._done = threading.Event()
+        self._peak = 0
+
+    def __enter__(self) -> Self:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+            return self
+        self._before = _resident_bytes()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            self._peak = torch.cuda.max_memory_allocated()
+            return
+        self._done.set()
+        self._thread.join()
+        # The kernel's own high-water mark sees what falls between two looks, where it lies above the start.
+        self._peak = max(self._peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    @property
+    def bytes(self) -> int:
+        return self._peak - self._before
+
+    def _watch(self) -> None:
+        while not self._done.is_set():
+            self._peak = max(self._peak, _resident_bytes())
+            time.sleep(0.002)
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(form: str, tokens: int, vocabulary: int, hidden_size: int) -> int:
+    """Peak bytes of one loss stage, forward and backward, above hidden states, head and the head's gradient."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    weight = torch.randn(vocabulary, hidden_size, device=device).requires_grad_()
+    weight.grad = torch.zeros_like(weight)
+    hidden = torch.randn(tokens, hidden_size, device=device).requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,), device=device)
+    with PeakMemory(device) as peak:
+        FORMS[form](hidden, weight, labels).sum().backward()  # type: ignore[no-untyped-call]
+    # Both forms hold a second gradient of the head until it is added to the first.
+    return peak.bytes - weight.numel() * weight.element_size()
+
+
+def measure_apart(form: str, tokens: int, vocabulary: int, hidden_size: int) -> int:
+    """The same in a fresh process, so that no earlier peak hides this one."""
+    command = [sys.executable, "-m", "benchmarks.head_memory", "--form", form, "--tokens", str(tokens)]
+    command += ["--vocabulary", str(vocabulary), "--hidden", str(hidden_size)]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    printed = subprocess.run(command, check=True, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True).stdout
+    peak: int = json.loads(printed)
+    return peak
+
+
+def compare(tokens: list[int], vocabulary: int, hidden_size: int) -> None:
+    print(f"vocabulary {vocabulary:,}, hidden size {hidden_size}")
+    print(f"{'tokens':>8}{'full logits, MiB':>18}{'chunked, MiB':>14}{'chunked is less by':>20}")
+    for count in tokens:
+        full, ours = (measure_apart(form, count, vocabulary, hidden_size) for form in FORMS)
+        print(f"{count:8,}{full / MIB:18,.0f}{ours / MIB:14,.0f}{full / ours:19.1f}x")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabulary", type=int, default=150_000)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048])
+    parser.add_argument("--form", choices=list(FORMS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.form:
+        print(json.dumps(measure(arguments.form, arguments.tokens[0], arguments.vocabulary, arguments.hidden)))
+    else:
+        compare(arguments.tokens, arguments.vocabulary, arguments.hidden)
+
+
+if __name__ == "__main__":
+    main()
