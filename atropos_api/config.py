@@ -33,7 +33,7 @@ class BrokerConfig(BaseModel):
     )
     fresh: bool = Field(False, description="Delete what the store holds and begin anew")
     token: str | None = Field(
-        None, description="Bearer token that callers must show; default: $ATROPOS_TOKEN, made up if the host needs one"
+        None, description="Bearer token that callers must show (default: $ATROPOS_TOKEN; made up if the host needs one)"
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,

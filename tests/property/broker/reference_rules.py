@@ -32,7 +32,7 @@ class FullReference(Reference):
     def submit_of(self, groups, key, *, legacy, answered=True):
         """A group is (ident, env, size, version). Without a key, repeats of what got no answer are recognised."""
         env = groups[0][1]
-        fresh = [g for g in groups if not (legacy and key is None and self.lost.pop(g[:2], -1) >= self.now)]
+        fresh = [g for g in groups if not (key is None and self.lost.pop(g[:2], -1) >= self.now)]
         if not legacy or (fresh and key not in self.keys):
             self.touch(env)
         took_part = self.envs[env].run if env in self.envs else None
