@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from example_trainer.objective.advantages import AdvantageSettings, compute_advantages
 from example_trainer.objective.attention import Segment, build_layout
+from example_trainer.objective.distillation import forward_kl
+from example_trainer.objective.kl import kl_estimates
 from example_trainer.objective.logprobs import token_logprobs
 from example_trainer.objective.losses import LossSettings, clipped_losses, is_clipped, token_weights
 from example_trainer.objective.packing import Row, pack_rows
+from example_trainer.objective.ratios import mismatch_weights
 
 CPU = torch.device("cpu")
 
@@ -126,3 +129,51 @@ def test_weights_of_a_step_do_not_depend_on_how_it_is_cut(counts: list[int], par
         float((part * weight).sum()) for part, weight in zip(losses.chunk(parts), weights.chunk(parts), strict=True)
     )
     assert abs(cut - float(losses.mean())) < 1e-3
+
+
+logprob_lists = st.lists(st.floats(-8, 0), min_size=1, max_size=12)
+
+
+@given(
+    ours=logprob_lists,
+    spread=st.floats(-3, 3),
+    sequence_length=st.integers(1, 5),
+    correction=st.sampled_from(["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]),
+)
+def test_mismatch_weights_are_bounded_and_whole_sequences_agree(
+    ours: list[float], spread: float, sequence_length: int, correction: str
+) -> None:
+    proximal = torch.tensor(ours)
+    rollout = proximal + spread * torch.linspace(-1, 1, len(ours))
+    sequences = torch.arange(len(ours)) // sequence_length
+    weights = mismatch_weights(
+        proximal,
+        rollout,
+        sequences,
+        correction,  # type: ignore[arg-type]
+        floor=0.5,
+        cap=2.0,
+        clamp=20.0,
+    )
+    silenced = weights == 0
+    assert bool((((weights >= 0.5) & (weights <= 2.0)) | silenced).all())
+    assert correction.endswith("mask") or not bool(silenced.any())
+    if correction.startswith("sequence"):
+        for sequence in sequences.unique():
+            assert weights[sequences == sequence].unique().numel() == 1
+
+
+@given(seed=st.integers(0, 1000), columns=st.integers(1, 5), temperature=st.floats(0.3, 3.0))
+def test_the_divergence_from_a_teacher_is_never_negative(seed: int, columns: int, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    student = torch.randn(4, 9, generator=generator).log_softmax(-1)[:, :columns]
+    teacher = torch.randn(4, 9, generator=generator).log_softmax(-1)[:, :columns]
+    assert bool((forward_kl(student, teacher, temperature) >= -1e-5).all())
+
+
+@given(ours=logprob_lists, gap=st.floats(-6, 6))
+def test_a_divergence_is_zero_where_policies_agree_and_k3_never_below(ours: list[float], gap: float) -> None:
+    policy = torch.tensor(ours)
+    assert bool((kl_estimates(policy, policy + gap, "k3", 20.0) >= 0).all())
+    for estimator in ("k1", "k3"):
+        assert float(kl_estimates(policy, policy, estimator, 20.0).abs().max()) == 0.0  # type: ignore[arg-type]
