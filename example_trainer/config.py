@@ -29,6 +29,7 @@ HIGH_FULL_FINE_TUNING_LR = 6e-6
 
 class TrainingConfig(
     PresetOptions,
+    CourseOptions,
     TrackingOptions,
     RunOptions,
     PublishOptions,
@@ -37,9 +38,11 @@ class TrainingConfig(
     BatchOptions,
     LoraOptions,
     ModelOptions,
-    CourseOptions,
 ):
-    """All settings of one trainer process, flat, validated together."""
+    """All settings of one trainer process, flat, validated together.
+
+    Bases come in the order in which they look at what was given; options are listed in the opposite one.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 

@@ -31,5 +31,5 @@ class TrackingOptions(BaseModel):
         known = [ANY_SIGN, *sign_names()]
         for name in value or ():
             if name not in known:
-                raise ValueError(f"--stop-on {name}: no such sign; there are {', '.join(known)}")
+                raise ValueError(f"{name} is no sign; there are {', '.join(known)}")
         return value

@@ -144,7 +144,7 @@ def _docstring(statement: ast.stmt | None) -> str:
 def _sections() -> Iterator[str]:
     """The trainer's options, a block for each class that declares some."""
     options = {option.path: option for option in list_options(TrainingConfig)}
-    for section in TrainingConfig.__mro__[1:]:
+    for section in reversed(TrainingConfig.__mro__[1:]):
         if issubclass(section, BaseModel) and section is not BaseModel:
             text = " ".join((section.__doc__ or "").split())
             yield f"### {text.partition(';')[0].rstrip('.')}\n"

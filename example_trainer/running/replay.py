@@ -56,10 +56,12 @@ def run(argv: Sequence[str]) -> int:
     path = Path(argv[0])
     batch = read_batch(path)
     run_dir = path.resolve().parent.parent
+    recorded = recorded_settings(run_dir)
+    defaults = {name: value for name, value in recorded.items() if name not in NOT_A_REPLAY_S}
     options = load_config(
-        ReplayOptions, argv[1:], prog=PROG, description=DESCRIPTION, section="trainer", defaults=settings_of(run_dir)
+        ReplayOptions, argv[1:], prog=PROG, description=DESCRIPTION, section="trainer", defaults=defaults
     )
-    checkpoint = choose_checkpoint(options, run_dir, batch.number)
+    checkpoint = choose_checkpoint(options, Path(recorded.get("save_path") or run_dir), batch.number)
     metrics = replay(
         TrainingConfig(**options.model_dump(exclude={"checkpoint"}, exclude_unset=True)), batch, checkpoint
     )
@@ -67,25 +69,24 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def settings_of(run_dir: Path) -> dict[str, Any]:
+def recorded_settings(run_dir: Path) -> dict[str, Any]:
     """The trainer's settings as the run in this directory recorded them; none where there is no record."""
     path = run_dir / "config.json"
     if not path.exists():
         return {}
     recorded = json.loads(path.read_text(encoding="utf-8")).get("trainer", {})
-    known = set(TrainingConfig.model_fields) - NOT_A_REPLAY_S
-    return {name: value for name, value in recorded.items() if name in known}
+    return {name: value for name, value in recorded.items() if name in TrainingConfig.model_fields}
 
 
-def choose_checkpoint(options: ReplayOptions, run_dir: Path, number: int) -> Path | None:
+def choose_checkpoint(options: ReplayOptions, root: Path, number: int) -> Path | None:
     """The weights that batch `number` was trained from, or those that are asked for; None: the model's own."""
     from example_trainer.checkpointing import PREFIX, find_checkpoint
 
     if options.checkpoint is not None:
-        return None if options.checkpoint == "none" else find_checkpoint(options.checkpoint, run_dir)
+        return None if options.checkpoint == "none" else find_checkpoint(options.checkpoint, root)
     if number == 1:
         return None
-    before = run_dir / f"{PREFIX}{number - 1}"
+    before = root / f"{PREFIX}{number - 1}"
     if not before.is_dir():
         raise ConfigError(
             f"batch {number} was trained from the weights of step {number - 1}, and {before} is not there; name "
