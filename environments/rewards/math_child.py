@@ -18,6 +18,8 @@ from typing import Any
 
 MEMORY_LIMIT_BYTES = 2 << 30
 DELIMITERS = ("\\boxed", "$", "\\(", "\\[", "\\begin{")
+SMALL = 1e-2
+RELATIVE_ERROR = 1e-3
 
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\w.]*\w)")
 
@@ -51,10 +53,24 @@ def main() -> None:
 def verdict(gold: str, answer: str) -> str:
     from math_verify import verify
 
-    parsed = expressions(answer)
+    wanted, parsed = expressions(gold), expressions(answer)
     if not parsed:
         return "no answer"
-    return "correct" if verify(list(expressions(gold)), list(parsed), timeout_seconds=None) else "wrong"
+    same = verify(list(wanted), list(parsed), timeout_seconds=None) and same_size(wanted, parsed)
+    return "correct" if same else "wrong"
+
+
+def same_size(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> bool:
+    """Whether a gold near zero is met in its own size: to six decimals, as math-verify compares, all such are 0."""
+    golds, answers = numbers(wanted), numbers(parsed)
+    if not golds or not answers or abs(golds[0]) >= SMALL:
+        return True
+    return any(abs(golds[0] - value) <= RELATIVE_ERROR * abs(golds[0]) for value in answers)
+
+
+def numbers(expressions: tuple[Any, ...]) -> list[float]:
+    """The values of those expressions that are real numbers; the others are text, sets, or hold a variable."""
+    return [float(value) for value in expressions if getattr(value, "is_number", False) and value.is_real]
 
 
 @lru_cache(maxsize=64)
