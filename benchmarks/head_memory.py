@@ -10,11 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Self
 
@@ -46,42 +43,25 @@ class PeakMemory:
     """The most memory that this process held meanwhile, in bytes above what it held at the start."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._done = threading.Event()
-        self._peak = 0
+        self._on_gpu = device.type == "cuda"
+        self.bytes = 0
 
     def __enter__(self) -> Self:
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
-            return self
-        self._before = _resident_bytes()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark begins anew
+            self._before = _status_bytes("VmRSS")
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._device.type == "cuda":
-            self._peak = torch.cuda.max_memory_allocated()
-            return
-        self._done.set()
-        self._thread.join()
-        # The kernel's own high-water mark sees what falls between two looks, where it lies above the start.
-        self._peak = max(self._peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-
-    @property
-    def bytes(self) -> int:
-        return self._peak - self._before
-
-    def _watch(self) -> None:
-        while not self._done.is_set():
-            self._peak = max(self._peak, _resident_bytes())
-            time.sleep(0.002)
+        self.bytes = (torch.cuda.max_memory_allocated() if self._on_gpu else _status_bytes("VmHWM")) - self._before
 
 
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
 
 
 def measure(form: str, tokens: int, vocabulary: int, hidden_size: int) -> int:

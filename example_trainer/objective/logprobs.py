@@ -14,7 +14,7 @@ from torch import Tensor
 
 KEEP_PROBABILITIES_BELOW = 1 << 23  # elements: 32 MiB in fp32
 DEFAULT_CHUNK_TOKENS = 1024
-MOST_CHUNK_LOGITS = 1 << 24  # 64 MiB in fp32; two such arrays are held at a time
+MOST_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}  # 32 MiB in fp32, or 512; two such arrays at a time
 
 
 def token_logprobs(
@@ -65,7 +65,8 @@ class _ChunkedHead(torch.autograd.Function):
         logprobs = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         entropies = torch.empty(count, dtype=torch.float32, device=hidden.device)
         keep = count * vocabulary <= KEEP_PROBABILITIES_BELOW and any(ctx.needs_input_grad)
-        chunk_tokens = _fitting(chunk_tokens, vocabulary)
+        # A large vocabulary costs no more memory: the bound is on logits, and larger where small products are slow.
+        chunk_tokens = max(1, min(chunk_tokens, MOST_CHUNK_LOGITS[hidden.device.type] // vocabulary))
         kept: list[Tensor] = []
         head = weight.to(compute)
         for start in range(0, count, chunk_tokens):
@@ -75,8 +76,9 @@ class _ChunkedHead(torch.autograd.Function):
             logprobs[part] = (logits.gather(1, _columns(labels[part])) - normaliser).view(labels[part].shape)
             probabilities = (logits - normaliser).exp_()
             # A logit of -inf has probability 0 and no entropy, where 0 * -inf would be NaN.
-            expected = torch.linalg.vecdot(probabilities, logits.clamp_(min=torch.finfo(logits.dtype).min))
-            entropies[part] = normaliser.squeeze(1) - expected
+            logits.clamp_(min=torch.finfo(logits.dtype).min)
+            expected = torch.bmm(probabilities[:, None], logits[:, :, None])  # a sum of products without the products
+            entropies[part] = (normaliser - expected[:, 0]).squeeze(1)
             if keep:
                 kept.append(probabilities)
         ctx.save_for_backward(hidden, weight, bias, index, labels, temperatures, *kept)
@@ -113,11 +115,6 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
     """The dtype the server multiplies in: autocast's where it is on, else that of the states."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-
-
-def _fitting(chunk_tokens: int, vocabulary: int) -> int:
-    """No more tokens a chunk than keep its logits within bounds, so that a large vocabulary costs no more memory."""
-    return max(1, min(chunk_tokens, MOST_CHUNK_LOGITS // vocabulary))
 
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> Tensor:
