@@ -209,8 +209,7 @@ async def test_a_server_without_tokens_says_what_to_set(tokenizer):
 
 async def test_a_finished_session_is_freed_at_once_and_not_by_the_garbage_collector(tokenizer):
     """A circle of references would keep every rollout's lists until the collector looks through them all."""
-    answers = iter(["12341", "12342"])
-    session = make_session(scripted(tokenizer, *answers), tokenizer)
+    session = make_session(scripted(tokenizer, "908172", "908173"), tokenizer)
     first = await session.chat_completion(messages=[QUESTION])
     said = {"role": "assistant", "content": first.choices[0].message.content}
     await session.chat_completion(messages=[QUESTION, said, QUESTION])
@@ -218,7 +217,7 @@ async def test_a_finished_session_is_freed_at_once_and_not_by_the_garbage_collec
     gc.disable()
     try:
         del session, first
-        left = [found for found in gc.get_objects() if isinstance(found, SequenceNode) and "1234" in found.full_text]
+        left = [found for found in gc.get_objects() if isinstance(found, SequenceNode) and "90817" in found.full_text]
     finally:
         gc.enable()
     assert left == []
