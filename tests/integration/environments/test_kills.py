@@ -20,7 +20,7 @@ from atropos_api.client import BrokerClient
 from atropos_api.wire.messages import RunRequest
 from environments.sdk.rehearsal import write_byte_tokenizer
 
-KILLS = int(os.environ.get("FAULT_KILLS", "2"))
+KILLS = int(os.environ.get("FAULT_KILLS", "1"))
 
 ENVIRONMENT = '''
     import sys
