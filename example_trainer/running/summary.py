@@ -15,6 +15,7 @@ from atropos_api.common import metric_names as names
 from example_trainer.errors import TrainerError
 from example_trainer.running.feed import MetricsTail
 from example_trainer.running.run_dir import TIMELINE_NAME
+from example_trainer.running.trackers import EVENTS_FILE
 
 WINDOW_STEPS = 5
 GOOD_REWARD = 0.9
@@ -43,6 +44,8 @@ class Summary:
     first_step_after_seconds: float | None = None
     good_reward_step: int | None = None
     good_reward_after_seconds: float | None = None
+    signs: tuple[str, ...] = ()
+    """Signs of trouble, each with the step at which it appeared."""
     split_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def write(self, run_dir: Path) -> None:
@@ -72,6 +75,7 @@ def summarise(run_dir: Path, *, timeline: Mapping[str, float] | None = None) -> 
         first_step_after_seconds=_since(started_at, rows[0]),
         good_reward_step=int(good[names.STEP]) if good else None,
         good_reward_after_seconds=_since(started_at, good),
+        signs=read_signs(run_dir),
         split_seconds=split_times(timeline, rows) if timeline else {},
     )
 
@@ -82,6 +86,12 @@ def read_timeline(run_dir: Path) -> dict[str, float] | None:
         return dict(json.loads((run_dir / TIMELINE_NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
+
+
+def read_signs(run_dir: Path) -> tuple[str, ...]:
+    """What `events.jsonl` holds, shortly; nothing where the run kept none."""
+    rows = MetricsTail(run_dir / EVENTS_FILE).read()
+    return tuple(f"{row['sign']} (step {row['step']})" for row in rows if {"sign", "step"} <= row.keys())
 
 
 def read_accuracies(evals: Path) -> list[tuple[int, float]]:
@@ -157,6 +167,7 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
             f"reward {GOOD_REWARD} after",
             _text(summary.good_reward_after_seconds, "{:.1f} s") + _text(summary.good_reward_step, " (step {})"),
         ),
+        ("signs of trouble", ", ".join(summary.signs)),
         ("time, in all " + _text(sum(summary.split_seconds.values()), "{:.1f} s"), split),
     ]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.testing import served_broker
 from atropos_api.wire import Batch, Group
 from example_trainer.cli import record_config
 from example_trainer.errors import BadBatch
@@ -19,14 +22,18 @@ from .conftest import Workbench
 NOT_THE_STEP_S = ("timestamp", "policy_version", "step", "sync/recomputed_fraction")
 
 
-@pytest.fixture
-def finished(bench: Workbench) -> Path:
+@pytest.fixture(scope="module")
+def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run of three steps that kept its batches and checkpoints."""
-    config = bench.config(training_steps=3, checkpoint_interval=1, save_batches=True, torch_threads=1)
-    bench.submit(bench.record_groups(6))
-    record_config(config)
-    assert bench.trainer(config, bench.bridge()).run()
-    return config.required_run_dir
+    torch.set_num_threads(1)
+    with served_broker() as url:
+        bench = Workbench(url=url, model=tiny_model, directory=tmp_path_factory.mktemp("replayed"))
+        config = bench.config(training_steps=3, checkpoint_interval=1, save_batches=True, torch_threads=1)
+        bench.submit(bench.record_groups(6))
+        record_config(config)
+        assert bench.trainer(config, bench.bridge()).run()
+        bench.close()
+        yield config.required_run_dir
 
 
 def logged(run_dir: Path, step: int) -> dict[str, float]:
@@ -60,9 +67,11 @@ def test_a_replay_takes_other_settings_and_another_beginning(
 
 def test_what_is_missing_is_one_line_that_names_it(finished: Path, tmp_path: Path) -> None:
     batch = finished / "rollouts" / "batch-3.atb"
-    (finished / "checkpoint-2").rename(finished / "elsewhere")
+    alone = tmp_path / "alone" / "rollouts" / batch.name
+    alone.parent.mkdir(parents=True)
+    alone.write_bytes(batch.read_bytes())
     with pytest.raises(ConfigError, match=r"checkpoint-2 is not there; name another with --checkpoint PATH"):
-        run([str(batch)])
+        run([str(alone), "--model-name", "m"])
     with pytest.raises(BadBatch, match="cannot be read: No such file"):
         run([str(tmp_path / "batch-9.atb")])
     (tmp_path / "batch-9.atb").write_bytes(batch.read_bytes()[:100])

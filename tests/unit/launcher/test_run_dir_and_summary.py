@@ -10,7 +10,7 @@ from rich.console import Console
 
 from example_trainer.running.plot import rolling_mean
 from example_trainer.running.run_dir import RunDirectoryInUse, plan_run_dir
-from example_trainer.running.summary import NoRun, as_table, summarise
+from example_trainer.running.summary import NoRun, Summary, as_table, summarise
 
 
 def write_run(root: Path, rewards: list[float]) -> None:
@@ -29,6 +29,13 @@ def write_run(root: Path, rewards: list[float]) -> None:
         folder = root / f"evals/step-{step}"
         folder.mkdir(parents=True)
         (folder / "metrics.json").write_text(json.dumps({"results": {"all": {"eval/accuracy": accuracy}}}))
+
+
+def shown(summary: Summary) -> str:
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(as_table(summary))
+    return capture.get()
 
 
 def test_each_attempt_has_logs_of_its_own(tmp_path: Path) -> None:
@@ -78,11 +85,9 @@ def test_the_summary_tells_before_and_after(tmp_path: Path) -> None:
 
 def test_the_table_leaves_out_what_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
-    console = Console(width=100)
-    with console.capture() as capture:
-        console.print(as_table(summarise(tmp_path)))
-    assert "reward, first and last 5 steps" in capture.get()
-    assert "greedy" not in capture.get()
+    text = shown(summarise(tmp_path))
+    assert "reward, first and last 5 steps" in text
+    assert "greedy" not in text
 
 
 def test_a_directory_without_steps_is_no_run(tmp_path: Path) -> None:
@@ -92,3 +97,11 @@ def test_a_directory_without_steps_is_no_run(tmp_path: Path) -> None:
 
 def test_the_rolling_mean_starts_with_what_there_is() -> None:
     assert rolling_mean([1.0, 2.0, 3.0], window=2) == [1.0, 1.5, 2.5]
+
+
+def test_the_table_names_the_signs_of_trouble_with_their_steps(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    assert "signs of trouble" not in shown(summarise(tmp_path))
+    (tmp_path / "events.jsonl").write_text('{"event": "health", "sign": "kl", "step": 7}\n{"event": "health"}\n')
+    assert summarise(tmp_path).signs == ("kl (step 7)",)
+    assert "kl (step 7)" in shown(summarise(tmp_path))
