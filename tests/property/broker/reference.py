@@ -1,29 +1,38 @@
-"""A broker as naive as can be, for comparison: one list of groups, loops and brute force, no code of the real one.
+"""A broker as naive as can be, for comparison: one list of groups, loops and brute force, no code of the real one."""
 
-This one knows runs, batches and policies; `reference_rules` adds environments and the Atropos contract.
-"""
+from types import SimpleNamespace as Thing
 
-from types import SimpleNamespace
-
-from brute_force import first_exact
+from brute_force import adds_up, first_exact
 
 
 class Reference:
-    def __init__(self, max_staleness, keep, drop_orphaned):
-        self.max_staleness, self.keep, self.drop_orphaned = max_staleness, keep, drop_orphaned
-        self.now, self.run, self.runs, self.rows, self.keys = 0.0, None, [], [], set()
+    def __init__(self, max_staleness, keep, drop_orphaned, patience):
+        self.max_staleness, self.keep, self.drop_orphaned, self.patience = max_staleness, keep, drop_orphaned, patience
+        self.now, self.run, self.blocked, self.runs, self.rows, self.envs = 0.0, None, None, [], [], {}
 
-    def submit(self, groups, key, late_for=None):
-        """Late: of an environment whose run has ended."""
-        if key in self.keys:
-            return 0
-        self.keys |= {key} - {None}
-        for ident, env, size, version in groups:
-            row = SimpleNamespace(ident=ident, env=env, size=size, version=version, run=self.run or late_for, batch=0)
-            row.keyed = key is not None
-            row.version = self.run.version if version is None and self.run else version
-            self.rows.append(row)
-        return len(groups)
+    def register(self, env, size, minimum):
+        if self.run and not self.fills(size, {*self.sizes(), size}):
+            return False
+        self.envs[env] = Thing(size=size, minimum=minimum or 0, run=None)
+        return self.touch(env) or True
+
+    def touch(self, env):
+        if known := self.envs.get(env):
+            known.seen, known.connected, known.run = self.now, True, self.run or known.run
+
+    def sizes(self):
+        return {env.size for env in self.envs.values() if env.connected}
+
+    def fills(self, size, others):
+        left = self.run.size - size
+        return self.run.unit == "groups" or (left >= 0 and adds_up(left, others))
+
+    def take(self, groups):
+        for ident, env, size, said in groups:
+            run = self.run or (self.envs[env].run if env in self.envs else None)
+            version = self.run.version if said is None and self.run else said
+            home = run if run and run.state != "closed" else None
+            self.rows.append(Thing(ident=ident, env=env, size=size, version=version, run=home, batch=0))
 
     def members(self, number=0):
         return [row for row in self.rows if row.run is self.run and row.batch == number]
@@ -34,8 +43,11 @@ class Reference:
     def formed(self):
         return max([self.run.committed, *self.batches()])
 
+    def measure(self, rows):
+        return sum(row.size for row in rows) if self.run.unit == "sequences" else len(rows)
+
     def begin(self, name, size, unit="sequences", legacy=False):
-        run = SimpleNamespace(name=name, size=size, unit=unit, legacy=legacy, committed=0, epoch=0)
+        run = Thing(name=name, size=size, unit=unit, legacy=legacy, committed=0, epoch=0, handed=0, delivered=False)
         run.step, run.version, run.steps, run.orphans = None, None, {}, set()
         self.runs.append(run)
         self.open(run)
@@ -43,34 +55,37 @@ class Reference:
     def open(self, run):
         if run is not self.run:
             self.close("closed")
-        self.run, run.state, run.epoch = run, "open", run.epoch + 1
+        self.run, run.state, run.epoch, self.blocked = run, "open", run.epoch + 1, None
         for row in self.rows:
-            row.run = run if row.run is None else row.run
+            row.run = row.run or run
 
     def close(self, end):
         if self.run:
+            keeps = end == "closed" and not self.run.legacy
+            self.drop([row for row in self.members() if not keeps and not self.usable(row)])
             self.run.state, self.run = end, None
 
     def drop(self, rows):
         for row in rows:
             row.run = "gone"
 
+    def usable(self, row):
+        return self.fills(row.size, {*self.sizes(), *(other.size for other in self.members())})
+
     def resume(self, run, size, unit, point):
         self.open(run)
         self.commit(min(point, self.formed()))
-        run.size, run.unit, run.committed, fits = size, unit, point, point
-        while self.measure(self.members(fits + 1)) == size:
-            fits += 1
-        self.dissolve(fits)
+        run.size, run.unit, run.committed = size, unit, point
+        self.dissolve()
         run.orphans |= {version for version, step in run.steps.items() if step > point}
         run.step = None if run.step is None else min(run.step, point)
 
-    def dissolve(self, above):
+    def dissolve(self):
+        fits = self.run.committed
+        while self.measure(self.members(fits + 1)) == self.run.size:
+            fits += 1
         for row in self.rows:
-            row.batch = 0 if row.run is self.run and row.batch > above else row.batch
-
-    def measure(self, rows):
-        return sum(row.size for row in rows) if self.run.unit == "sequences" else len(rows)
+            row.batch = 0 if row.run is self.run and row.batch > fits else row.batch
 
     def policy(self, version, step):
         run = self.run
@@ -93,16 +108,35 @@ class Reference:
     def batch(self, number):
         if number > self.formed():
             self.expire(number)
-            chosen, queue = self.choose() or (), self.members()
-            for place in chosen:
+            queue = self.members()
+            for place in self.choose(queue) or ():
                 queue[place].batch = number
         return [row.ident for row in self.members(number)] or None
 
-    def choose(self, needs=()):
-        queue = self.members()
-        return first_exact([self.measure([row]) for row in queue], [row.env for row in queue], self.run.size, needs)
+    def choose(self, queue):
+        def first(needs):
+            return first_exact([self.measure([row]) for row in queue], [row.env for row in queue], self.run.size, needs)
+
+        alive = {n: env for n, env in self.envs.items() if env.connected and self.now - env.seen <= 60}
+        needs = {n: int(self.run.size * env.minimum) for n, env in alive.items()}
+        scale = max(1.0, sum(needs.values()) / self.run.size)
+        needs = {n: int(need / scale) for n, need in needs.items() if int(need / scale)}
+        best, without = first(needs), first({})
+        since, self.blocked = self.now if self.blocked is None else self.blocked, None
+        if best or not without:
+            return best
+        if self.now - since < self.patience:
+            self.blocked = since
+            return None
+        had = {n: self.measure([row for row in queue if row.env == n]) for n in needs}
+        return first({n: need for n, need in needs.items() if had[n] >= need}) or without
 
     def commit(self, number):
         if number > self.run.committed:
             self.run.committed = number
             self.drop([row for n in self.batches() if n <= number - self.keep for row in self.members(n)])
+
+    def outstanding(self):
+        trained = self.run.committed if self.run.legacy else max(self.run.step or 0, self.run.committed)
+        batched = [row for n in self.batches(trained) for row in self.members(n)]
+        return sum(row.size for row in batched + [row for row in self.members() if self.usable(row)])

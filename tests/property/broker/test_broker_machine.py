@@ -42,8 +42,8 @@ def load(name):
 
 
 load("brute_force")
-load("reference")
-reference = load("reference_rules")
+reference = load("reference")
+expected_repeats = load("expected_repeats")
 
 EXAMPLES = int(os.environ.get("ATROPOS_PROPERTY_EXAMPLES", "40"))
 STEPS = int(os.environ.get("ATROPOS_PROPERTY_STEPS", "40"))
@@ -53,6 +53,7 @@ NAMES = st.sampled_from(["a", "b"])
 BATCH_SIZES = st.sampled_from([2, 4, 4, 5, 6])
 UNITS = st.sampled_from(["sequences", "sequences", "groups"])
 STRANGERS = [None, -1, 77]
+PATIENCE_SECONDS = 30.0
 
 
 def has_run(*, legacy):
@@ -76,9 +77,10 @@ class BrokerMachine(RuleBasedStateMachine):
             keep_batches=keep,
             drop_orphaned=drop_orphaned,
             key_memory_seconds=1e9,
-            min_allocation_wait_seconds=reference.PATIENCE_SECONDS,
+            min_allocation_wait_seconds=PATIENCE_SECONDS,
         )
-        self.model = reference.FullReference(max_staleness, keep, drop_orphaned)
+        self.model = reference.Reference(max_staleness, keep, drop_orphaned, PATIENCE_SECONDS)
+        self.repeats = expected_repeats.ExpectedRepeats()
         self.now = self.model.now = 1000.0
         self.ident = self.version = self.since_begin = 0
         self.sent, self.posted, self.info = [], [], None
@@ -162,7 +164,7 @@ class BrokerMachine(RuleBasedStateMachine):
         env = groups[0][1]
         checked = [check_group(fields, env_id=env) for fields in self.fields(groups)]
         answer = self.broker.submit(env, checked, key=key)
-        assert answer.accepted == self.model.submit_of(groups, key and (env, key), legacy=False)
+        assert answer.accepted == self.expect(groups, key and (env, key), always_alive=True)
         self.sent += [(groups, key)] if key else []
 
     @rule(data=st.data(), sizes=SIZES, lag=LAGS, answered=st.booleans())
@@ -185,8 +187,17 @@ class BrokerMachine(RuleBasedStateMachine):
         if not answered:
             self.legacy.expect_repeat(taken)
         env = groups[0][1]
-        accepted = self.model.submit_of(groups, key and (env, key), legacy=True, answered=answered)
+        accepted = self.expect(groups, key and (env, key), arrived=answered)
         assert (len(taken.rows), taken.duplicates) == (accepted, len(groups) - accepted)
+
+    def expect(self, groups, key, *, always_alive=False, arrived=True):
+        """Tell the reference of the groups that are news; answers how many."""
+        fresh = self.repeats.news(groups, key, self.now)
+        if fresh or always_alive:
+            self.model.touch(groups[0][1])
+        self.model.take(fresh)
+        self.repeats.note(groups, len(fresh), key, arrived=arrived, now=self.now)
+        return len(fresh)
 
     # Runs
 
@@ -311,7 +322,8 @@ class BrokerMachine(RuleBasedStateMachine):
         open_run = self.model.run
         self.legacy.register(registration(batch_size, group))
         if open_run is not None and open_run.legacy and open_run.name == group:
-            self.model.reconnect(batch_size)
+            open_run.size, open_run.delivered = batch_size, False
+            self.model.dissolve()
         else:
             self.since_begin = 0
             self.model.begin(group, batch_size, legacy=True)
@@ -321,22 +333,38 @@ class BrokerMachine(RuleBasedStateMachine):
     def poll(self, accepted):
         for delivered in accepted:
             handed = self.legacy.next_batch()
-            assert self.idents(handed and handed[1]) == self.model.next_batch(delivered)
+            assert self.idents(handed and handed[1]) == self.expect_next(delivered)
             if handed and delivered:
                 self.legacy.confirm_delivery(handed[0].run_id, handed[0].handed_batch)
+
+    def expect_next(self, delivered):
+        """A poll commits what was delivered, and is handed the next."""
+        run = self.model.run
+        if run.delivered:
+            self.model.commit(run.handed)
+        found = self.model.batch(run.committed + 1)
+        if found:
+            run.handed, run.delivered = run.committed + 1, delivered
+        return found
 
     @precondition(lambda self: self.since_begin >= 5)
     @rule()
     def reset(self):
         self.since_begin = 0
         self.legacy.reset()
-        self.model.reset()
+        self.model.drop([row for row in self.model.rows if row.run is None and self.model.run is None])
+        self.model.close("closed")
+        for env in self.model.envs.values():
+            env.connected = False
 
     @rule()
     def kill(self):
         self.ledger, self.bodies = self.reopen_store()
         self.start_broker()
-        self.model.restart()
+        self.model.blocked = None
+        self.repeats.restart(self.model.rows, self.now)
+        for env in self.model.envs.values():
+            env.seen = self.now
 
     @invariant()
     def counts_agree(self):
