@@ -1,6 +1,7 @@
 """Managed sessions: what the server sampled is kept token by token, over any number of turns."""
 
-import gc
+import subprocess
+import sys
 
 import anyio
 import pytest
@@ -9,7 +10,7 @@ from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import SamplingNotTrainable, TokensUnavailable
 from environments.sdk.inference.openai import OpenAIServer
 from environments.sdk.inference.vllm import VllmServer
-from environments.sdk.session.nodes import NO_LOGPROB, NOT_TRAINED, SequenceNode
+from environments.sdk.session.nodes import NO_LOGPROB, NOT_TRAINED
 from environments.sdk.session.session import ManagedSession
 from environments.sdk.testing import FakeInference, InProcess, logprob_of
 
@@ -207,17 +208,35 @@ async def test_a_server_without_tokens_says_what_to_set(tokenizer):
         await session.chat_completion(messages=[QUESTION])
 
 
-async def test_a_finished_session_is_freed_at_once_and_not_by_the_garbage_collector(tokenizer):
-    """A circle of references would keep every rollout's lists until the collector looks through them all."""
-    session = make_session(scripted(tokenizer, "908172", "908173"), tokenizer)
-    first = await session.chat_completion(messages=[QUESTION])
-    said = {"role": "assistant", "content": first.choices[0].message.content}
-    await session.chat_completion(messages=[QUESTION, said, QUESTION])
-    gc.collect()
-    gc.disable()
-    try:
-        del session, first
-        left = [found for found in gc.get_objects() if isinstance(found, SequenceNode) and "90817" in found.full_text]
-    finally:
-        gc.enable()
-    assert left == []
+def test_a_finished_session_is_freed_at_once_and_not_by_the_garbage_collector(tokenizer_folder):
+    """A circle of references would keep every rollout's lists until the collector looks through them all.
+
+    In a process of its own, where nothing else holds on to what is looked for.
+    """
+    probe = f"""
+import gc, anyio
+from environments.sdk.config import APIServerConfig
+from environments.sdk.inference.vllm import VllmServer
+from environments.sdk.session.nodes import SequenceNode
+from environments.sdk.session.session import ManagedSession
+from environments.sdk.testing import FakeInference, InProcess
+from environments.sdk.tokenizer import load_tokenizer
+
+tokenizer = load_tokenizer({str(tokenizer_folder)!r})
+fake = FakeInference(lambda *_: [*tokenizer.encode("7"), tokenizer.eos_token_id], end=tokenizer.eos_token_id)
+server = VllmServer(APIServerConfig(server_type="vllm", base_url="http://fake/v1"), transport=InProcess(fake))
+
+async def two_turns():
+    session = ManagedSession(server, tokenizer)
+    first = await session.chat_completion(messages=[{QUESTION!r}])
+    said = {{"role": "assistant", "content": first.choices[0].message.content}}
+    await session.chat_completion(messages=[{QUESTION!r}, said, {QUESTION!r}])
+    assert any(isinstance(found, SequenceNode) for found in gc.get_objects())
+
+gc.disable()
+anyio.run(two_turns)
+left = sum(isinstance(found, SequenceNode) for found in gc.get_objects())
+raise SystemExit(f"{{left}} sequences are left" if left else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
