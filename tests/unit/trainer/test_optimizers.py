@@ -11,7 +11,14 @@ import torch
 
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import OptimizerUnavailable
-from example_trainer.running.optimizers import LearningRate, OptimizerSettings, learning_rate, make_optimizer, set_lr
+from example_trainer.running.optimizers import (
+    LearningRate,
+    OptimizerSettings,
+    learning_rate,
+    make_optimizer,
+    optimizer_settings,
+    set_lr,
+)
 from example_trainer.running.stochastic_rounding import StochasticRounding, round_stochastically
 
 NAMES = ["adamw", "adamw_8bit", "adafactor"]
@@ -65,6 +72,23 @@ def test_the_rate_is_absolute_so_that_matrices_of_zeros_move_as_far_as_others(na
     moved = run(name, torch.zeros(64, 64), [gradient], lr=1e-2)
     assert moved.abs().mean().item() == pytest.approx(1e-2, rel=0.5)
     assert (moved.sign() == -gradient.sign()).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_betas_and_eps_are_those_of_adams_formula(name: Any) -> None:
+    """Gradients 1 and 0, small enough a matrix for exact states: both moments by hand."""
+    config = TrainingConfig(
+        model_name="m", optimizer=name, lr=0.1, adam_beta1=0.8, adam_beta2=0.6, adam_eps=0.5, weight_decay=0.0
+    )
+    parameter = torch.nn.Parameter(torch.zeros(4, 4))
+    optimizer = make_optimizer([parameter], optimizer_settings(config))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert parameter[0, 0].item() == pytest.approx(-0.1 / 1.5, rel=1e-5)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    first, second = 0.2 * 0.8 / (1 - 0.8**2), 0.4 * 0.6 / (1 - 0.6**2)
+    assert parameter[0, 0].item() == pytest.approx(-0.1 / 1.5 - 0.1 * first / (second**0.5 + 0.5), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
