@@ -79,7 +79,7 @@ class TrainingConfig(
     @property
     def forwards_from_masters(self) -> bool:
         """Whether the forward reads the masters and never the served tensors."""
-        if self.weight_bridge_mode != "shared_vllm":
+        if self.weight_bridge_mode != "shared_vllm" or self.num_inference_nodes:
             return True
         if self.forward_weights == "auto":
             return self.overlap_publish or self.optimizer_steps_per_batch > 1

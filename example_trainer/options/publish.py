@@ -38,6 +38,13 @@ class PublishOptions(BaseModel):
     start_vllm: Literal["auto", "never"] = Field(
         "auto", description="lora_only: start a vLLM server where none answers at --vllm-port, or wait for one."
     )
+    inference_urls: list[str] | None = Field(
+        None,
+        description="Addresses of the servers of --num-inference-nodes; unset: --vllm-host, from --vllm-port upwards.",
+    )
+    broadcast_backend: Literal["gloo", "nccl"] = Field(
+        "gloo", description="How weights reach the servers of --num-inference-nodes (MASTER_ADDR, MASTER_PORT)."
+    )
     sync_check: str = Field(
         "off",
         description="Prove that trainer and server agree, by checksums and logprobs: after every publish, after each "

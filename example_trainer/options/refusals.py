@@ -20,7 +20,6 @@ SHARED_VLLM_REFUSES = {
     "vllm_tensor_parallel_size": "it splits the tensors that the trainer maps",
     "vllm_quantization": "quantised weights cannot be trained in place",
     "vllm_enable_sleep_mode": "it moves the weights away under the trainer",
-    "num_inference_nodes": "memory is shared on one host only",
     "lora_r": _NO_ADAPTERS,
     "lora_alpha": _NO_ADAPTERS,
     "lora_dropout": _NO_ADAPTERS,
@@ -40,6 +39,7 @@ def reason_to_refuse(config: TrainingConfig) -> str | None:
         _refuse_adapter_settings,
         _refuse_lora,
         _refuse_remote_restart,
+        _refuse_broadcast,
         refuse_objective,
     )
     return next((reason for refuse in rules if (reason := refuse(config))), None)
@@ -126,6 +126,15 @@ def _refuse_remote_restart(config: TrainingConfig) -> str | None:
             f"--num-inference-nodes {config.num_inference_nodes}: mode {config.weight_bridge_mode} starts its servers "
             "anew, which it can on this host only; use --weight-bridge-mode lora_only with --vllm-host"
         )
+    return None
+
+
+def _refuse_broadcast(config: TrainingConfig) -> str | None:
+    nodes, urls = config.num_inference_nodes, config.inference_urls
+    if urls is not None and len(urls) != nodes:
+        return f"--inference-urls names {len(urls)} servers, --num-inference-nodes says {nodes}; make them agree"
+    if nodes and config.weight_bridge_mode == "shared_vllm" and config.forward_weights == "views":
+        return f"--num-inference-nodes {nodes} shares no memory, so there are no views; leave --forward-weights at auto"
     return None
 
 

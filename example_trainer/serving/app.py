@@ -25,6 +25,7 @@ from fastapi import FastAPI
 from example_trainer.serving import refusals
 from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.bridge_routes import make_bridge_router, make_health_router
+from example_trainer.serving.broadcast_routes import make_broadcast_router
 from example_trainer.serving.config import ServerConfig
 from example_trainer.serving.door import Door
 from example_trainer.serving.engine import EngineAdapter
@@ -117,12 +118,13 @@ class Serving:
         if manifest is not None:
             state.manifest_path = write_manifest(manifest, self._config.manifest_directory(os.environ))
             logger.info("weights are shared; %s tells a trainer how", state.manifest_path)
-        elif self._config.enable_lora:
+        elif self._config.enable_lora or self._config.await_policy:
             state.token_path = write_token(self._config.manifest_directory(os.environ), token)
             self._token = token
         app.state.atropos = state
         app.include_router(make_bridge_router())
         app.include_router(make_lora_router())
+        app.include_router(make_broadcast_router())
         app.include_router(make_health_router())
         return state
 

@@ -68,9 +68,7 @@ class ServerConfig(BaseModel):
     policy_version: int | None = Field(
         None, description="version to stamp on replies, for a server whose weights do not change", ge=0
     )
-    await_policy: bool = Field(
-        False, description="serve nothing until a trainer has sent the first adapter (needs --enable-lora)"
-    )
+    await_policy: bool = Field(False, description="serve nothing until a trainer has sent its first adapter or weights")
     adapter: Path | None = Field(
         None, description="directory of a LoRA adapter to serve from the start, as --policy-version"
     )

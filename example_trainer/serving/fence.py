@@ -253,7 +253,7 @@ class Fence:
     def _refresh_door(self) -> None:
         if self.torn:
             self._door.refuse(problems.weights_torn())
-        elif self._awaits_adapter or (self._header is not None and self.policy_version is None):
+        elif self.policy_version is None and (self._awaits_adapter or self._header is not None):
             self._door.refuse(problems.no_policy())
         elif self._held:
             self._door.refuse(problems.paused())

@@ -77,9 +77,8 @@ def check_sharing(config: ServerConfig, environ: Mapping[str, str]) -> None:
 
 def check_adapters(config: ServerConfig) -> None:
     """What only a server of adapters can be asked for."""
-    for flag, asked in {"--await-policy": config.await_policy, "--adapter": config.adapter is not None}.items():
-        if asked and not config.enable_lora:
-            raise CannotServe(f"{flag} needs --enable-lora; add it")
+    if config.adapter is not None and not config.enable_lora:
+        raise CannotServe("--adapter needs --enable-lora; add it")
     if config.adapter is not None and not (config.adapter / "adapter_config.json").is_file():
         raise CannotServe(f"--adapter {config.adapter}: the directory holds no adapter_config.json")
 

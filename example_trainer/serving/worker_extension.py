@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 
 from example_trainer.serving import adapter_worker, engine_core
 from example_trainer.serving.adapter_worker import AdapterWorker
+from example_trainer.serving.broadcast_worker import BroadcastWorker
 from example_trainer.serving.checkpoint_shapes import read_checkpoint_shapes
 from example_trainer.serving.tracing import Copy, Trace, trace_load_weights
 from example_trainer.weights.manifest import ParamMapping, Piece, TensorMap
@@ -39,7 +40,7 @@ def keep_linear_weights_unpacked() -> None:
     utils.dispatch_cpu_unquantized_gemm = use_plain_linear
 
 
-class SharedWeightsWorker(AdapterWorker):
+class SharedWeightsWorker(AdapterWorker, BroadcastWorker):
     """Methods that the API process calls by name through `collective_rpc`; replies are JSON text."""
 
     model_runner: Any

@@ -71,6 +71,10 @@ class WeightBridge(Protocol):
         """Let go of the server; end it, if the bridge started it."""
         ...
 
+    def notify_update(self) -> PublishReport:
+        """The masters have moved: publish them under the next version, for callers that keep no count of their own."""
+        return self.publish(self.highest_version() + 1)
+
 
 def policy_options(config: TrainingConfig) -> PolicyOptions:
     """What of the trainer's configuration concerns loading the model."""
@@ -95,7 +99,7 @@ def policy_options(config: TrainingConfig) -> PolicyOptions:
 def make_bridge(config: TrainingConfig) -> WeightBridge:
     """The bridge for the configured mode."""
     if config.weight_bridge_mode == "shared_vllm":
-        return _shared(config)
+        return _broadcast(config) if config.num_inference_nodes else _shared(config)
     return _hotswap(config) if config.weight_bridge_mode == "lora_only" else _restart(config)
 
 
@@ -114,6 +118,23 @@ def _shared(config: TrainingConfig) -> WeightBridge:
             in_flight=config.in_flight,
             sync_budget=config.sync_budget,
             max_staleness=config.max_staleness,
+            sync_check_every=config.sync_check_every,
+        )
+    )
+
+
+def _broadcast(config: TrainingConfig) -> WeightBridge:
+    from example_trainer.weights.broadcast import BroadcastBridge, BroadcastOptions
+
+    ports = range(config.vllm_port, config.vllm_port + config.num_inference_nodes)
+    return BroadcastBridge(
+        BroadcastOptions(
+            policy=policy_options(config),
+            server_urls=config.inference_urls or [f"http://{config.vllm_host}:{port}" for port in ports],
+            bridge_token=config.bridge_token,
+            wait_timeout_seconds=config.wait_timeout,
+            drain_seconds=config.drain_seconds,
+            backend=config.broadcast_backend,
             sync_check_every=config.sync_check_every,
         )
     )

@@ -6,10 +6,10 @@ For training on recorded batches and for tests of the loop, where no server is i
 from __future__ import annotations
 
 from example_trainer.model import Policy, PolicyOptions, load_policy
-from example_trainer.weights.bridge import PublishReport
+from example_trainer.weights.bridge import PublishReport, WeightBridge
 
 
-class LocalBridge:
+class LocalBridge(WeightBridge):
     """Implements `WeightBridge` without a server; a publish only counts."""
 
     def __init__(self, options: PolicyOptions) -> None:

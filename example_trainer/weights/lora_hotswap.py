@@ -22,7 +22,7 @@ from example_trainer.model import Policy, PolicyOptions, load_policy
 from example_trainer.options.publish import USUAL_STALENESS, served_rank
 from example_trainer.vllm_manager import VllmManager, VllmOptions
 from example_trainer.weights.adapter_payload import AdapterPayload
-from example_trainer.weights.bridge import PublishReport
+from example_trainer.weights.bridge import PublishReport, WeightBridge
 from example_trainer.weights.errors import CannotSwap, ProofFailed, ServerRefused, ServerUnavailable
 from example_trainer.weights.foreign import ForeignServer
 from example_trainer.weights.proof import Difference, prove
@@ -119,7 +119,7 @@ class OwnServer:
         return True
 
 
-class LoraHotswapBridge:
+class LoraHotswapBridge(WeightBridge):
     """Implements `WeightBridge` by sending adapters to a running vLLM server."""
 
     def __init__(self, options: HotswapOptions) -> None:

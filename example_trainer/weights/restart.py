@@ -24,7 +24,7 @@ from example_trainer.errors import PublishFailed
 from example_trainer.model import Policy, PolicyOptions, load_policy
 from example_trainer.vllm_manager import VllmManager, VllmOptions
 from example_trainer.weights.adapter_payload import AdapterPayload
-from example_trainer.weights.bridge import PublishReport
+from example_trainer.weights.bridge import PublishReport, WeightBridge
 from example_trainer.weights.errors import ServerExited, ServerRefused, ServerUnavailable, WaitTimedOut
 from example_trainer.weights.foreign import write_adapter
 from example_trainer.weights.proof import Difference, prove
@@ -49,7 +49,7 @@ class RestartOptions:
     sync_check_every: int = 0
 
 
-class RestartBridge:
+class RestartBridge(WeightBridge):
     """Implements `WeightBridge` by restarting a vLLM server of its own on fresh weights."""
 
     def __init__(self, options: RestartOptions) -> None:

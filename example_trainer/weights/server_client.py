@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from example_trainer.weights.errors import ServerRefused, ServerUnavailable
+
+if TYPE_CHECKING:
+    from example_trainer.weights.broadcast_group import Rendezvous
 
 _QUICK_SECONDS = 5.0
 _SLOW_SECONDS = 600.0  # a fence that waits for requests to finish, a probe on a slow machine
@@ -100,6 +103,18 @@ class ServerClient:
 
     def abort_publish(self, publish_id: str) -> None:
         self._call("POST", "/bridge/publish/abort", {"publish_id": publish_id}, timeout_seconds=_QUICK_SECONDS)
+
+    def join_broadcast(self, rendezvous: Rendezvous) -> None:
+        """Have the server join a group; answers when all have joined."""
+        self._call("POST", "/bridge/broadcast/join", asdict(rendezvous))
+
+    def receive_broadcast(self, described: dict[str, tuple[list[int], str]]) -> str:
+        """Have the server receive these tensors aside; the checksum of what arrived."""
+        return str(self._call("POST", "/bridge/broadcast/receive", {"tensors": described})["digest"])
+
+    def load_broadcast(self, publish_id: str) -> None:
+        """Inside a publish: load what was received into the model."""
+        self._call("POST", "/bridge/broadcast/load", {"publish_id": publish_id})
 
     def reload(self, directory: Path, version: int, *, drain_seconds: float) -> dict[str, Any]:
         """Have the server read a checkpoint into its weights and serve it as this version."""

@@ -21,7 +21,7 @@ import torch
 from example_trainer.errors import PublishFailed
 from example_trainer.model import Policy, PolicyOptions, load_policy
 from example_trainer.weights.attachment import Attachment, attach
-from example_trainer.weights.bridge import PublishReport
+from example_trainer.weights.bridge import PublishReport, WeightBridge
 from example_trainer.weights.budget import SyncBudget
 from example_trainer.weights.errors import CannotShare, ServerRefused, ServerUnavailable
 from example_trainer.weights.proof import Difference, prove
@@ -52,7 +52,7 @@ class SharedOptions:
     sync_check_every: int = 0
 
 
-class SharedVllmBridge:
+class SharedVllmBridge(WeightBridge):
     """Implements `WeightBridge` over tensors shared with a vLLM server on this machine."""
 
     def __init__(self, options: SharedOptions) -> None:

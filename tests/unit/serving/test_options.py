@@ -175,8 +175,8 @@ def test_a_server_of_adapters_keeps_more_of_them_at_hand_than_one_batch_mixes():
     assert "--max-loras" not in vllm_arguments(config(), [], on_cpu=True)
 
 
-def test_waiting_for_an_adapter_needs_a_server_of_adapters(tmp_path):
-    with pytest.raises(CannotServe, match="--await-policy needs --enable-lora"):
-        refusals.check_adapters(config(await_policy=True))
+def test_an_adapter_needs_a_server_of_adapters_and_to_be_one(tmp_path):
+    with pytest.raises(CannotServe, match="--adapter needs --enable-lora"):
+        refusals.check_adapters(config(adapter=tmp_path))
     with pytest.raises(CannotServe, match="holds no adapter_config"):
         refusals.check_adapters(config(enable_lora=True, adapter=tmp_path))

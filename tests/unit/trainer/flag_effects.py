@@ -93,6 +93,11 @@ _BATCH = {
         holds=_other_weights,
     ),
     "seq_len": Effect(argv="--seq-len 12", holds=lambda seen, usual: seen.first["data/overlong"] > 0),
+    "overlong": Effect(argv="--overlong mask", beside="--seq-len 12", holds=_other_weights),
+    "pad_to": Effect(
+        argv="--pad-to 64",
+        holds=lambda seen, usual: seen.last["perf/padded_fraction"] > usual.last["perf/padded_fraction"],
+    ),
     "token_budget": Effect(argv="--token-budget 40", holds=lambda seen, usual: seen.layer_calls > usual.layer_calls),
     "epochs_per_batch": Effect(
         argv="--epochs-per-batch 2", holds=lambda seen, usual: seen.layer_calls > usual.layer_calls

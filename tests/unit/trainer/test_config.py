@@ -53,7 +53,11 @@ REFUSED = [
     ({"weight_bridge_mode": "shared_vllm", "vllm_tensor_parallel_size": 2}, "--vllm-tensor-parallel-size 2"),
     ({"weight_bridge_mode": "shared_vllm", "vllm_quantization": "fp8"}, "quantised"),
     ({"weight_bridge_mode": "shared_vllm", "vllm_enable_sleep_mode": True}, "--vllm-enable-sleep-mode"),
-    ({"weight_bridge_mode": "shared_vllm", "num_inference_nodes": 1}, "one host"),
+    ({"weight_bridge_mode": "shared_vllm", "num_inference_nodes": 2, "forward_weights": "views"}, "shares no memory"),
+    (
+        {"num_inference_nodes": 2, "inference_urls": ["http://a:1"], "weight_bridge_mode": "shared_vllm"},
+        "names 1 servers",
+    ),
     ({"weight_bridge_mode": "shared_vllm", "lora_r": 8}, "--lora-r 8"),
     ({"weight_bridge_mode": "shared_vllm", "lora_layer_indices": "0-1"}, "--lora-layer-indices"),
     ({"weight_bridge_mode": "shared_vllm", "load_in_4bit": True}, "--load-in-4bit"),

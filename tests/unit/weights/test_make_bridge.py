@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from example_trainer.config import TrainingConfig
 from example_trainer.weights.bridge import make_bridge
+from example_trainer.weights.broadcast import BroadcastBridge
 from example_trainer.weights.lora_hotswap import LoraHotswapBridge
 from example_trainer.weights.restart import RestartBridge
 from example_trainer.weights.shared import SharedVllmBridge
@@ -78,3 +79,15 @@ def test_lora_restart_starts_its_own_servers_with_one_adapter_each(tmp_path):
 def test_a_sync_check_that_is_no_number_is_refused(tmp_path, asked):
     with pytest.raises(ValidationError, match="every, off, or a number"):
         config(tmp_path, sync_check=asked)
+
+
+def test_with_several_inference_nodes_whole_weights_are_sent_to_each(tmp_path):
+    settings = {"weight_bridge_mode": "shared_vllm", "num_inference_nodes": 2}
+    bridge = make_bridge(config(tmp_path, vllm_port=9130, **settings))
+    assert isinstance(bridge, BroadcastBridge)
+    assert bridge._options.server_urls == ["http://127.0.0.1:9130", "http://127.0.0.1:9131"]
+    assert bridge._options.backend == "gloo"
+    urls = ["http://a:1", "http://b:2"]
+    named = make_bridge(config(tmp_path, inference_urls=urls, broadcast_backend="nccl", **settings))
+    assert (named._options.server_urls, named._options.backend) == (urls, "nccl")
+    assert config(tmp_path, **settings).forwards_from_masters
