@@ -22,6 +22,7 @@ def refuse_objective(config: TrainingConfig) -> str | None:
         _importance_bounds,
         _reference,
         _overlong,
+        _several_ranks,
     )
     return next((reason for rule in rules for reason in rule(config)), None)
 
@@ -78,3 +79,21 @@ def _overlong(config: TrainingConfig) -> Iterator[str]:
         yield f"--overlong-buffer {config.overlong_buffer} is longer than --max-response-tokens {limit}"
     elif limit > config.seq_len:
         yield f"--max-response-tokens {limit} is longer than --seq-len {config.seq_len}"
+
+
+def _several_ranks(config: TrainingConfig) -> Iterator[str]:
+    if config.world_size == 1:
+        return
+    where = f"with --world-size {config.world_size}"
+    if config.advantage_norm == "batch":
+        yield (
+            f"--advantage-norm batch {where}: each rank has the rewards of its own share of a batch only; use "
+            "--advantage-norm group or none"
+        )
+    if config.ref_update_interval:
+        yield (
+            f"--ref-update-interval {config.ref_update_interval} {where}: a reference that was swapped in is spread "
+            "over the ranks and would be in no checkpoint; leave it at 0, or train with one rank"
+        )
+    if config.shuffle_advantages:
+        yield f"--shuffle-advantages {where} would permute within each rank's share only; run the control on one rank"
