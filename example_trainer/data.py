@@ -25,8 +25,8 @@ from torch import Tensor
 from atropos_api.wire import Batch, Group
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import BadBatch, MissingLogprobs
+from example_trainer.learning.candidates import Candidate
 from example_trainer.learning.supplied import (
-    Teacher,
     supplied_advantages,
     supplied_reference,
     supplied_teacher,
@@ -53,6 +53,8 @@ class DataSettings:
 
     max_tokens: int
     advantages: AdvantageSettings
+    cuts_overlong: bool = False
+    """Whether a longer sequence is trained as far as `max_tokens`; else it is left out."""
     overlong: OverlongSettings = field(default_factory=OverlongSettings)
     teacher: bool = False
     """Whether the loss learns from `distill_token_ids`; else they are not read."""
@@ -111,29 +113,11 @@ class TrainingBatch:
     """Mean of what length took from the rewards; `rewards` are those without it."""
 
 
-@dataclass(slots=True, eq=False)
-class _Candidate:
-    """A sequence that may be trained, before advantages are final."""
-
-    tokens: IntArray
-    targets: IntArray
-    rollout_logprobs: FloatArray
-    temperature: float
-    advantages: FloatArray | None
-    """Per trained token, when the environment supplies them."""
-    reference_logprobs: FloatArray | None
-    teacher: Teacher | None
-    truncated_sampling: bool
-    versions: IntArray
-    version_bounds: IntArray
-    group: int
-    advantage: float = 0.0
-
-
 def data_settings(config: TrainingConfig) -> DataSettings:
     raw_rewards = config.loss_type == "no_baseline"
     return DataSettings(
         max_tokens=config.seq_len,
+        cuts_overlong=config.overlong == "mask",
         advantages=AdvantageSettings(
             baseline="none" if raw_rewards else "group",
             norm="none" if raw_rewards else config.advantage_norm,
@@ -164,13 +148,17 @@ def prepare_batch(batch: Batch, settings: DataSettings) -> TrainingBatch:
         [float(score) + penalty for score, penalty in zip(group.scores, own, strict=True)]
         for group, own in zip(batch.groups, penalties, strict=True)
     ]
-    kept: list[_Candidate] = []
+    kept: list[Candidate] = []
     for group, rewards, values, candidates in zip(
         batch.groups, scores, compute_advantages(scores, settings.advantages), read, strict=True
     ):
         signal = _has_signal(rewards, candidates, settings)
         for index, candidate in enumerate(candidates):
             cause = _why_left_out(group, candidate, index, signal, settings)
+            if cause == "overlong" and settings.cuts_overlong:
+                counts[cause] += 1
+                candidate.cut(settings.max_tokens)
+                cause = None if len(candidate.targets) else "no_trained_token"
             if cause is None:
                 candidate.advantage = float(values[index])
                 kept.append(candidate)
@@ -224,7 +212,7 @@ def report_logprobs(batch: Batch) -> None:
         logger.info("inference_logprobs found in batch (sample len: %d)", len(sample))
 
 
-def _read_sequence(group: Group, number: int, index: int, settings: DataSettings) -> _Candidate:
+def _read_sequence(group: Group, number: int, index: int, settings: DataSettings) -> Candidate:
     tokens = np.asarray(group.tokens[index], dtype=np.int64)
     mask = np.asarray(group.masks[index], dtype=np.int64)
     if len(mask) != len(tokens):
@@ -239,7 +227,7 @@ def _read_sequence(group: Group, number: int, index: int, settings: DataSettings
         )
     versions = _versions(group, index, len(tokens))[targets]
     bound = UNKNOWN_VERSION if group.received_version is None else group.received_version
-    return _Candidate(
+    return Candidate(
         tokens=tokens,
         targets=targets,
         rollout_logprobs=_rollout_logprobs(group, index, targets, len(tokens)),
@@ -285,7 +273,7 @@ def _versions(group: Group, index: int, length: int) -> IntArray:
     return versions
 
 
-def _why_left_out(group: Group, candidate: _Candidate, index: int, signal: bool, settings: DataSettings) -> str | None:
+def _why_left_out(group: Group, candidate: Candidate, index: int, signal: bool, settings: DataSettings) -> str | None:
     override = group.overrides[index] if group.overrides and index < len(group.overrides) else None
     zeroed = bool(override and override.get("set_advantage_to_zero"))
     causes = (
@@ -298,7 +286,7 @@ def _why_left_out(group: Group, candidate: _Candidate, index: int, signal: bool,
     return next((cause for holds, cause in causes if holds), None)
 
 
-def _has_signal(rewards: Sequence[float], candidates: Sequence[_Candidate], settings: DataSettings) -> bool:
+def _has_signal(rewards: Sequence[float], candidates: Sequence[Candidate], settings: DataSettings) -> bool:
     """Whether anything in a group moves the policy: a teacher always does, advantages where one is not 0.
 
     A group is judged whole: a sequence whose own advantage is 0 belongs to the average that the others are part of.
@@ -311,14 +299,14 @@ def _has_signal(rewards: Sequence[float], candidates: Sequence[_Candidate], sett
     return len(supplied) < len(candidates) and has_signal(rewards, settings.advantages)
 
 
-def _shuffle_advantages(kept: Sequence[_Candidate], seed: int, batch_number: int) -> None:
+def _shuffle_advantages(kept: Sequence[Candidate], seed: int, batch_number: int) -> None:
     generator = generator_for(seed, batch_number)
     own = [candidate for candidate in kept if candidate.advantages is None]
     for candidate, value in zip(own, shuffle(torch.tensor([c.advantage for c in own]), generator), strict=True):
         candidate.advantage = float(value)
 
 
-def _rows(kept: Sequence[_Candidate]) -> list[Row]:
+def _rows(kept: Sequence[Candidate]) -> list[Row]:
     rows: list[Row] = []
     first = 0
     for candidate in kept:
@@ -327,7 +315,7 @@ def _rows(kept: Sequence[_Candidate]) -> list[Row]:
     return rows
 
 
-def _targets(kept: Sequence[_Candidate]) -> Targets:
+def _targets(kept: Sequence[Candidate]) -> Targets:
     counts = [len(candidate.targets) for candidate in kept]
     given = [
         np.full(count, candidate.advantage) if candidate.advantages is None else candidate.advantages
@@ -350,7 +338,7 @@ def _targets(kept: Sequence[_Candidate]) -> Targets:
     )
 
 
-def _references(kept: Sequence[_Candidate]) -> Tensor | None:
+def _references(kept: Sequence[Candidate]) -> Tensor | None:
     """Supplied reference logprobs, NaN for sequences without; None when no sequence has any."""
     given = [candidate.reference_logprobs for candidate in kept]
     if all(values is None for values in given):
@@ -359,14 +347,14 @@ def _references(kept: Sequence[_Candidate]) -> Tensor | None:
     return _join([own if values is None else values for own, values in zip(unknown, given, strict=True)], np.float32)
 
 
-def _truncated_sampling(kept: Sequence[_Candidate]) -> Tensor | None:
+def _truncated_sampling(kept: Sequence[Candidate]) -> Tensor | None:
     """Which tokens the sampler did not draw from the model's whole distribution, as their groups are marked."""
     if not any(candidate.truncated_sampling for candidate in kept):
         return None
     return _join([np.full(len(one.targets), one.truncated_sampling) for one in kept], np.bool_)
 
 
-def _teachers(kept: Sequence[_Candidate]) -> tuple[Tensor | None, Tensor | None]:
+def _teachers(kept: Sequence[Candidate]) -> tuple[Tensor | None, Tensor | None]:
     """The teachers' tokens of all sequences at one width; None when no sequence has a teacher."""
     width = max((candidate.teacher[0].shape[1] for candidate in kept if candidate.teacher), default=0)
     if not width:

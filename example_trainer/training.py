@@ -29,6 +29,7 @@ from example_trainer.learning.objective import Objective
 from example_trainer.learning.shares import Seen, plan_mini_batches, seen_by_all, step_weights, sum_by_name
 from example_trainer.objective.logprobs import head_of, token_logprobs
 from example_trainer.objective.packing import (
+    ROW_MULTIPLE,
     LayoutKind,
     PackedMicroBatch,
     Row,
@@ -55,6 +56,7 @@ class LearnerSettings:
     aggregation: Literal["token", "sequence", "constant"]
     constant_length: int
     token_budget: int
+    pad_to: int | None
     chunk_tokens: int
     epochs: int
     mini_batches: int
@@ -68,6 +70,7 @@ def learner_settings(config: TrainingConfig) -> LearnerSettings:
         aggregation=config.loss_aggregation,
         constant_length=config.max_response_tokens or config.seq_len,
         token_budget=config.micro_batch_tokens,
+        pad_to=config.pad_to,
         chunk_tokens=config.logprob_chunk_tokens,
         epochs=config.epochs_per_batch,
         mini_batches=config.mini_batches,
@@ -223,7 +226,15 @@ class Learner:
         """The packed `rows`, on every rank as many: their forwards may need each other, and they stop together."""
         device = self.policy.device
         varlen = device.type == "cuda" and self.policy.dtype in {torch.bfloat16, torch.float16}
-        packed = pack_rows(rows, self.settings.token_budget, device=device, layout=self.layout, varlen=varlen)
+        packed = pack_rows(
+            rows,
+            self.settings.token_budget,
+            device=device,
+            layout=self.layout,
+            varlen=varlen,
+            pad_to=self.settings.pad_to or ROW_MULTIPLE,
+            pairs_per_token=6 * self.policy.hf_config.get_text_config().hidden_size,
+        )
         missing = self.ranks.most(len(packed)) - len(packed)
         return packed + [empty_micro_batch(device, layout=self.layout, varlen=varlen)] * missing
 

@@ -22,9 +22,11 @@ PROBE_TOLERANCE = {torch.float32: 1e-3}
 HALF_PRECISION_TOLERANCE = 5e-2
 
 
-def choose_layout(policy: Policy) -> LayoutKind:
-    """The densest layout that this model computes right, found by comparing it with ordinary rows."""
+def choose_layout(policy: Policy, *, padded: bool = False) -> LayoutKind:
+    """The densest layout that this model computes right, found by comparing it with ordinary rows; or these at once."""
     _refuse_scaled_logits(policy.hf_config)
+    if padded:
+        return "rows"
     if not attention.install(policy.module):
         logger.warning("%s cannot attend through packed rows; padding instead", type(policy.module).__name__)
         return "rows"

@@ -137,7 +137,9 @@ def sum_by_name(shares: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _join_field(pieces: Sequence[Targets], name: str) -> Tensor | None:
     values: list[Tensor | None] = [getattr(piece, name) for piece in pieces]
-    if all(value is None for value in values):
+    known = next((value for value in values if value is not None), None)
+    if known is None:
         return None
-    unknown = [torch.full((len(piece),), torch.nan) for piece in pieces]
+    filler = torch.nan if known.is_floating_point() else 0
+    unknown = [torch.full((len(piece),), filler, dtype=known.dtype) for piece in pieces]
     return torch.cat([other if value is None else value for value, other in zip(values, unknown, strict=True)])

@@ -90,7 +90,7 @@ def make_stepper(config: TrainingConfig, policy: Policy, ranks: Ranks | None = N
         optimizer,
         learner_settings(config),
         objective=make_objective(config, policy),
-        layout=choose_layout(policy),
+        layout=choose_layout(policy, padded=config.pad_to is not None),
         ranks=ranks,
     )
     alignment = Alignment(

@@ -23,6 +23,7 @@ IntArray = NDArray[np.int64]
 
 MIN_SHARED_PREFIX = 4
 ROW_MULTIPLE = 8
+PAIRS_PER_TOKEN = 6 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,11 +75,23 @@ class _Unit:
 
     @property
     def cost(self) -> int:
+        """Tokens computed."""
         return self.prefix + sum(row.forward_length - self.prefix for row in self.rows)
 
+    @property
+    def attended_pairs(self) -> int:
+        """Query-key pairs under the causal mask."""
+        own = [row.forward_length - self.prefix for row in self.rows]
+        return (self.prefix**2 + sum(length * (2 * self.prefix + length) for length in own)) // 2
 
-def plan_micro_batches(rows: Sequence[Row], token_budget: int, *, share_prefixes: bool = True) -> list[list[_Unit]]:
-    """First-fit decreasing into micro-batches of at most `token_budget` tokens; a longer row gets one of its own."""
+
+def plan_micro_batches(
+    rows: Sequence[Row], token_budget: int, *, share_prefixes: bool = True, pairs_per_token: int = PAIRS_PER_TOKEN
+) -> list[list[_Unit]]:
+    """As few micro-batches of at most `token_budget` tokens as first-fit decreasing finds, then of balanced work.
+
+    A row longer than the budget gets one of its own.
+    """
     units = [unit for group in _by_group(rows) for unit in _units_of_group(group, token_budget, share_prefixes)]
     order = sorted(range(len(units)), key=lambda index: (-units[index].cost, index))
     bins: list[list[int]] = []
@@ -91,16 +104,48 @@ def plan_micro_batches(rows: Sequence[Row], token_budget: int, *, share_prefixes
             place = len(bins) - 1
         bins[place].append(index)
         room[place] -= units[index].cost
-    return [[units[index] for index in sorted(members)] for members in bins]
+    planned = _balance(units, len(bins), token_budget, pairs_per_token) or bins
+    return [[units[index] for index in sorted(members)] for members in planned]
+
+
+def _balance(units: Sequence[_Unit], count: int, token_budget: int, pairs_per_token: int) -> list[list[int]] | None:
+    """As many micro-batches, of like work: the heaviest unit first, each to where least is done so far.
+
+    Long sequences spend more on attention than on their tokens, and with several ranks the heaviest micro-batch is
+    what all wait for. None where this order does not keep to the budget.
+    """
+    work = [unit.cost + unit.attended_pairs / pairs_per_token for unit in units]
+    bins: list[list[int]] = [[] for _ in range(count)]
+    done, room = [0.0] * count, [token_budget] * count
+    for index in sorted(range(len(units)), key=lambda index: (-work[index], index)):
+        open_bins = [at for at in range(count) if units[index].cost <= room[at] or not bins[at]]
+        if not open_bins:
+            return None
+        place = min(open_bins, key=lambda at: (done[at], at))
+        bins[place].append(index)
+        done[place] += work[index]
+        room[place] -= units[index].cost
+    return bins
 
 
 def pack_rows(
-    rows: Sequence[Row], token_budget: int, *, device: torch.device, layout: LayoutKind = "shared", varlen: bool = False
+    rows: Sequence[Row],
+    token_budget: int,
+    *,
+    device: torch.device,
+    layout: LayoutKind = "shared",
+    varlen: bool = False,
+    pad_to: int = ROW_MULTIPLE,
+    pairs_per_token: int = PAIRS_PER_TOKEN,
 ) -> list[PackedMicroBatch]:
-    """All micro-batches of one optimizer step, in a fixed order."""
+    """All micro-batches of one optimizer step, in a fixed order.
+
+    `pad_to` is the multiple that padded rows are filled up to; `pairs_per_token` how many query-key pairs cost as much
+    as one token in the linear layers, about six times the hidden size.
+    """
     if layout == "rows":
-        return [_pad(chunk, device) for chunk in _row_chunks(rows, token_budget)]
-    planned = plan_micro_batches(rows, token_budget, share_prefixes=layout == "shared")
+        return [_pad(chunk, device, pad_to) for chunk in _row_chunks(rows, token_budget, pad_to)]
+    planned = plan_micro_batches(rows, token_budget, share_prefixes=layout == "shared", pairs_per_token=pairs_per_token)
     return [_pack(units, device, varlen=varlen) for units in planned]
 
 
@@ -213,11 +258,11 @@ def _pack(units: Sequence[_Unit], device: torch.device, *, varlen: bool) -> Pack
     )
 
 
-def _row_chunks(rows: Sequence[Row], token_budget: int) -> Iterable[list[Row]]:
+def _row_chunks(rows: Sequence[Row], token_budget: int, pad_to: int) -> Iterable[list[Row]]:
     """Rows of similar length together, so that padding them to the longest wastes little."""
     chunk: list[Row] = []
     for row in sorted(rows, key=lambda row: (-row.forward_length, row.first_target)):
-        width = _round_up(chunk[0].forward_length if chunk else row.forward_length)
+        width = _round_up(chunk[0].forward_length if chunk else row.forward_length, pad_to)
         if chunk and (len(chunk) + 1) * width > token_budget:
             yield chunk
             chunk = []
@@ -226,12 +271,12 @@ def _row_chunks(rows: Sequence[Row], token_budget: int) -> Iterable[list[Row]]:
         yield chunk
 
 
-def _round_up(length: int) -> int:
-    return -(-length // ROW_MULTIPLE) * ROW_MULTIPLE
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
 
-def _pad(rows: Sequence[Row], device: torch.device) -> PackedMicroBatch:
-    width = _round_up(max(row.forward_length for row in rows))
+def _pad(rows: Sequence[Row], device: torch.device, pad_to: int) -> PackedMicroBatch:
+    width = _round_up(max(row.forward_length for row in rows), pad_to)
     tokens = np.zeros((len(rows), width), dtype=np.int64)
     for at, row in enumerate(rows):
         tokens[at, : row.forward_length] = row.tokens[: row.forward_length]

@@ -5,6 +5,8 @@ Part of `TrainingConfig`; importing it loads no torch.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, Field
 
 from example_trainer.options.naming import aliases
@@ -28,8 +30,18 @@ class BatchOptions(BaseModel):
     seq_len: int = Field(
         2048,
         ge=2,
-        description="Maximum sequence length in tokens. A longer one keeps its place in the "
-        "group's baseline but is not trained on, and is counted.",
+        description="Maximum sequence length in tokens. A longer one keeps its place in the group's baseline and is "
+        "counted; --overlong says what else.",
+    )
+    overlong: Literal["drop", "mask"] = Field(
+        "drop",
+        description="What becomes of a sequence longer than --seq-len: it is not trained on, or it is as far as that.",
+    )
+    pad_to: int | None = Field(
+        None,
+        ge=1,
+        description="Lay sequences out as rows padded to a multiple of this (64 in the published trainer), for models "
+        "that cannot pack; unset: packed where the model computes that right.",
     )
     token_budget: int | None = Field(
         None, ge=1, description="Tokens per packed micro-batch; unset: batch-size x seq-len."

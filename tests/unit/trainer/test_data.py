@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,6 +140,25 @@ def test_a_sequence_beyond_the_limit_keeps_its_place_in_the_baseline_and_is_coun
     )
     assert batch.counts["overlong"] == 1
     assert batch.targets.advantages.tolist() == [-0.5, -0.5]
+
+
+def test_a_sequence_beyond_the_limit_is_trained_as_far_as_that_where_it_is_masked() -> None:
+    long = list(range(20))
+    batch = prepare(
+        group(
+            (1.0, 0.0),
+            tokens=[long, [*range(19), 3]],
+            masks=[[-100, *long[1:]], [-100] * 19 + [3]],
+            inference_logprobs=[[-0.1 * place for place in range(20)], [-1.0] * 20],
+        ),
+        settings=replace(SETTINGS, max_tokens=5, cuts_overlong=True),
+    )
+    assert (batch.counts["overlong"], batch.counts["no_trained_token"]) == (2, 1)
+    (row,) = batch.rows
+    assert (row.tokens.tolist(), row.targets.tolist()) == ([0, 1, 2, 3, 4], [1, 2, 3, 4])
+    assert batch.targets.labels.tolist() == [1, 2, 3, 4]
+    assert batch.targets.rollout_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4])
+    assert batch.response_lengths == [19, 1]
 
 
 @pytest.mark.parametrize("value", ["hot", float("nan"), float("inf"), -1.0])

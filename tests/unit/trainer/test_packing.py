@@ -158,3 +158,22 @@ def test_trained_tokens_are_never_shared() -> None:
     (micro,) = pack_rows(rows, 1000, device=CPU)
     assert micro.computed_tokens == 6 + 2 * 5
     assert len(micro.hidden_index) == 12
+
+
+def test_padded_rows_are_filled_up_to_the_multiple_asked_for(rows: list[Row]) -> None:
+    for micro in pack_rows(rows, 1 << 20, device=CPU, layout="rows", pad_to=64):
+        assert micro.tokens.shape[1] % 64 == 0
+
+
+def test_micro_batches_share_the_work_of_attention_as_well_as_tokens() -> None:
+    """By tokens alone, both long sequences would lie in one micro-batch and all short ones in the other."""
+    lengths = [401, 401] + [41] * 20
+    rows = [
+        Row(tokens=np.zeros(length, dtype=np.int64), targets=np.array([length - 1]), first_target=at, group=at)
+        for at, length in enumerate(lengths)
+    ]
+    planned = plan_micro_batches(rows, 900, pairs_per_token=64)
+    assert len(planned) == 2
+    work = [sum(unit.cost + unit.attended_pairs / 64 for unit in units) for units in planned]
+    assert max(work) < 1.05 * min(work)
+    assert all(sum(unit.cost for unit in units) <= 900 for units in planned)
