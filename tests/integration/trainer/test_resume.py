@@ -1,0 +1,52 @@
+"""A run that breaks off before it has any checkpoint goes on as the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from example_trainer.checkpointing import list_checkpoints
+from example_trainer.testing import ServingBridge
+from example_trainer.weights.bridge import PublishReport
+
+from .conftest import Workbench
+
+
+class DyingBridge(ServingBridge):
+    """Breaks off with the publish that would follow `last_version`."""
+
+    last_version = 3
+
+    def publish(self, version: int) -> PublishReport:
+        if version > self.last_version:
+            raise ZeroDivisionError
+        return super().publish(version)
+
+
+@pytest.mark.parametrize("interval", [0, 10], ids=["committed as it went", "nothing committed"])
+def test_before_the_first_checkpoint_it_begins_again_as_the_same_run_and_logs_each_step_once(
+    bench: Workbench, tmp_path: Path, interval: int
+) -> None:
+    steps = 4
+    bench.submit(bench.record_groups(2 * steps if interval else 2 * steps + 2 * DyingBridge.last_version))
+    config = bench.config(training_steps=steps, checkpoint_interval=interval, resume="auto")
+    with pytest.raises(ZeroDivisionError):
+        bench.trainer(config, DyingBridge(bench.options)).run()
+    assert list_checkpoints(config.checkpoint_root) == []
+    run = bench.sessions[-1].info
+    bridge = bench.bridge()
+    assert bench.trainer(config, bridge).run()
+    assert bench.sessions[-1].info.run_id == run.run_id
+    assert [line["step"] for line in bench.metrics(config)] == list(range(1, steps + 1))
+    assert bridge.published[0][0] > DyingBridge.last_version  # a version is never used for two sets of weights
+
+
+def test_a_directory_in_which_nothing_has_begun_begins_a_run_of_its_own(bench: Workbench, tmp_path: Path) -> None:
+    bench.submit(bench.record_groups(4))
+    settings = {"training_steps": 2, "resume": "auto"}
+    assert bench.trainer(bench.config(run_dir=tmp_path / "one", **settings), bench.bridge()).run()
+    first = bench.sessions[-1].info.run_id
+    bench.submit(bench.record_groups(4, seed=1))
+    assert bench.trainer(bench.config(run_dir=tmp_path / "two", **settings), bench.bridge()).run()
+    assert bench.sessions[-1].info.run_id != first
