@@ -206,9 +206,12 @@ def make_client(rollouts: Rollouts, message_type: str) -> Any:
         async def get_native_response(
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any
         ) -> Any:
-            one = kind(await rollouts.adapter(more["state"]["trajectory_id"]))
+            session = await rollouts.adapter(more["state"]["trajectory_id"])
+            fields = {name: value for name, value in sampling_args.items() if value is not None}
             try:
-                return await one.get_native_response(prompt, model, sampling_args, tools, **more)
+                if message_type == "completion":
+                    return await session.completions.create(model=model, prompt=prompt, **fields)
+                return await session.chat.completions.create(model=model, messages=prompt, tools=tools, **fields)
             except InferenceRefused as error:
                 if any(words in str(error) for words in TOO_LONG):
                     raise errors.OverlongPromptError(str(error)) from error
