@@ -86,6 +86,7 @@ def test_a_flag_reaches_the_loss(argv: str, field: str, value: object) -> None:
     assert getattr(loss_settings(from_flags(*argv.split())), field) == value
 
 
+TWO_RANKS = {"world_size": 2, "optimizer": "adamw"}
 REFUSED = [
     ({"loss_type": "ppo"}, "ppo is none of grpo"),
     ({"loss_type": "not a path:loss"}, "package.module:function"),
@@ -103,9 +104,9 @@ REFUSED = [
     ({"mask_overlong": True}, "--max-response-tokens"),
     ({"max_response_tokens": 8, "overlong_buffer": 9}, "--overlong-buffer 9"),
     ({"max_response_tokens": 4096, "seq_len": 2048}, "longer than --seq-len 2048"),
-    ({"world_size": 2, "advantage_norm": "batch"}, "its own share of a batch"),
-    ({"world_size": 2, "kl_coef": 0.1, "ref_update_interval": 5}, "in no checkpoint"),
-    ({"world_size": 2, "shuffle_advantages": True}, "run the control on one rank"),
+    ({**TWO_RANKS, "advantage_norm": "batch"}, "its own share of a batch"),
+    ({**TWO_RANKS, "kl_coef": 0.1, "ref_update_interval": 5}, "in no checkpoint"),
+    ({**TWO_RANKS, "shuffle_advantages": True}, "run the control on one rank"),
 ]
 
 
