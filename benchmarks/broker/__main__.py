@@ -17,7 +17,7 @@ from benchmarks.broker import floor, servers
 from benchmarks.broker.crowd import measure_crowd
 from benchmarks.broker.cycle import Series, in_turn
 from benchmarks.broker.drivers import ENVIRONMENTS, IN_COLUMNS, IN_JSON, Driver, Echo, Form, Legacy, Native
-from benchmarks.broker.growth import LARGE, SMALL, measure_memory, measure_queue
+from benchmarks.broker.growth import LARGE, SMALL, measure_memory, measure_polls, measure_queue
 from benchmarks.broker.peer import peer_python
 from benchmarks.broker.table import Row, compared, format_table
 from benchmarks.broker.workload import Shape, make_groups
@@ -71,6 +71,8 @@ class Bench:
             small = measure_queue(ours, many)
         with servers.ours(self._store(), self._directory) as ours:
             large = measure_queue(ours, more)
+        with servers.echo(self._directory) as echo:
+            bare = measure_polls(echo)
         return [
             compared(
                 f"CPU per /status-env, {many:,} queued",
@@ -78,6 +80,12 @@ class Bench:
                 reference.status_env_cpu_ms,
                 "ms",
                 must=50,
+            ),
+            Row(
+                "  raw uvicorn, as many bytes back",
+                f"{small.status_env_cpu_ms:.4g} ms",
+                f"{bare.cpu_ms:.4g} ms",
+                bare.cpu_ms / small.status_env_cpu_ms,
             ),
             compared("  the caller's wait", small.status_env_ms, reference.status_env_ms, "ms", must=50),
             compared(f"first /batch, {many:,} queued", small.first_batch_ms, reference.first_batch_ms, "ms", must=500),

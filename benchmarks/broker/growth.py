@@ -34,6 +34,13 @@ class Resident(NamedTuple):
     json_bytes: float
 
 
+class Polls(NamedTuple):
+    """Milliseconds for each, as the caller waits and as the server's CPU works."""
+
+    wait_ms: float
+    cpu_ms: float
+
+
 @dataclass(frozen=True)
 class Queued:
     """One server with so many groups queued; milliseconds."""
@@ -52,17 +59,24 @@ def measure_queue(server: Server, queued: int) -> Queued:
     sent = make_groups(SMALL, DISTINCT, environments=ENVIRONMENTS)
     _fill_with_lists(client, sent, queued)
     time.sleep(SETTLE_SECONDS)
-    question = json.dumps({"env_id": env_ids[0]}).encode()
+    polls = measure_polls(server, env_ids[0])
     with Line(server.port) as line:
-        cpu_before = server.cpu_seconds()
-        polls = [line.time("GET", "/status-env", question)[0] for _ in range(POLLS)]
-        cpu_ms = 1e3 * (server.cpu_seconds() - cpu_before) / POLLS
         first_ms, body = line.time("GET", "/batch")
         batch = orjson.loads(body)["batch"]
         marks = {item["tokens"][0][0] for item in batch}
         compare([group for group in sent if group.mark in marks], batch)
         later = [line.time("GET", "/batch")[0] for _ in range(LATER_BATCHES)]
-    return Queued(queued, statistics.median(polls), cpu_ms, first_ms, statistics.median(later))
+    return Queued(queued, polls.wait_ms, polls.cpu_ms, first_ms, statistics.median(later))
+
+
+def measure_polls(server: Server, env_id: int = 0) -> Polls:
+    """What one environment's question costs, over many on one connection; an echo answers it with itself."""
+    question = json.dumps({"env_id": env_id}).encode()
+    with Line(server.port) as line:
+        cpu_before = server.cpu_seconds()
+        waits = [line.time("GET", "/status-env", question)[0] for _ in range(POLLS)]
+        cpu_ms = 1e3 * (server.cpu_seconds() - cpu_before) / POLLS
+    return Polls(statistics.median(waits), cpu_ms)
 
 
 def measure_memory(server: Server, shape: Shape, count: int, *, keyed: bool = True) -> Resident:
