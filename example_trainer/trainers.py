@@ -168,8 +168,8 @@ class Trainer:
         return self._ranks.any(self._should_stop())
 
     def _log(self, step: int, metrics: dict[str, float]) -> HealthEvent | None:
-        """Write down a step; the sign of trouble that is to end the run, if there is one."""
-        stopped_by = None
+        """Write down a step; the first sign of trouble that is to end the run, if there is one."""
+        stopped_by: HealthEvent | None = None
         metrics[names.POLICY_VERSION] = self.progress.version
         metrics |= step_log.publish_metrics(self._tail.report)
         metrics |= step_log.memory_metrics(self._stepper.learner.policy.device)
@@ -179,7 +179,7 @@ class Trainer:
             logger.warning("step %d: %s; %s", step, event.message, event.advice)
             self._tracker.event(event)
             if {ANY_SIGN, event.sign} & set(self.config.stop_on or ()):
-                stopped_by = event
+                stopped_by = stopped_by or event
         return stopped_by
 
     def _make_feed(self) -> BatchFeed[PreparedBatch]:

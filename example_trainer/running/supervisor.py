@@ -40,6 +40,8 @@ from example_trainer.running.process_tree import (
 )
 
 SHOWN_LOG_LINES = 20
+TOLD_IN_ONE_LINE = frozenset({2, 3})
+"""Exit codes of a program whose last line says all: a refusal, and the trainer's end at a sign of trouble."""
 STOP_GRACE_SECONDS = 10.0
 FAILURE_GRACE_SECONDS = 3.0
 OBSERVE_INTERVAL_SECONDS = 1.0
@@ -278,9 +280,9 @@ class Supervisor:
         reap_adopted([*(child.process.pid for child in self), *guardian], table)
 
     def _failure(self, children: list[Child]) -> ChildFailed:
-        refused = [child for child in children if child.exit_code == 2]
-        if refused and len(refused) == len(children):
-            return ChildFailed("; ".join(_refusal(child) for child in refused), exit_code=2)
+        told = [child for child in children if child.exit_code in TOLD_IN_ONE_LINE]
+        if told and len(told) == len(children):
+            return ChildFailed("; ".join(_refusal(child) for child in told), exit_code=told[0].exit_code or 1)
         return ChildFailed("\n".join(_report(child) for child in children), exit_code=1)
 
 
@@ -305,9 +307,9 @@ def _make_scratch() -> str:
 
 
 def _refusal(child: Child) -> str:
-    """The one line with which a program turned down what it was asked to do."""
+    """The one line with which a program turned down what it was asked to do, or said why it stopped."""
     lines = [line for line in child.last_lines() if line.strip()]
-    return f"{child.name}: {lines[-1] if lines else 'exited 2 without a message'}"
+    return f"{child.name}: {lines[-1] if lines else f'exited {child.exit_code} without a message'}"
 
 
 def _report(child: Child) -> str:

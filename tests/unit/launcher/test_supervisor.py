@@ -62,19 +62,25 @@ def check_until_failure(supervisor: Supervisor, limit_seconds: float = 10) -> Ch
 
 
 def test_a_crash_is_told_with_exit_code_and_last_lines(supervisor: Supervisor) -> None:
-    supervisor.start(python("trainer", "print('step 7'); raise SystemExit(3)", ends_by_itself=True))
+    supervisor.start(python("trainer", "print('step 7'); raise SystemExit(4)", ends_by_itself=True))
     failure = check_until_failure(supervisor)
     assert failure.exit_code == 1
-    assert "trainer exited with code 3" in str(failure)
+    assert "trainer exited with code 4" in str(failure)
     assert "step 7" in str(failure)
 
 
-def test_a_refusal_is_one_line_and_exit_code_2(supervisor: Supervisor) -> None:
-    code = "import sys; print('loading'); sys.stderr.write('prog: error: --lr -1 is below 0\\n'); sys.exit(2)"
+@pytest.mark.parametrize(
+    ("exit_code", "line"),
+    [(2, "prog: error: --lr -1 is below 0"), (3, "prog: stopped by --stop-on: KL 1.50 is above 1")],
+)
+def test_a_refusal_or_a_stop_at_a_sign_is_one_line_and_keeps_its_exit_code(
+    supervisor: Supervisor, exit_code: int, line: str
+) -> None:
+    code = f"import sys; print('loading'); sys.stderr.write({line!r} + chr(10)); sys.exit({exit_code})"
     supervisor.start(python("trainer", code, ends_by_itself=True))
     failure = check_until_failure(supervisor)
-    assert failure.exit_code == 2
-    assert str(failure) == "trainer: prog: error: --lr -1 is below 0"
+    assert failure.exit_code == exit_code
+    assert str(failure) == f"trainer: {line}"
 
 
 def test_success_of_a_program_that_ends_by_itself_is_no_failure(supervisor: Supervisor) -> None:
