@@ -82,18 +82,8 @@ def _overlong(config: TrainingConfig) -> Iterator[str]:
 
 
 def _several_ranks(config: TrainingConfig) -> Iterator[str]:
-    if config.world_size == 1:
-        return
-    where = f"with --world-size {config.world_size}"
-    if config.advantage_norm == "batch":
+    if config.ref_update_interval and config.world_size > 1:
         yield (
-            f"--advantage-norm batch {where}: each rank has the rewards of its own share of a batch only; use "
-            "--advantage-norm group or none"
+            f"--ref-update-interval {config.ref_update_interval} with --world-size {config.world_size}: a reference "
+            "that was swapped in is spread over the ranks and would be in no checkpoint; leave it at 0"
         )
-    if config.ref_update_interval:
-        yield (
-            f"--ref-update-interval {config.ref_update_interval} {where}: a reference that was swapped in is spread "
-            "over the ranks and would be in no checkpoint; leave it at 0, or train with one rank"
-        )
-    if config.shuffle_advantages:
-        yield f"--shuffle-advantages {where} would permute within each rank's share only; run the control on one rank"
