@@ -5,10 +5,11 @@
 
 A real broker, the real training loop and the tiny base model on the `chain` problems. Batch n is sampled from the
 weights after step n - 1 - k, by a sampler in this process that keeps them all, so that every trained token is exactly k
-steps old (or as old as the run, in its first steps); no server can be told to be late by so much. Each cell is the
-mean reward over the run, the mean of its last five steps, and for each seed the step at which the mean of three came
-to 0.8. What to look for: with k at 0 all three are the same; at the low rate the clip slows down as k grows; at the
-high rate no correction breaks down at k = 8; truncated weights keep their speed throughout.
+steps old (or as old as the run, in its first steps); no server can be told to be late by so much. Rewards are those of
+the policies after 0, 1, 2, ... steps, which batches k + 1, k + 2, ... were sampled from; a run has k steps more for it.
+Each cell is the mean reward over the run, the mean of its last five steps, and for each seed the step at which the mean
+of three came to 0.8. What to look for: with k at 0 all three are the same; at the low rate the clip slows down as k
+grows; at the high rate no correction breaks down at k = 8; truncated weights keep their speed throughout.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class LateEnvironment(threading.Thread):
 
 @dataclass(frozen=True)
 class Run:
-    """Rewards of one run's steps, and the age of what it trained on in its last one."""
+    """Rewards of one run's successive policies, and the age of what it trained on in its last step."""
 
     rewards: list[float]
     last_age: float
@@ -197,7 +198,8 @@ class Run:
 
 
 def train(model: Path, *, correction: str, delay: int, rate: float, seed: int, steps: int) -> Run:
-    """One run through a broker of its own."""
+    """One run through a broker of its own; the rewards of `steps` successive policies, the base's first."""
+    batches = steps + delay
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as directory, served_broker() as url:
         config = TrainingConfig.model_validate(
@@ -207,7 +209,7 @@ def train(model: Path, *, correction: str, delay: int, rate: float, seed: int, s
                 "device": "cpu",
                 "run_dir": directory,
                 "atropos_url": url,
-                "training_steps": steps,
+                "training_steps": batches,
                 "batch_size": PROBLEMS,
                 "gradient_accumulation_steps": GROUP_SIZE,
                 "token_budget": 8192,
@@ -226,7 +228,7 @@ def train(model: Path, *, correction: str, delay: int, rate: float, seed: int, s
             }
         )
         archive = Archive(PolicyOptions(model_name=str(model), dtype="float32", device="cpu"))
-        environment = LateEnvironment(url, archive, model, seed=seed, delay=delay, steps=steps)
+        environment = LateEnvironment(url, archive, model, seed=seed, delay=delay, steps=batches)
         session = BrokerSession(BrokerClient(url))
         trainer = Trainer(config, session=session, bridge=archive, tracker=lambda step: make_trackers(config, step))
         environment.start()
@@ -238,7 +240,7 @@ def train(model: Path, *, correction: str, delay: int, rate: float, seed: int, s
         if environment.error is not None:
             raise environment.error
         lines = read_metrics(Path(directory) / METRICS_FILE)
-    return Run([line["reward/mean"] for line in lines], lines[-1].get("staleness/max", 0.0))
+    return Run([line["reward/mean"] for line in lines[delay:]], lines[-1].get("staleness/max", 0.0))
 
 
 def cell(runs: Sequence[Run]) -> str:
@@ -268,7 +270,7 @@ def main() -> None:
                 train(model, correction=correction, delay=delay, rate=rate, seed=seed, steps=arguments.steps)
                 for seed in arguments.seeds
             ]
-            assert all(run.last_age == min(delay, arguments.steps - 1) for run in runs), "tokens of another age"
+            assert all(run.last_age == delay for run in runs), "tokens of another age"
             cells.append(cell(runs))
         spent = (time.process_time() - started) / len(columns) / len(arguments.seeds)
         print(f"{delay:<3}" + "".join(f"{text:>28}" for text in cells) + f"   {spent:.0f} CPU s a run", flush=True)
