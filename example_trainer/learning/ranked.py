@@ -66,7 +66,7 @@ class RankedSession(BrokerSession):
         return batch if whole is None else whole
 
 
-class RankedBridge:
+class RankedBridge(WeightBridge):
     """Implements `WeightBridge` for all ranks: the one at rank 0 serves what they trained together."""
 
     def __init__(self, inner: WeightBridge | None, options: PolicyOptions, ranks: Ranks) -> None:

@@ -78,11 +78,6 @@ def _refuse_ranks(config: TrainingConfig) -> str | None:
         ),
         (config.overlap_publish, "--overlap-publish would gather weights beside a forward that gathers them as well"),
         (config.keep_versions > 0, f"--keep-versions {config.keep_versions} keeps older weights in one process only"),
-        (
-            config.advantage_norm == "batch",
-            "--advantage-norm batch needs all rewards in one process; use group or none",
-        ),
-        (config.shuffle_advantages, "--shuffle-advantages draws among all sequences in one process"),
     )
     cause = next((text for holds, text in causes if holds), None)
     return None if cause is None else f"--world-size {config.world_size}: {cause}"

@@ -80,7 +80,7 @@ class RestartBridge(WeightBridge):
             "version %d is served after %.1f s, %.1f s of them without a server", version, report.seconds, gap_seconds
         )
         if self._check.is_due() or not self._version:
-            self._prove(info, version)
+            self._prove(info, version, directory)
         self._version = version
         self._remove_all_but(directory)
         return report
@@ -141,13 +141,13 @@ class RestartBridge(WeightBridge):
         finally:
             client.close()
 
-    def _prove(self, info: ServerInfo, version: int) -> None:
+    def _prove(self, info: ServerInfo, version: int, directory: Path) -> None:
         assert self._policy is not None
         assert self._manager is not None
         client = ServerClient(self._manager.url, self._manager.token)
         try:
             agreement = prove(
-                self._policy,
+                self._whole_policy(directory),
                 client.generate,
                 version=version,
                 boot_id=info.boot_id,
@@ -157,6 +157,13 @@ class RestartBridge(WeightBridge):
         finally:
             client.close()
         self._limit = agreement.limit
+
+    def _whole_policy(self, directory: Path) -> Policy:
+        """The policy, or where it is spread over ranks, which all a forward would need, what they have just written."""
+        assert self._policy is not None
+        if not self._policy.is_sharded:
+            return self._policy
+        return load_policy(replace(self._options.policy, model_name=str(directory), sharding=None))
 
     def _remove_all_but(self, kept: Path) -> None:
         for path in self._options.weights_dir.glob("policy-v*"):
