@@ -74,7 +74,9 @@ class Seen:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return read_metrics(self.directory / "metrics.jsonl")
+        """Of the steps; none where the run was sent to another directory."""
+        path = self.directory / "metrics.jsonl"
+        return read_metrics(path) if path.exists() else []
 
     @property
     def first(self) -> dict[str, Any]:
