@@ -14,7 +14,7 @@ from torch import Tensor
 
 KEEP_PROBABILITIES_BELOW = 1 << 23  # elements: 32 MiB in fp32
 DEFAULT_CHUNK_TOKENS = 1024
-MOST_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}  # 32 MiB in fp32, or 512; two such arrays at a time
+MOST_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # 32 MiB in fp32, or 256; two such arrays at a time
 
 
 def token_logprobs(
