@@ -74,6 +74,7 @@ PRESETS: Mapping[str, Preset] = {
             "dual_clip": None,
             "master_weights": "none",
             "gradient_checkpointing": True,
+            "pad_to": 64,
         },
     ),
     "grpo": Preset(

@@ -44,6 +44,8 @@ programs under their section's name (`--api.port 8002`, `--vllm.max_num_seqs 64`
 EXIT_CODES = """\
 ## Exit codes
 
+Of `atropos-grpo`; `atropos-grpo-run` hands 2 and 3 on, and ends with 1 where a program crashed.
+
 | code | meaning |
 |---|---|
 | 0 | the last step was reached |

@@ -68,6 +68,7 @@ def test_r19_the_seed_s_preset_switches_what_its_tables_leave_open_and_nothing_e
         "dual_clip",
         "master_weights",
         "gradient_checkpointing",
+        "pad_to",
     }
 
 
