@@ -29,7 +29,9 @@ class AdapterPayload:
     body: bytes
     config: dict[str, Any]
     """The content of `adapter_config.json`."""
-    names: tuple[str, ...]
+    layout: dict[str, Any]
+    """The header's entry of each tensor: dtype, shape, place."""
+    data_start: int
 
     @classmethod
     def write(cls, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> AdapterPayload:
@@ -38,7 +40,7 @@ class AdapterPayload:
 
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         body = save(plain, metadata={_CONFIG: json.dumps(config, default=_plain), "format": "pt"})
-        return cls(body, json.loads(json.dumps(config, default=_plain)), tuple(plain))
+        return cls.read(body)
 
     @classmethod
     def read(cls, body: bytes) -> AdapterPayload:
@@ -52,7 +54,8 @@ class AdapterPayload:
         except (ValueError, KeyError, TypeError) as error:
             reason = f"its metadata lack {_CONFIG}" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"the body is no adapter in safetensors form: {reason}") from error
-        return cls(body, config, tuple(name for name in header if name != "__metadata__"))
+        layout = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        return cls(body, config, layout, _LENGTH_BYTES + length)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors, in memory of their own."""
@@ -65,8 +68,14 @@ class AdapterPayload:
             raise ValueError(f"the body is no safetensors file: {error}") from error
 
     def digest(self) -> str:
-        """A checksum over configuration and tensors; the same on both sides if nothing was lost on the way."""
-        return hashlib.blake2b(self.body, digest_size=16).hexdigest()
+        """A checksum over configuration and tensors; the same on both sides if nothing was lost on the way.
+
+        Of the body's text the order of the metadata's entries does not count: it differs from one writing to the next.
+        """
+        told = json.dumps([self.config, self.layout], sort_keys=True).encode()
+        total = hashlib.blake2b(told, digest_size=16)
+        total.update(memoryview(self.body)[self.data_start :])
+        return total.hexdigest()
 
 
 def _plain(value: Any) -> Any:
