@@ -19,6 +19,7 @@ from example_trainer import training
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import BatchTimeout
 from example_trainer.objective.logprobs import token_logprobs
+from example_trainer.options.presets import PRESETS
 from example_trainer.running.reference import metric_sections
 from example_trainer.testing import make_tiny_model
 from example_trainer.vllm_manager import VllmManager
@@ -44,6 +45,13 @@ def test_a_flag_does_what_it_says(flag_bench: FlagBench, flag: str) -> None:
     usual = flag_bench.run(*effect.beside.split())
     seen = flag_bench.run(*effect.beside.split(), *effect.argv.split())
     assert effect.holds(seen, usual)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_trains(flag_bench: FlagBench, name: str) -> None:
+    seen = flag_bench.run("--preset", name)
+    assert seen.code == 0
+    assert seen.moved_from(flag_bench.start) > 0
 
 
 def test_every_metric_that_a_run_logs_is_declared(flag_bench: FlagBench) -> None:
