@@ -87,6 +87,9 @@ class ServingBridge:
         self.published.append((version, time.monotonic()))
         return PublishReport(version=version, seconds=time.monotonic() - started)
 
+    def notify_update(self) -> PublishReport:
+        return self.publish(self.highest_version() + 1)
+
     def lose_server(self) -> None:
         """As if the server had restarted: nothing is served until the next publish."""
         self._served = None
