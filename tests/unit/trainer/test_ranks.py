@@ -90,7 +90,7 @@ def test_p2_ranks_give_the_loss_gradients_metrics_and_weights_of_one_process(
     expected = train(ONE, tiny_model, groups, options, settings)
     for found in run_ranks(world_size, tmp_path / "meeting", train, tiny_model, groups, options, settings):
         for name in found["metrics"].keys() - {"perf/forward_tokens"}:
-            assert found["metrics"][name] == pytest.approx(expected["metrics"][name], abs=TOLERANCE), name
+            assert found["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-5, abs=TOLERANCE), name
         for kind in ("gradients", "weights"):
             assert found[kind].keys() == expected[kind].keys()
             for name, tensor in expected[kind].items():
