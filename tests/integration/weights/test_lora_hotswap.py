@@ -133,6 +133,9 @@ def test_a_sync_that_is_not_what_was_sent_is_found_within_one_publish_and_taken_
     assert send is not lossy
 
 
+@pytest.mark.skipif(
+    os.environ.get("ATROPOS_KILLS") != "all", reason="one more start of vLLM; ATROPOS_KILLS=all runs it"
+)
 def test_a_server_killed_under_the_trainer_is_started_again_and_gets_the_newest_adapter(bridge):
     version = bridge.highest_version()
     tree = psutil.Process(bridge._manager.pid).children(recursive=True)
