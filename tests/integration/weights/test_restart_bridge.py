@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -24,6 +25,8 @@ from example_trainer.weights.server_client import ServerClient
 from .load import Load
 
 pytestmark = pytest.mark.vllm
+
+logger = logging.getLogger(__name__)
 
 RESTARTS = int(os.environ.get("ATROPOS_RESTARTS", "1"))
 """Under load, beside the old server; ten are the long form."""
@@ -99,7 +102,7 @@ def agrees(bridge, version):
 
 
 def test_no_rollout_is_lost_when_a_new_server_starts_beside_the_old_one_and_no_stranger_harmed(
-    bridge_for, decoy, tmp_path, record_property
+    bridge_for, decoy, tmp_path
 ):
     bridge = bridge_for()
     policy = bridge.prepare()
@@ -113,8 +116,7 @@ def test_no_rollout_is_lost_when_a_new_server_starts_beside_the_old_one_and_no_s
             report = bridge.publish(version)
             assert report.fence_seconds == 0
             assert agrees(bridge, version)
-    record_property("rollouts", load.asked)
-    record_property("longest silence, s", load.longest_silence_seconds)
+    logger.info("%d rollouts, longest silence %.2f s", load.asked, load.longest_silence_seconds)
     assert load.errors == []
     assert len(load.samples) == load.asked
     assert load.versions() >= {4, version - 1}
@@ -148,7 +150,7 @@ def check_reading_in_place(bridge, policy, version, tmp_path):
 
 
 def test_lora_restart_loses_no_rollout_either_where_one_server_has_to_end_before_the_next_starts(
-    bridge_for, monkeypatch, record_property
+    bridge_for, monkeypatch
 ):
     monkeypatch.setattr(vllm_manager, "has_room", lambda *_, **__: False)
     adapter = AdapterOptions(r=8, alpha=16, target_modules=("all-linear",))
@@ -163,7 +165,7 @@ def test_lora_restart_loses_no_rollout_either_where_one_server_has_to_end_before
         report = bridge.publish(2)
         assert agrees(bridge, 2)
     assert 0 < report.fence_seconds <= report.seconds
-    record_property("without a server, s", report.fence_seconds)
+    logger.info("%d rollouts, %.2f s without a server", load.asked, report.fence_seconds)
     assert load.errors == []
     assert len(load.samples) == load.asked
     assert load.versions() == {1, 2}
