@@ -35,10 +35,14 @@ format: $(INSTALLED_DEV)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/compare_trl.py
 	$(BIN)/python -m benchmarks.broker
+	$(BIN)/python -m benchmarks.trl_losses
+	$(BIN)/python -m benchmarks.learner_speed
+	$(BIN)/python -m benchmarks.head_memory
+	$(BIN)/python benchmarks/sync/hotswap.py
 
 # Needs torch, transformers and peft alone, so it runs where vLLM cannot be had; every test skips without a GPU.
 gpu:
-	$(PYTHON) -m pytest -p no:cacheprovider tests/gpu -q
+	$(PYTHON) -m pytest -p no:cacheprovider tests/gpu -q -s
 
 clean:
 	rm -rf $(VENV)
