@@ -43,11 +43,15 @@ from atropos_api.wire.payload import CheckedGroup
 
 
 class Submitted(NamedTuple):
-    """A submission that was taken: what to answer, its rows, and the groups that have no key to be known by."""
+    """A submission that was taken: what to answer, its rows, and the groups that have no key to be known by.
+
+    `repeated`: those of them that were taken before.
+    """
 
     answer: SubmitAnswer
     rows: Sequence[GroupRow]
     repeatable: Sequence[CheckedGroup]
+    repeated: Sequence[CheckedGroup]
 
 
 class Broker:
@@ -225,7 +229,7 @@ class Broker:
     def probe_store(self) -> None:
         """Write something that changes nothing; raises if the store takes no writes."""
         self.state.bodies.discard(self.state.bodies.append([bytes(4096)]))
-        self.state.ledger.add_groups([], answered_seq=self.intake.answered_seq)
+        self.state.ledger.probe()
         self.sync()
 
     def sync(self) -> None:
@@ -310,13 +314,13 @@ class Broker:
     def submit(self, environment_id: int, groups: Sequence[CheckedGroup], *, key: str | None = None) -> SubmitAnswer:
         """Take groups whose sender is sure to get the answer."""
         submitted = self.take(environment_id, groups, key=key)
-        self.intake.settle(submitted.rows)
+        self.settle(submitted)
         return submitted.answer
 
     def take(self, environment_id: int, groups: Sequence[CheckedGroup], *, key: str | None = None) -> Submitted:
         """Take groups of a registered environment. Under a key that was used before nothing changes.
 
-        The caller says afterwards how the answer fared: to `intake.settle`, and to `expect_repeat` if it was lost.
+        The caller tells `settle` afterwards how the answer fared.
         """
         row = self.state.environments.get(environment_id)
         self.touch(row)
@@ -330,24 +334,31 @@ class Broker:
             try:
                 taken = self.intake.take(fresh, [environment_id] * len(fresh), run_id=self.run_for(row), key=key_row)
             except BrokerError:
-                self.intake.repeats.expect_all(repeated)
+                self.intake.settle([], repeated, lost=repeated)
                 raise
         if had_room and not self.pacer.has_room():
             self.state.pacing_changed()
         self.count_unpackable(taken)
-        return self._submitted(row, taken, duplicates=len(repeated), repeatable=() if key is not None else groups)
+        repeatable = () if key is not None else groups
+        return self._submitted(row, taken, duplicates=len(repeated), repeatable=repeatable, repeated=repeated)
 
-    def expect_repeat(self, submitted: Submitted) -> None:
-        """The answer did not get through: the same bytes again are a repeat."""
-        self.intake.repeats.expect_all(submitted.repeatable)
+    def settle(self, submitted: Submitted, *, arrived: bool = True) -> None:
+        """The answer has left, or did not get through: then the same bytes again are a repeat."""
+        self.intake.settle(submitted.rows, submitted.repeated, lost=() if arrived else submitted.repeatable)
 
     def _submitted(
-        self, row: EnvironmentRow, taken: list[GroupRow], *, duplicates: int, repeatable: Sequence[CheckedGroup] = ()
+        self,
+        row: EnvironmentRow,
+        taken: list[GroupRow],
+        *,
+        duplicates: int,
+        repeatable: Sequence[CheckedGroup] = (),
+        repeated: Sequence[CheckedGroup] = (),
     ) -> Submitted:
         self.state.counters.groups_duplicate_total += duplicates
         waiting = sum(not self.can_be_used(group.size, row.group_size) for group in taken)
         answer = SubmitAnswer(accepted=len(taken), buffered=waiting, duplicates=duplicates, pacing=self.pacing(row))
-        return Submitted(answer, taken, repeatable)
+        return Submitted(answer, taken, repeatable, repeated)
 
     def run_for(self, row: EnvironmentRow | None) -> str:
         """The run that a group belongs to: late groups of a run that ended are not the next one's."""

@@ -1,14 +1,14 @@
-"""Taking groups in: pressure, idempotency keys, recognition of repeats, and the write that makes them ours."""
+"""Taking groups in: pressure, idempotency keys, and the write that makes them ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
-from blake3 import blake3
-
+from atropos_api.broker.repeats import Repeats
 from atropos_api.broker.state import State
-from atropos_api.errors import InvalidGroup, QueueFull
-from atropos_api.store.base import NO_RUN, GroupRow, KeyRow
+from atropos_api.errors import InvalidGroup, QueueFull, StoreUnavailable
+from atropos_api.store.base import NO_RUN, Answers, GroupRow, KeyRow
 from atropos_api.store.steps import Step
 from atropos_api.wire.payload import CheckedGroup, seal
 
@@ -81,40 +81,6 @@ class Keys:
             self._state.ledger.forget_keys([row.key_id for row in old])
 
 
-class Repeats:
-    """Submissions without a key whose answer may not have arrived: the same bytes again, soon, are no news."""
-
-    def __init__(self, window_seconds: float, clock: Callable[[], float]) -> None:
-        self._window_seconds = window_seconds
-        self._clock = clock
-        self._until: dict[bytes, float] = {}
-
-    def expect(self, env_id: int | None, *parts: bytes | memoryview) -> None:
-        """A group of this environment may come again; `parts` are its bytes."""
-        if self._window_seconds > 0:
-            self._until[_fingerprint(env_id, parts)] = self._clock() + self._window_seconds
-
-    def expect_all(self, groups: Iterable[CheckedGroup]) -> None:
-        for group in groups:
-            self.expect(group.env_id, *_parts(group))
-
-    def split(self, groups: Sequence[CheckedGroup]) -> tuple[list[CheckedGroup], list[CheckedGroup]]:
-        """The groups that are new, and those that are such repeats.
-
-        Each repeat is recognised once, so equal groups that follow are taken.
-        """
-        if not self._until:
-            return list(groups), []
-        now = self._clock()
-        self._until = {print_: until for print_, until in self._until.items() if until >= now}
-        fresh: list[CheckedGroup] = []
-        repeated: list[CheckedGroup] = []
-        for group in groups:
-            known = self._until.pop(_fingerprint(group.env_id, _parts(group)), None)
-            (fresh if known is None else repeated).append(group)
-        return fresh, repeated
-
-
 class Intake:
     """Checked groups become rows and bodies in the store, and then stand in the queue."""
 
@@ -122,8 +88,7 @@ class Intake:
         self._state = state
         self._keys = keys
         self.repeats = Repeats(state.settings.dedup_window_seconds, state.clock)
-        self.answered_seq = 0
-        self._unanswered: set[int] = set()
+        self._answered: list[int] = []
 
     def take(
         self,
@@ -161,31 +126,53 @@ class Intake:
         ]
         try:
             state.reach(Step.GROUPS_STAGED)
-            state.ledger.add_submission(rows, key, answered_seq=self.answered_seq)
+            state.ledger.add_submission(rows, key, answers=self._news())
         except BaseException:
             state.bodies.discard(refs)
             raise
+        self._forget_news()
         state.reach(Step.GROUPS_KEPT)
         self._enqueue(rows, run_id, key)
         state.latest_body, state.latest_form = sealed[-1], groups[-1].form
         self._count(groups)
         return rows
 
-    def settle(self, rows: Sequence[GroupRow]) -> None:
-        """The answer for these groups has left, or its failure is noted; a crash from now on makes no repeat of them.
+    def settle(
+        self, rows: Iterable[GroupRow], repeated: Sequence[CheckedGroup] = (), *, lost: Sequence[CheckedGroup] = ()
+    ) -> None:
+        """The answer for these rows and repeats has left, or did not get through: then `lost` may all come again.
 
-        It becomes durable with the next submission: only what is younger can be unanswered after a crash.
+        That it has left becomes durable with the next submission; until then a crash makes it one that may have not.
         """
-        self._unanswered.difference_update(row.seq for row in rows)
-        self.answered_seq = min(self._unanswered, default=self._state.next_seq) - 1
+        self._answered += [row.seq for row in rows if not row.key_id]
+        self.repeats.settle(repeated, lost)
+        if lost:
+            self._record()
+
+    def resume(self, unanswered: Sequence[int]) -> None:
+        """At start: what may come again of these rows is known to `repeats` by now, and so kept if they leave."""
+        self._answered += unanswered
+        if unanswered:
+            self._record()
+
+    def _record(self) -> None:
+        # What cannot be written now goes with the next submission; until then the rows count as unanswered.
+        with suppress(StoreUnavailable):
+            self._state.ledger.put_answers(self._news())
+            self._forget_news()
+
+    def _news(self) -> Answers:
+        return Answers(self._answered, self.repeats.news())
+
+    def _forget_news(self) -> None:
+        self._answered = []
+        self.repeats.forget_news()
 
     def _enqueue(self, rows: Sequence[GroupRow], run_id: str, key: KeyRow | None) -> None:
         state = self._state
         state.next_seq += len(rows)
         if key is not None:
             self._keys.keep(key)
-        else:
-            self._unanswered.update(row.seq for row in rows)
         open_id = state.runs.open.run_id if state.runs.open is not None else NO_RUN
         if run_id == open_id:
             for row in rows:
@@ -218,14 +205,3 @@ class Intake:
         counters.sequences_received_total += sum(group.size for group in groups)
         counters.tokens_received_total += sum(group.token_count for group in groups)
         counters.groups_without_version_total += sum(group.oldest_version is None for group in groups)
-
-
-def _parts(group: CheckedGroup) -> tuple[bytes | memoryview, ...]:
-    return (group.text,) if group.columns is None else (group.text, group.columns)
-
-
-def _fingerprint(env_id: int | None, parts: Iterable[bytes | memoryview]) -> bytes:
-    hasher = blake3(f"{env_id}:".encode())
-    for part in parts:
-        hasher.update(part)
-    return hasher.digest()

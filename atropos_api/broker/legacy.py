@@ -64,6 +64,8 @@ class Taken(msgspec.Struct, kw_only=True):
     last_buffer_size: int
     repeatable: list[CheckedGroup]
     """Those that came without a key, repeats among them."""
+    repeated: list[CheckedGroup]
+    """Of those, the repeats."""
 
 
 class LegacyContract:
@@ -132,7 +134,8 @@ class LegacyContract:
             rows = self._store(fresh, key)
         except BrokerError:
             # Nothing of the list was taken: it will come again, and what is a repeat now is one then.
-            self._broker.intake.repeats.expect_all([] if key else repeated)
+            if not key:
+                self._broker.intake.settle([], repeated, lost=repeated)
             raise
         self._broker.count_unpackable(rows)
         if repeated:
@@ -146,11 +149,12 @@ class LegacyContract:
             buffered=buffered,
             last_buffer_size=buffer_size,
             repeatable=[] if key else groups,
+            repeated=[] if key else repeated,
         )
 
-    def expect_repeat(self, taken: Taken) -> None:
-        """The answer did not get through: the same bytes again are a repeat."""
-        self._broker.intake.repeats.expect_all(taken.repeatable)
+    def settle(self, taken: Taken, *, arrived: bool = True) -> None:
+        """The answer has left, or did not get through: then the same bytes again are a repeat."""
+        self._broker.intake.settle(taken.rows, taken.repeated, lost=() if arrived else taken.repeatable)
 
     def next_batch(self) -> tuple[RunRow, list[GroupRow]] | None:
         """Commit what was delivered, and give the batch after it; None while it cannot be formed."""

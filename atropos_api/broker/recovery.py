@@ -22,7 +22,6 @@ def recover(state: State, keys: Keys, intake: Intake, batches: Batches, snapshot
     groups = sorted(snapshot.groups, key=lambda group: group.seq)
     missing = _mark_missing(state, groups)
     _place(state, groups)
-    intake.answered_seq = snapshot.answered_seq
     if missing:
         cut_short = _cut_short(groups, missing)
         lost = [group for group in groups if group.seq in missing or group.key_id in cut_short]
@@ -33,7 +32,10 @@ def recover(state: State, keys: Keys, intake: Intake, batches: Batches, snapshot
         gone = {group.seq for group in lost}
         groups = [group for group in groups if group.seq not in gone]
     keys.adopt(groups)
-    _expect_repeats(state, intake, [group for group in groups if group.seq > snapshot.answered_seq])
+    unanswered = set(snapshot.unanswered)
+    intake.repeats.adopt(snapshot.expected)
+    _expect_repeats(state, intake, [group for group in groups if group.seq in unanswered])
+    intake.resume(snapshot.unanswered)
     state.reach(Step.RECOVERED)
 
 
@@ -76,9 +78,9 @@ def _cut_short(groups: list[GroupRow], missing: set[int]) -> set[int]:
 
 
 def _expect_repeats(state: State, intake: Intake, groups: list[GroupRow]) -> None:
-    """The last submissions before a crash may be repeated by clients that saw no answer."""
+    """What no answer is known of may be repeated by clients that saw none."""
     for group in groups:
-        if group.key_id or group.body == LOST:
+        if group.body == LOST:
             continue
         with suppress(StoreDamaged):
             (body,) = state.bodies.read([group.body])

@@ -263,13 +263,11 @@ def _take_list(services: Services, asked: Asked, checked: Checked) -> Response:
 
 def _answer(services: Services, taken: Taken, answer: bytes, status_code: int) -> Response:
     def note(accepted: bool) -> None:
-        services.broker.intake.settle(taken.rows)
-        if not accepted:
-            services.legacy.expect_repeat(taken)
+        services.legacy.settle(taken, arrived=accepted)
 
     if not taken.repeatable:
         # Under a key, or with nothing taken, it does not matter whether the answer arrives.
-        services.broker.intake.settle(taken.rows)
+        services.legacy.settle(taken)
         return PiecesResponse([answer], status_code=status_code, media_type=JSON)
     return TrackedResponse([answer], on_result=note, status_code=status_code, media_type=JSON)
 

@@ -50,13 +50,11 @@ def _take(services: Services, key: str | None, env_id: int, groups: list[Checked
     submitted = broker.take(env_id, groups, key=key)
 
     def note(accepted: bool) -> None:
-        broker.intake.settle(submitted.rows)
-        if not accepted:
-            broker.expect_repeat(submitted)
+        broker.settle(submitted, arrived=accepted)
 
     pieces = [_encode(submitted.answer)]
     if not submitted.repeatable:
-        broker.intake.settle(submitted.rows)
+        broker.settle(submitted)
         return PiecesResponse(pieces, media_type=JSON, status_code=202)
     return TrackedResponse(pieces, on_result=note, media_type=JSON, status_code=202)
 

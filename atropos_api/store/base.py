@@ -142,8 +142,24 @@ class Event(msgspec.Struct, kw_only=True):
     data: dict[str, Any]
 
 
+class Answers(NamedTuple):
+    """What became known, since the last record, of answers to submissions without a key."""
+
+    answered: Sequence[int] = ()
+    """Seqs of groups whose answer has left, or that are among `expected` now because it could not."""
+    expected: Sequence[tuple[bytes, int]] = ()
+    """Fingerprints, and how many groups with each may still come again (0: none any more)."""
+
+
+NO_NEWS: Final = Answers()
+
+
 class Snapshot(msgspec.Struct, kw_only=True):
-    """Everything a broker starts from. `answered_seq`: groups up to here are known to have been acknowledged."""
+    """Everything a broker starts from.
+
+    `unanswered`: seqs of groups without a key that nobody is known to have been answered. `expected`: fingerprints, and
+    how many groups with each may come again because their answer did not get through.
+    """
 
     runs: list[RunRow]
     environments: list[EnvironmentRow]
@@ -152,7 +168,8 @@ class Snapshot(msgspec.Struct, kw_only=True):
     policies: list[PolicyRow]
     events: list[Event]
     next_seq: int
-    answered_seq: int
+    unanswered: list[int]
+    expected: dict[bytes, int]
 
 
 class Ledger(Protocol):
@@ -175,10 +192,17 @@ class Ledger(Protocol):
     def add_event(self, event: Event) -> None:
         """Keep one of the last `KEPT_EVENTS`; on a store where each write is slow, with the next transaction."""
 
-    def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None: ...
+    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_NEWS) -> None:
+        """Keep groups; one without a key is unanswered until `answers` of this or a later call say otherwise."""
 
-    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answered_seq: int) -> None:
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_NEWS) -> None:
         """Groups and the key they came under, all or none of them."""
+
+    def put_answers(self, answers: Answers) -> None:
+        """What `add_groups` is told of answers, for when there is no group to keep with it."""
+
+    def probe(self) -> None:
+        """Write something that changes nothing; raises if no writes are taken."""
 
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         """Record membership: batch 0 puts the groups back into the queue."""

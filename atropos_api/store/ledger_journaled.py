@@ -18,7 +18,18 @@ from typing import Any, Final
 import msgspec
 
 from atropos_api.errors import StoreDamaged
-from atropos_api.store.base import BodyRef, EnvironmentRow, Event, GroupRow, KeyRow, PolicyRow, RunRow, Snapshot
+from atropos_api.store.base import (
+    NO_NEWS,
+    Answers,
+    BodyRef,
+    EnvironmentRow,
+    Event,
+    GroupRow,
+    KeyRow,
+    PolicyRow,
+    RunRow,
+    Snapshot,
+)
 from atropos_api.store.journal import JournalPair
 from atropos_api.store.ledger_sqlite import SqliteLedger, encode_row
 from atropos_api.store.pending import Kind, Pending, Write
@@ -37,8 +48,8 @@ Direct = Callable[[], None]
 """A write that only the database can make, for it does not say which rows it changes."""
 
 
-class Record(msgspec.Struct, array_like=True, gc=False, tag="writes"):
-    """A transaction as it lies in the journal."""
+class Record(msgspec.Struct, array_like=True, gc=False, tag="writes-5"):
+    """A transaction as it lies in the journal. The tag changes with what the writes say."""
 
     number: int
     writes: Sequence[Sequence[Any]]
@@ -96,20 +107,22 @@ class JournaledLedger(SqliteLedger):
     def add_event(self, event: Event) -> None:
         self._stage((Kind.EVENT, event.id, encode_row(event)))
 
-    def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
-        if rows:
-            self._stage((Kind.GROUPS, [values_of_group(row) for row in rows], answered_seq))
-        else:
-            # Nothing to keep: asked to find out whether the database takes writes.
-            self._stage(functools.partial(super()._put_answered, answered_seq))
+    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_NEWS) -> None:
+        self._stage((Kind.GROUPS, [values_of_group(row) for row in rows], *answers))
 
-    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answered_seq: int) -> None:
-        groups = (Kind.GROUPS, [values_of_group(row) for row in rows], answered_seq)
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_NEWS) -> None:
+        groups = (Kind.GROUPS, [values_of_group(row) for row in rows], *answers)
         staged: list[Write | Direct] = [groups] if key is None else [groups, (Kind.KEY, values_of_key(key))]
         if self._staged is None:
             self._keep(staged)
         else:
             self._staged += staged
+
+    def put_answers(self, answers: Answers) -> None:
+        self._stage((Kind.ANSWERS, *answers))
+
+    def probe(self) -> None:
+        self._stage(super().probe)
 
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         self._stage((Kind.BATCH, list(seqs), batch))
@@ -202,8 +215,9 @@ class JournaledLedger(SqliteLedger):
         self._insert_events(list(pending.events.items()))
         if pending.next_seq is not None:
             self._put_next(pending.next_seq)
-        if pending.answered_seq is not None:
-            self._put_answered(pending.answered_seq)
+        self._delete_unanswered(pending.answered)
+        self._insert_unanswered(pending.unanswered)
+        self._put_expected(list(pending.expected.items()))
 
     def _empty_journal(self) -> None:
         """Called when nothing is pending: what the journal holds, the database has too."""

@@ -14,6 +14,8 @@ import msgspec
 from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.base import (
     KEPT_EVENTS,
+    NO_NEWS,
+    Answers,
     BodyRef,
     EnvironmentRow,
     Event,
@@ -32,7 +34,7 @@ from atropos_api.store.rows import (
     values_of_policy,
 )
 
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 SCHEMA: Final = """
 CREATE TABLE runs (run_id TEXT PRIMARY KEY, row BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE environments (environment_id INTEGER PRIMARY KEY, row BLOB NOT NULL);
@@ -47,17 +49,23 @@ CREATE TABLE groups (
     segment INTEGER, offset INTEGER, length INTEGER, received_version INTEGER, oldest_version INTEGER,
     arrived_at REAL, batch INTEGER, key_id INTEGER, form TEXT NOT NULL DEFAULT 'json'
 );
-CREATE TABLE places (
-    one INTEGER PRIMARY KEY CHECK (one = 1), next_seq INTEGER, answered_seq INTEGER, journaled INTEGER DEFAULT 0
-);
-INSERT INTO places VALUES (1, 1, 0, 0);
+CREATE TABLE places (one INTEGER PRIMARY KEY CHECK (one = 1), next_seq INTEGER, journaled INTEGER DEFAULT 0);
+INSERT INTO places VALUES (1, 1, 0);
 CREATE TABLE events (id INTEGER PRIMARY KEY, row BLOB NOT NULL);
+CREATE TABLE unanswered (seq INTEGER PRIMARY KEY);
+CREATE TABLE expected (fingerprint BLOB PRIMARY KEY, count INTEGER) WITHOUT ROWID;
 """
 
 UPGRADES: Final = {
     1: "ALTER TABLE groups ADD COLUMN form TEXT NOT NULL DEFAULT 'json';",
     2: "CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, row BLOB NOT NULL);",
     3: "ALTER TABLE places ADD COLUMN journaled INTEGER DEFAULT 0;",
+    4: """
+CREATE TABLE unanswered (seq INTEGER PRIMARY KEY);
+CREATE TABLE expected (fingerprint BLOB PRIMARY KEY, count INTEGER) WITHOUT ROWID;
+INSERT INTO unanswered SELECT seq FROM groups WHERE key_id = 0 AND seq > (SELECT answered_seq FROM places);
+ALTER TABLE places DROP COLUMN answered_seq;
+""",
 }
 """What brings a ledger of an older schema to the next one."""
 
@@ -85,7 +93,7 @@ class SqliteLedger:
             raise StoreDamaged(f"{path} cannot be used as the broker's ledger: {error}; --fresh begins anew") from error
 
     def load(self) -> Snapshot:
-        next_seq, answered_seq = self._db.execute("SELECT next_seq, answered_seq FROM places").fetchone()
+        (next_seq,) = self._db.execute("SELECT next_seq FROM places").fetchone()
         return Snapshot(
             runs=[msgspec.json.decode(row, type=RunRow) for (row,) in self._db.execute("SELECT row FROM runs")],
             environments=[
@@ -100,7 +108,8 @@ class SqliteLedger:
                 for (row,) in self._db.execute("SELECT row FROM events ORDER BY id")
             ],
             next_seq=next_seq,
-            answered_seq=answered_seq,
+            unanswered=[seq for (seq,) in self._db.execute("SELECT seq FROM unanswered ORDER BY seq")],
+            expected=dict(self._db.execute("SELECT fingerprint, count FROM expected")),
         )
 
     @contextmanager
@@ -140,18 +149,27 @@ class SqliteLedger:
     def add_event(self, event: Event) -> None:
         self._insert_events([(event.id, encode_row(event))])
 
-    def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
+    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_NEWS) -> None:
         with self.transaction():
             self._insert_groups([values_of_group(row) for row in rows])
             if rows:
                 self._put_next(rows[-1].seq + 1)
-            self._put_answered(answered_seq)
+            self._insert_unanswered([row.seq for row in rows if not row.key_id])
+            self.put_answers(answers)
 
-    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answered_seq: int) -> None:
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_NEWS) -> None:
         with self.transaction():
-            self.add_groups(rows, answered_seq=answered_seq)
+            self.add_groups(rows, answers=answers)
             if key is not None:
                 self.put_key(key)
+
+    def put_answers(self, answers: Answers) -> None:
+        with self.transaction():
+            self._delete_unanswered(answers.answered)
+            self._put_expected(answers.expected)
+
+    def probe(self) -> None:
+        self._execute("UPDATE places SET next_seq = next_seq")
 
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         with self.transaction():
@@ -220,8 +238,16 @@ class SqliteLedger:
     def _insert_keys(self, rows: Sequence[Sequence[Any]]) -> None:
         self._execute_many("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?)", rows)
 
-    def _put_answered(self, answered_seq: int) -> None:
-        self._execute("UPDATE places SET answered_seq = ?", (answered_seq,))
+    def _insert_unanswered(self, seqs: Iterable[int]) -> None:
+        self._execute_many("INSERT INTO unanswered VALUES (?)", [(seq,) for seq in seqs])
+
+    def _delete_unanswered(self, seqs: Iterable[int]) -> None:
+        self._execute_many("DELETE FROM unanswered WHERE seq = ?", [(seq,) for seq in seqs])
+
+    def _put_expected(self, counts: Sequence[tuple[bytes, int]]) -> None:
+        present = [pair for pair in counts if pair[1]]
+        self._execute_many("INSERT OR REPLACE INTO expected VALUES (?, ?)", present)
+        self._execute_many("DELETE FROM expected WHERE fingerprint = ?", [(print_,) for print_, n in counts if not n])
 
     def _mark_dirty(self) -> None:
         """Something is about to be written; a subclass may care."""

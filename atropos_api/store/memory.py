@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from atropos_api.store.base import (
+    NO_NEWS,
     NO_RUN,
+    Answers,
     BodyRef,
     EnvironmentRow,
     Event,
@@ -28,7 +30,8 @@ class MemoryLedger:
         self._keys: dict[int, KeyRow] = {}
         self._groups: dict[int, GroupRow] = {}
         self._next_seq = 1
-        self._answered_seq = 0
+        self._unanswered: set[int] = set()
+        self._expected: dict[bytes, int] = {}
 
     def load(self) -> Snapshot:
         return Snapshot(
@@ -39,7 +42,8 @@ class MemoryLedger:
             policies=list(self._policies.values()),
             events=[],
             next_seq=self._next_seq,
-            answered_seq=self._answered_seq,
+            unanswered=sorted(self._unanswered),
+            expected=dict(self._expected),
         )
 
     @contextmanager
@@ -65,17 +69,29 @@ class MemoryLedger:
     def add_event(self, event: Event) -> None:
         """Nobody starts from what this process leaves."""
 
-    def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
+    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_NEWS) -> None:
         for row in rows:
             self._groups[row.seq] = row
             self._next_seq = max(self._next_seq, row.seq + 1)
-        self._answered_seq = answered_seq
+            if not row.key_id:
+                self._unanswered.add(row.seq)
+        self.put_answers(answers)
 
-    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answered_seq: int) -> None:
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_NEWS) -> None:
         with self.transaction():
-            self.add_groups(rows, answered_seq=answered_seq)
+            self.add_groups(rows, answers=answers)
             if key is not None:
                 self.put_key(key)
+
+    def put_answers(self, answers: Answers) -> None:
+        self._unanswered.difference_update(answers.answered)
+        for print_, count in answers.expected:
+            self._expected[print_] = count
+            if not count:
+                del self._expected[print_]
+
+    def probe(self) -> None:
+        """Memory takes every write."""
 
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         for seq in seqs:

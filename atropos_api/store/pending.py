@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from atropos_api.store.base import EnvironmentRow, Event, RunRow, Snapshot
-from atropos_api.store.rows import BATCH_PLACE, group_of_values, key_of_values, policy_of_values
+from atropos_api.store.rows import BATCH_PLACE, KEY_PLACE, group_of_values, key_of_values, policy_of_values
 
 Write = tuple[Any, ...]
 """One write: its kind, and what it says, of types that msgpack knows."""
@@ -21,6 +21,7 @@ class Kind:
     """The kinds of writes, as the journal names them."""
 
     GROUPS: Final = "groups"
+    ANSWERS: Final = "answers"
     KEY: Final = "key"
     FORGET: Final = "forget"
     BATCH: Final = "batch"
@@ -50,9 +51,13 @@ class Pending:
         self.environments: dict[int, bytes] = {}
         self.events: dict[int, bytes] = {}
         self.next_seq: int | None = None
-        self.answered_seq: int | None = None
+        self.unanswered: set[int] = set()
+        """Seqs that the database has not; `answered`: seqs that it has."""
+        self.answered: set[int] = set()
+        self.expected: dict[bytes, int] = {}
         self._appliers: dict[str, Callable[..., None]] = {
             Kind.GROUPS: self._add_groups,
+            Kind.ANSWERS: self._put_answers,
             Kind.KEY: self._put_key,
             Kind.FORGET: self._forget,
             Kind.BATCH: self._assign,
@@ -92,15 +97,26 @@ class Pending:
             policies=sorted(policies.values(), key=lambda row: row.version),
             events=[events[id_] for id_ in sorted(events)],
             next_seq=snapshot.next_seq if self.next_seq is None else self.next_seq,
-            answered_seq=snapshot.answered_seq if self.answered_seq is None else self.answered_seq,
+            unanswered=sorted({*snapshot.unanswered} - self.answered | self.unanswered),
+            expected={print_: count for print_, count in (snapshot.expected | self.expected).items() if count},
         )
 
-    def _add_groups(self, rows: Sequence[Sequence[Any]], answered_seq: int) -> None:
+    def _add_groups(self, rows: Sequence[Sequence[Any]], *answers: Sequence[Any]) -> None:
         for values in rows:
             self.groups[values[0]] = list(values)
+            if not values[KEY_PLACE]:
+                self.unanswered.add(values[0])
         if rows:
             self.next_seq = rows[-1][0] + 1
-        self.answered_seq = answered_seq
+        self._put_answers(*answers)
+
+    def _put_answers(self, answered: Sequence[int], expected: Sequence[tuple[bytes, int]]) -> None:
+        for seq in answered:
+            if seq in self.unanswered:
+                self.unanswered.remove(seq)
+            else:
+                self.answered.add(seq)
+        self.expected.update(expected)
 
     def _put_key(self, values: Sequence[Any]) -> None:
         self.keys[values[0]] = values

@@ -11,7 +11,9 @@ import msgspec
 from atropos_api.errors import StoreUnavailable
 from atropos_api.store.base import (
     KEPT_EVENTS,
+    NO_NEWS,
     NO_RUN,
+    Answers,
     BodyRef,
     EnvironmentRow,
     Event,
@@ -30,7 +32,9 @@ KEYS: Final = "atropos:keys"
 GROUPS: Final = "atropos:groups"
 PLACES: Final = "atropos:places"
 EVENTS: Final = "atropos:events"
-NAMES: Final = (RUNS, ENVIRONMENTS, POLICIES, KEYS, GROUPS, PLACES, EVENTS)
+UNANSWERED: Final = "atropos:unanswered"
+EXPECTED: Final = "atropos:expected"
+NAMES: Final = (RUNS, ENVIRONMENTS, POLICIES, KEYS, GROUPS, PLACES, EVENTS, UNANSWERED, EXPECTED)
 
 RowT = TypeVar("RowT")
 
@@ -58,7 +62,8 @@ class RedisLedger:
             events=[msgspec.json.decode(event, type=Event) for event in self._term.ask("LRANGE", EVENTS, 0, -1)],
             policies=sorted(self._read(POLICIES, PolicyRow), key=lambda row: row.version),
             next_seq=places.get("next_seq", 1),
-            answered_seq=places.get("answered_seq", 0),
+            unanswered=sorted(int(seq) for seq in self._term.ask("SMEMBERS", UNANSWERED)),
+            expected={print_: int(count) for print_, count in self._term.ask("HGETALL", EXPECTED).items()},
         )
 
     @contextmanager
@@ -100,19 +105,33 @@ class RedisLedger:
         self._term.stage("RPUSH", EVENTS, _encoder.encode(event))
         self._term.stage("LTRIM", EVENTS, -KEPT_EVENTS, -1)
 
-    def add_groups(self, rows: Sequence[GroupRow], *, answered_seq: int) -> None:
+    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_NEWS) -> None:
         with self.transaction():
             self._keep(rows)
             self._added += [row.seq for row in rows]
             if rows:
                 self._term.stage("HSET", PLACES, "next_seq", rows[-1].seq + 1)
-            self._term.stage("HSET", PLACES, "answered_seq", answered_seq)
+            self._term.stage_many("SADD", UNANSWERED, [row.seq for row in rows if not row.key_id])
+            self.put_answers(answers)
 
-    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answered_seq: int) -> None:
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_NEWS) -> None:
         with self.transaction():
-            self.add_groups(rows, answered_seq=answered_seq)
+            self.add_groups(rows, answers=answers)
             if key is not None:
                 self.put_key(key)
+
+    def put_answers(self, answers: Answers) -> None:
+        with self.transaction():
+            self._term.stage_many("SREM", UNANSWERED, answers.answered)
+            for print_, count in answers.expected:
+                if count:
+                    self._term.stage("HSET", EXPECTED, print_, count)
+                else:
+                    self._term.stage("HDEL", EXPECTED, print_)
+
+    def probe(self) -> None:
+        with self.transaction():
+            self._term.stage("HSET", PLACES, "probed", 1)
 
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         self._change({seq: {"batch": batch} for seq in seqs})

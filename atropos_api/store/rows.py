@@ -10,6 +10,9 @@ from atropos_api.store.base import BodyRef, GroupRow, KeyRow, PolicyRow
 BATCH_PLACE: Final = 11
 """Where a group's values name its batch."""
 
+KEY_PLACE: Final = 12
+"""Where they name its key."""
+
 
 def values_of_group(row: GroupRow) -> tuple[Any, ...]:
     return (

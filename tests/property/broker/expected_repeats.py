@@ -4,32 +4,44 @@ WINDOW_SECONDS = 30
 
 
 class ExpectedRepeats:
-    """Groups are (ident, env, size, version); those of one ident and environment are equal bytes."""
+    """Groups are (ident, env, size, version); those of one ident and environment are equal bytes.
+
+    `lost` is what the broker expects to come again and until when, `recorded` what of that its ledger has.
+    """
 
     def __init__(self):
-        self.keys, self.lost = set(), {}
-        self.keyed = []
-        """Of each group taken, in order of arrival."""
-        self.answered = self.recorded = 0
+        self.keys, self.lost, self.recorded = set(), {}, set()
+        self.unsure = []
+        """Groups of the last record that have no key: nobody has written yet that they were answered."""
+        self.taken = 0
 
     def news(self, groups, key, now):
         if key is not None:
             return [] if key in self.keys else groups
-        return [group for group in groups if self.lost.pop(group[:2], -1) < now]
+        self.lost = {name: until for name, until in self.lost.items() if until >= now}
+        # A repeat is one until its own answer has left.
+        self.expected = set(self.lost)
+        return [group for group in groups if self.lost.pop(group[:2], None) is None]
 
-    def note(self, groups, taken, key, *, arrived, now):
-        """So many of the groups were taken, and the answer arrived or did not."""
-        if taken:
+    def note(self, groups, fresh, key, *, arrived, now):
+        """These of the groups were taken, and the answer arrived or did not."""
+        if fresh:
             self.keys |= {key} - {None}
-            # That a submission was answered is recorded with the next one.
-            self.recorded = self.answered
-            self.keyed += [key is not None] * taken
-        self.answered = len(self.keyed)
+            self.recorded = self.expected if key is None else set(self.lost)
+            first = self.taken
+            self.taken += len(fresh)
+            self.unsure = [] if key is not None else [(first + n, group[:2]) for n, group in enumerate(fresh)]
         if key is None and not arrived:
             self.lost |= {group[:2]: now + WINDOW_SECONDS for group in groups}
+            self.record()
+
+    def record(self):
+        self.recorded = set(self.lost)
+        self.unsure = []
 
     def restart(self, rows, now):
-        """Of what came after the last record nobody knows whether it was answered."""
-        self.answered = self.recorded
-        unsure = [row for row, keyed in list(zip(rows, self.keyed, strict=True))[self.recorded :] if not keyed]
-        self.lost = {(row.ident, row.env): now + WINDOW_SECONDS for row in unsure if row.run != "gone"}
+        """What is recorded may come again, and what nobody knows to be answered, as far as it is there."""
+        there = {name for place, name in self.unsure if rows[place].run != "gone"}
+        self.lost = dict.fromkeys(self.recorded | there, now + WINDOW_SECONDS)
+        if self.unsure:
+            self.record()

@@ -183,9 +183,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def post_groups(self, groups, key, answered):
         self.since_begin += 1
         taken = self.legacy.take(self.fields(groups), key=key)
-        self.broker.intake.settle(taken.rows)
-        if not answered:
-            self.legacy.expect_repeat(taken)
+        self.legacy.settle(taken, arrived=answered)
         env = groups[0][1]
         accepted = self.expect(groups, key and (env, key), arrived=answered)
         assert (len(taken.rows), taken.duplicates) == (accepted, len(groups) - accepted)
@@ -196,7 +194,7 @@ class BrokerMachine(RuleBasedStateMachine):
         if fresh or always_alive:
             self.model.touch(groups[0][1])
         self.model.take(fresh)
-        self.repeats.note(groups, len(fresh), key, arrived=arrived, now=self.now)
+        self.repeats.note(groups, fresh, key, arrived=arrived, now=self.now)
         return len(fresh)
 
     # Runs

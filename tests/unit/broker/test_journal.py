@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from atropos_api.errors import StoreDamaged, StoreUnavailable
-from atropos_api.store.base import BodyRef, EnvironmentRow, Event, GroupRow, KeyRow, PolicyRow
+from atropos_api.store.base import Answers, BodyRef, EnvironmentRow, Event, GroupRow, KeyRow, PolicyRow
 from atropos_api.store.journal import Journal
 from atropos_api.store.ledger_journaled import MOST_PENDING, JournaledLedger
 
@@ -45,7 +45,7 @@ def ledger(directory):
 
 def submit(ledger, *seqs):
     for seq in seqs:
-        ledger.add_submission([make_row(seq, key_id=seq)], make_key(seq), answered_seq=seq - 1)
+        ledger.add_submission([make_row(seq, key_id=seq)], make_key(seq))
 
 
 def left_by_a_kill(directory, name="killed"):
@@ -71,7 +71,20 @@ def test_what_was_kept_is_found_after_a_kill(ledger, directory):
     found = found_in(left_by_a_kill(directory))
     assert found.groups == [make_row(seq, key_id=seq) for seq in (1, 2, 3)]
     assert found.keys == [make_key(seq) for seq in (1, 2, 3)]
-    assert (found.next_seq, found.answered_seq) == (4, 2)
+    assert found.next_seq == 4
+
+
+def test_what_is_unanswered_is_found_after_a_kill_whether_the_database_has_it_or_the_journal(ledger, directory):
+    """R9: known one by one; not up to a number, which those that come later would move."""
+    ledger.add_groups([make_row(1), make_row(2), make_row(3)])
+    ledger.put_answers(Answers([3], [(b"early", 1), (b"late", 1)]))
+    ledger.probe()
+    # From here on in the journal alone.
+    ledger.add_groups([make_row(4)], answers=Answers([1], [(b"early", 0), (b"new", 2)]))
+    ledger.add_groups([make_row(5)], answers=Answers([4]))
+    assert (ledger.load().unanswered, ledger.load().expected) == ([2, 5], {b"late": 1, b"new": 2})
+    found = found_in(left_by_a_kill(directory))
+    assert (found.unanswered, found.expected) == ([2, 5], {b"late": 1, b"new": 2})
 
 
 def test_what_is_pending_is_read_again_though_the_database_takes_nothing(ledger):
@@ -83,7 +96,7 @@ def test_what_is_pending_is_read_again_though_the_database_takes_nothing(ledger)
     ledger._db.execute("PRAGMA query_only = OFF")
     assert [(group.seq, group.batch) for group in snapshot.groups] == [(1, 1), (2, 0), (3, 0)]
     assert snapshot.keys == [make_key(seq) for seq in (1, 2, 3)]
-    assert (snapshot.next_seq, snapshot.answered_seq) == (4, 2)
+    assert snapshot.next_seq == 4
     assert ledger.load() == snapshot
 
 
@@ -187,9 +200,9 @@ def test_a_transaction_of_which_the_database_alone_can_make_a_part_is_whole_or_n
         raise RuntimeError
     assert [(group.seq, group.run_id) for group in ledger.load().groups] == [(1, "")]
     with ledger.transaction():
-        ledger.add_groups([make_row(2)], answered_seq=1)
+        ledger.add_groups([make_row(2)])
         ledger.adopt_groups("r")
-        ledger.add_groups([make_row(3)], answered_seq=1)
+        ledger.add_groups([make_row(3)])
         ledger.drop_groups([1])
     assert [(group.seq, group.run_id) for group in ledger.load().groups] == [(2, "r"), (3, "")]
 

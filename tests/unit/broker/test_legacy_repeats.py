@@ -47,9 +47,7 @@ def fields(ident=1, env_id=0):
 
 def send(legacy, *, answered, env_id=0):
     taken = legacy.take([fields(env_id=env_id)])
-    legacy._broker.intake.settle(taken.rows)
-    if not answered:
-        legacy.expect_repeat(taken)
+    legacy.settle(taken, arrived=answered)
     return taken.duplicates
 
 
@@ -91,6 +89,57 @@ def test_a_crash_between_write_and_answer_makes_the_repeat_recognised_afterwards
     assert revived._state.queue.groups == 3
 
 
+def send_one(legacy, ident, *, answered=True):
+    taken = legacy.take([fields(ident)])
+    legacy.settle(taken, arrived=answered)
+    return taken.duplicates
+
+
+@pytest.mark.parametrize("kills", [1, 2, 5])
+def test_a_repeat_is_known_after_any_number_of_crashes_that_came_before_it(legacy, store, clock, kills):
+    """R9: what others sent meanwhile, and were answered, does not make it news."""
+    legacy.take([fields(1)])
+    for ident in range(2, 2 + kills):
+        legacy = open_legacy(store, clock)
+        send_one(legacy, 10 * ident)
+        send_one(legacy, 10 * ident + 1)
+    revived = open_legacy(store, clock)
+    assert [send_one(revived, 1) for _ in range(2)] == [1, 0]
+
+
+def test_a_lost_answer_is_remembered_over_a_crash_and_its_groups_may_be_trained_on_meanwhile(legacy, store, clock):
+    send_one(legacy, 1, answered=False)
+    send_one(legacy, 2)
+    legacy._broker.batches.drop([group for lane in legacy._state.queue.lanes for group in lane])
+    revived = open_legacy(store, clock)
+    assert [send_one(revived, ident) for ident in (1, 2, 1)] == [1, 0, 0]
+
+
+def test_a_repeat_whose_answer_a_crash_took_is_one_once_more(legacy, store, clock):
+    send_one(legacy, 1, answered=False)
+    legacy.take([fields(1)])
+    # Another's record is written while the repeat is not answered.
+    send_one(legacy, 2)
+    revived = open_legacy(store, clock)
+    assert [send_one(revived, 1) for _ in range(2)] == [1, 0]
+
+
+def test_what_was_answered_or_is_too_old_is_not_remembered(legacy, store, clock):
+    send_one(legacy, 1, answered=False)
+    send_one(legacy, 2, answered=False)
+    send_one(legacy, 1)
+    clock.now += 31
+    send_one(legacy, 3)
+    found = store[0].load()
+    assert (found.unanswered, found.expected) == ([3], {})
+
+
+def test_equal_groups_of_one_submission_are_each_known_again(legacy, store, clock):
+    legacy.settle(legacy.take([fields(1), fields(1)]), arrived=False)
+    revived = open_legacy(store, clock)
+    assert [send_one(revived, 1) for _ in range(3)] == [1, 1, 0]
+
+
 def checked(form, ident=1):
     group = make_group(4, first_token=ident * 100)
     if form == "columns":
@@ -100,9 +149,7 @@ def checked(form, ident=1):
 
 def submit(broker, groups, *, answered):
     submitted = broker.take(0, groups)
-    broker.intake.settle(submitted.rows)
-    if not answered:
-        broker.expect_repeat(submitted)
+    broker.settle(submitted, arrived=answered)
     return submitted.answer.accepted, submitted.answer.duplicates
 
 

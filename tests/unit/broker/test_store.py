@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from atropos_api.errors import DataDirectoryInUse, StoreDamaged, StoreUnavailable
-from atropos_api.store.base import BodyRef, GroupRow, KeyRow, PolicyRow
+from atropos_api.store.base import Answers, BodyRef, GroupRow, KeyRow, PolicyRow
 from atropos_api.store.directory import open_directory
 from atropos_api.store.ledger_sqlite import SqliteLedger
 from atropos_api.store.opening import open_store
@@ -105,28 +105,31 @@ def test_rows_come_back_as_they_were(tmp_path):
     key = KeyRow(key_id=1, owner="env", key="k", group_count=1, used_at=2.0)
     policy = PolicyRow(run_id="r", version=3, step=1, published_at=0.5, orphaned=True)
     with ledger.transaction():
-        ledger.add_groups(rows, answered_seq=1)
+        ledger.add_groups(rows)
+        ledger.put_answers(Answers([1], [(b"print", 2), (b"gone", 0)]))
         ledger.put_key(key)
         ledger.put_policy(policy)
     ledger.close()
     found = SqliteLedger(tmp_path / "ledger.sqlite").load()
     assert (found.groups, found.keys, found.policies) == (rows, [key], [policy])
-    assert (found.next_seq, found.answered_seq) == (4, 1)
+    assert (found.next_seq, found.unanswered, found.expected) == (4, [3], {b"print": 2})
 
 
 def test_a_directory_of_an_older_schema_opens_with_its_groups(tmp_path):
     path = tmp_path / "ledger.sqlite"
     ledger = SqliteLedger(path)
-    row = make_row(1, BodyRef(1, 12, 5), key_id=7)
-    ledger.add_groups([row], answered_seq=0)
+    rows = [make_row(seq, BodyRef(1, 12, 5), key_id=key_id) for seq, key_id in ((1, 0), (2, 7), (3, 0))]
+    ledger.add_groups(rows)
     ledger.close()
     with closing(sqlite3.connect(path)) as db:
         db.executescript(
+            "DROP TABLE unanswered; DROP TABLE expected; ALTER TABLE places ADD COLUMN answered_seq INTEGER DEFAULT 1;"
             "ALTER TABLE groups DROP COLUMN form; ALTER TABLE places DROP COLUMN journaled; PRAGMA user_version = 1;"
         )
     for _ in range(2):
         again = SqliteLedger(path)
-        assert again.load().groups == [row]
+        found = again.load()
+        assert (found.groups, found.unanswered) == (rows, [3])
         again.close()
 
 
@@ -135,7 +138,7 @@ def test_a_transaction_that_fails_keeps_nothing(tmp_path):
 
     def add_and_fail():
         with ledger.transaction():
-            ledger.add_groups([make_row(1, BodyRef(1, 12, 5))], answered_seq=0)
+            ledger.add_groups([make_row(1, BodyRef(1, 12, 5))])
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
@@ -169,7 +172,7 @@ def test_one_broker_holds_a_directory_at_a_time(tmp_path):
 
 def test_fresh_deletes_what_was_there(tmp_path):
     ledger, bodies = open_store(str(tmp_path))
-    ledger.add_groups([make_row(1, *bodies.append([b"old"]))], answered_seq=0)
+    ledger.add_groups([make_row(1, *bodies.append([b"old"]))])
     bodies.close()
     ledger.close()
     (tmp_path / "notes.txt").write_text("not ours")

@@ -6,7 +6,7 @@ import pytest
 
 from atropos_api.broker import Broker
 from atropos_api.errors import StoreUnavailable, StoreUnsafe
-from atropos_api.store.base import KEPT_EVENTS, LOST, BodyRef, EnvironmentRow, GroupRow, KeyRow, PolicyRow
+from atropos_api.store.base import KEPT_EVENTS, LOST, Answers, BodyRef, EnvironmentRow, GroupRow, KeyRow, PolicyRow
 from atropos_api.store.directory import open_directory
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.store.opening import open_held, open_session
@@ -79,7 +79,7 @@ def make_row(seq, body, **changes):
 
 def add(store, count, **changes):
     refs = store.bodies.append([b"body %d" % n for n in range(count)])
-    store.ledger.add_groups([make_row(n + 1, ref, **changes) for n, ref in enumerate(refs)], answered_seq=0)
+    store.ledger.add_groups([make_row(n + 1, ref, **changes) for n, ref in enumerate(refs)])
     return refs
 
 
@@ -93,19 +93,32 @@ def test_rows_of_all_kinds_come_back_as_they_were(store):
         min_batch_allocation=None, max_batches_offpolicy=3, connected=True, registered_at=1.0, seen_at=2.0,
     )  # fmt: skip
     with store.ledger.transaction():
-        store.ledger.add_groups(rows, answered_seq=1)
+        store.ledger.add_groups(rows)
         store.ledger.put_key(key)
         store.ledger.put_policy(policy)
         store.ledger.put_environment(environment)
     found = reopen(store)[0].load()
     assert (found.groups, found.keys, found.policies, found.environments) == (rows, [key], [policy], [environment])
-    assert (found.next_seq, found.answered_seq) == (3, 1)
+    assert (found.next_seq, found.unanswered) == (3, [1])
+
+
+def test_what_is_unanswered_and_what_may_come_again_is_kept_exactly(store):
+    """R9: a repeat is known after any number of crashes: no answer to others makes it forgotten."""
+    add(store, 4)
+    store.ledger.add_submission([make_row(5, LOST, key_id=1)], None, answers=Answers([1, 3], [(b"a", 2), (b"b", 1)]))
+    found = reopen(store)[0].load()
+    assert (found.unanswered, found.expected) == ([2, 4], {b"a": 2, b"b": 1})
+    store.ledger.add_submission([make_row(6, LOST)], None, answers=Answers([4], [(b"a", 1)]))
+    store.ledger.put_answers(Answers([6], [(b"b", 0), (b"c", 1)]))
+    assert (store.ledger.load().unanswered, store.ledger.load().expected) == ([2], {b"a": 1, b"c": 1})
+    found = reopen(store)[0].load()
+    assert (found.unanswered, found.expected) == ([2], {b"a": 1, b"c": 1})
 
 
 def test_bodies_come_back_byte_for_byte_with_their_rows(store):
     bodies = [b"a", b"", os.urandom(100_000), b"z" * 1000]
     refs = store.bodies.append(bodies)
-    store.ledger.add_groups([make_row(n + 1, ref) for n, ref in enumerate(refs)], answered_seq=0)
+    store.ledger.add_groups([make_row(n + 1, ref) for n, ref in enumerate(refs)])
     assert store.bodies.read(refs) == bodies
     _, log = reopen(store)
     assert log.adopt(refs) == []
@@ -128,7 +141,7 @@ def test_changes_of_a_row_add_up(store):
 
 def test_many_rows_are_one_transaction(store):
     refs = store.bodies.append([b"x"] * 5000)
-    store.ledger.add_groups([make_row(n + 1, ref) for n, ref in enumerate(refs)], answered_seq=0)
+    store.ledger.add_groups([make_row(n + 1, ref) for n, ref in enumerate(refs)])
     store.ledger.assign_batch(range(1, 5001), 1)
     ledger, bodies = reopen(store)
     assert [row.batch for row in ledger.load().groups] == [1] * 5000
@@ -166,9 +179,9 @@ def test_a_transaction_that_fails_keeps_nothing(store):
 
     with pytest.raises(RuntimeError):
         add_and_fail()
-    store.ledger.add_groups([], answered_seq=7)
+    store.ledger.probe()
     found = reopen(store)[0].load()
-    assert (found.groups, found.next_seq, found.answered_seq) == ([], 1, 7)
+    assert (found.groups, found.next_seq, found.unanswered) == ([], 1, [])
 
 
 def test_a_term_that_is_over_writes_and_reads_nothing(redis_server):
@@ -180,13 +193,13 @@ def test_a_term_that_is_over_writes_and_reads_nothing(redis_server):
     first.step_down()
     # The same broker again: a new term, so what its old one still has in hand is void.
     assert first.acquire()
-    for use in (lambda: ledger.add_groups([], answered_seq=9), ledger.load, lambda: bodies.read([LOST])):
+    for use in (ledger.probe, ledger.load, lambda: bodies.read([LOST])):
         with pytest.raises(StoreUnavailable, match="not the active one"):
             use()
     # Redis itself refuses a late write, whatever its sender believes.
     stale = first.term
     assert first._run("return redis.call('SET', KEYS[1], 'somebody else')")
-    stale.stage("HSET", "atropos:places", "answered_seq", 9)
+    stale.stage("HSET", "atropos:places", "probed", 1)
     with pytest.raises(StoreUnavailable, match="took over"):
         stale.apply()
     assert not first.held
@@ -202,7 +215,7 @@ def test_events_and_their_ids_go_on_where_the_last_process_was(store):
     for number in range(KEPT_EVENTS + 150):
         log.add("something", number=number)
     seen = log.last_id - 3
-    store.ledger.add_groups([], answered_seq=0)
+    store.ledger.probe()
     again = Broker(*reopen(store), clock=lambda: 1.0).state.events
     assert [event.data["number"] for event in again.after(seen)] == list(range(KEPT_EVENTS + 147, KEPT_EVENTS + 150))
     again.add("later")
@@ -241,13 +254,13 @@ def test_a_redis_without_room_refuses_a_submission_and_takes_the_next(redis_serv
     (ref,) = bodies.append([b"refused"])
     session.call("CONFIG", "SET", "maxmemory", "1")
     with pytest.raises(StoreUnavailable, match="refused a write"):
-        ledger.add_groups([make_row(1, ref)], answered_seq=0)
+        ledger.add_groups([make_row(1, ref)])
     bodies.discard([ref])
     session.call("CONFIG", "SET", "maxmemory", "0")
     # The refused row is nowhere that a later change could write it from.
     ledger.adopt_groups("run")
     (ref,) = bodies.append([b"taken"])
-    ledger.add_groups([make_row(1, ref)], answered_seq=0)
+    ledger.add_groups([make_row(1, ref)])
     assert [(row.run_id, row.body) for row in ledger.load().groups] == [("", ref)]
     assert bodies.read([ref]) == [b"taken"]
     assert session.call("HLEN", "atropos:bodies") == 1

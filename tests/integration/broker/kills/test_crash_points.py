@@ -6,6 +6,7 @@ Each step is met once in the default suite, in one of the stores and modes; `ATR
 import os
 import random
 
+import httpx
 import pytest
 
 from atropos_api.store.steps import Step
@@ -27,6 +28,29 @@ def steps_for(mode):
 def test_killed_at_each_step_a_directory_loses_and_duplicates_nothing(tmp_path, killed_broker, load, mode):
     broker = killed_broker("--store", str(tmp_path / "store"), "--fsync", mode)
     kill_at_steps(broker, load, list(steps_for(mode)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_submission_without_a_key_is_known_again_after_two_kills(tmp_path, killed_broker, mode):
+    """R9: its sender repeats it late; others were taken and answered between the kills."""
+    broker = killed_broker("--store", str(tmp_path / "store"), "--fsync", mode)
+    first, *others = ({"tokens": [[n]], "masks": [[n]], "scores": [0.5], "env_id": 0} for n in range(5))
+    broker.start(crash_at=Step.GROUPS_KEPT)
+    assert broker.wait_until(200)
+    with pytest.raises(httpx.TransportError):
+        httpx.post(broker.url + "/scored_data", json=first)
+    for pair in (others[:2], others[2:]):
+        broker.start()
+        assert broker.wait_until(200)
+        for other in pair:
+            # The second one's record says that the first was answered.
+            assert httpx.post(broker.url + "/scored_data", json=other).status_code == 200
+        broker.kill()
+    broker.start()
+    assert broker.wait_until(200)
+    for groups in (5, 6):
+        assert httpx.post(broker.url + "/scored_data", json=first).status_code == 200
+        assert httpx.get(broker.url + "/v1/status").json()["queue"]["groups"] == groups
 
 
 def kill_at_steps(broker, load, steps):

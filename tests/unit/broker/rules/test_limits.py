@@ -114,14 +114,14 @@ def test_max_uncommitted_bounds_what_is_open_and_a_commit_makes_way(desk):
 @pytest.mark.parametrize("desk", [{"dedup_window_seconds": 5.0}], indirect=True)
 @pytest.mark.parametrize(("later", "duplicates"), [(5, 1), (5.1, 0)])
 def test_the_dedup_window_is_as_long_as_it_says(desk, later, duplicates):
-    desk.legacy.expect_repeat(desk.legacy.take([desk.fields(1)]))
+    desk.legacy.settle(desk.legacy.take([desk.fields(1)]), arrived=False)
     desk.now += later
     assert desk.legacy.take([desk.fields(1)]).duplicates == duplicates
 
 
 @pytest.mark.parametrize("desk", [{"max_queued_sequences": 8}], indirect=True)
 def test_a_repeat_stays_one_when_the_list_it_came_in_did_not_fit(desk):
-    desk.legacy.expect_repeat(desk.legacy.take([desk.fields(1)]))
+    desk.legacy.settle(desk.legacy.take([desk.fields(1)]), arrived=False)
     with pytest.raises(Exception, match="the queue holds 4 sequences"):
         desk.legacy.take([desk.fields(1), desk.fields(2), desk.fields(3)])
     taken = desk.legacy.take([desk.fields(1), desk.fields(2)])
