@@ -244,7 +244,7 @@ def make_trackers(config: TrainingConfig, resumed_step: int | None, *, writes: b
     if not writes:
         return TrackerSet([])
     directory = config.required_run_dir
-    trackers: list[Tracker] = [JsonlTracker(directory, resumed_step=resumed_step)]
+    trackers: list[Tracker] = []  # those first that may refuse: nothing of a run that does not start is left open
     if config.benchmark:
         trackers.append(SummaryTracker())
     if config.tensorboard:
@@ -259,7 +259,7 @@ def make_trackers(config: TrainingConfig, resumed_step: int | None, *, writes: b
                 config=public_settings(config),
             )
         )
-    return TrackerSet(trackers)
+    return TrackerSet([JsonlTracker(directory, resumed_step=resumed_step), *trackers])
 
 
 def record_config(config: TrainingConfig) -> None:

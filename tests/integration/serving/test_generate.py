@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vllm
 
 
 def test_a_reply_has_the_form_atropos_clients_read(plain_server):
-    reply = plain_server.generate("Hello", max_tokens=5, n=2)
+    reply = plain_server.generate("Hello", max_tokens=5, n=2, ignore_eos=True)
     assert reply["prompt"] == "Hello"
     assert reply["prompt_token_ids"] == [41, 70, 77, 77, 80]
     assert [len(tokens) for tokens in reply["token_ids"]] == [5, 5]
@@ -57,7 +57,7 @@ def test_tokens_given_as_a_prompt_are_not_tokenised_again(plain_server):
 
 
 def test_every_token_has_the_version_the_server_was_started_with(plain_server):
-    reply = plain_server.generate(PROMPT, max_tokens=5, n=3)
+    reply = plain_server.generate(PROMPT, max_tokens=5, n=3, ignore_eos=True)
     assert reply["policy_versions"] == [[[0, 5, 7]]] * 3
     assert reply["boot_id"] == plain_server.info()["boot_id"]
 

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+import wandb
 from safetensors.torch import load_file
 
 from atropos_api.wire import Batch, Group, RunInfo, RunRequest
@@ -152,6 +153,8 @@ class FlagBench:
             patch.setattr(api, "BrokerSession", lambda client, **_: _RecordedSession(recorded, client))
             patch.setenv("WANDB_MODE", "offline")
             patch.setenv("WANDB_SILENT", "true")
+            if "--use-wandb" in argv:
+                wandb.teardown()  # it reads the environment once a process, and another test may have been first
             if "shared_vllm" in argv:
                 fake = stack.enter_context(served_fake(self.model, directory))
                 recorded.served = fake.server.requests

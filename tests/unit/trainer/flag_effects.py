@@ -21,6 +21,8 @@ class Effect:
     argv: str
     holds: Callable[[Seen, Seen], bool]
     beside: str = ""
+    needs: str = ""
+    """An optional package; without it the flag is refused, which another test holds."""
 
 
 def _other_weights(seen: Seen, usual: Seen) -> bool:
@@ -290,7 +292,7 @@ _TRACKING = {
     "wandb_project": Effect(argv=_WANDB, holds=_wandb("tried-project")),
     "wandb_group": Effect(argv=_WANDB, holds=_wandb("tried-group")),
     "wandb_run_name": Effect(argv=_WANDB, holds=_wandb("tried-name")),
-    "tensorboard": Effect(argv="--tensorboard", holds=_file("tensorboard/events.out.*")),
+    "tensorboard": Effect(argv="--tensorboard", holds=_file("tensorboard/events.out.*"), needs="tensorboard"),
     "stop_on": Effect(
         argv="--stop-on clipped_fraction",
         beside=_TWO,

@@ -42,6 +42,8 @@ def flag_bench(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Fl
 @pytest.mark.parametrize("flag", EFFECTS)
 def test_a_flag_does_what_it_says(flag_bench: FlagBench, flag: str) -> None:
     effect = EFFECTS[flag]
+    if effect.needs:
+        pytest.importorskip(effect.needs)
     usual = flag_bench.run(*effect.beside.split())
     seen = flag_bench.run(*effect.beside.split(), *effect.argv.split())
     assert effect.holds(seen, usual)

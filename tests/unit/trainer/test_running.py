@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import wandb
 
 from example_trainer.errors import TrainerError
 from example_trainer.running.health import HealthEvent
@@ -100,6 +101,7 @@ def test_an_event_is_a_line_of_its_own_file_and_leaves_with_the_steps_that_are_t
 def test_wandb_offline_writes_a_run_that_holds_the_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()  # it reads the environment once a process, and another test may have been first
     tracker = WandbTracker(project="p", group=None, name="tried", directory=tmp_path, config={"lr": 1e-5})
     group = tracker.run.group
     tracker.log(1, {"reward/mean": 0.25})
