@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from example_trainer.tiny.tokenizer import CHAT_TEMPLATE, END, PAD, train_tokenizer
+from example_trainer.tiny.tokenizer import END, save_tokenizer
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -128,11 +128,7 @@ def reference_python() -> Path | None:
 
 def make_tokenizer(directory: Path) -> tuple[Path, int]:
     """A small tokenizer folder that both sides can load, and the id of its end token."""
-    tokenizer = train_tokenizer()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD}
-    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHAT_TEMPLATE}))
-    return directory, int(tokenizer.token_to_id(END))
+    return directory, int(save_tokenizer(directory).token_to_id(END))
 
 
 @contextmanager

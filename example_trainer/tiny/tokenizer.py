@@ -7,7 +7,9 @@ its own for the unknown), and every loader sees the same ids.
 
 from __future__ import annotations
 
+import json
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from environments.tasks.arithmetic import TASK_NAMES, problem_stream
@@ -50,6 +52,16 @@ def make_tokenizer(*, context_length: int) -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def save_tokenizer(folder: Path) -> Tokenizer:
+    """Train the tokenizer and write it into `folder` as a model's files hold it, without loading transformers."""
+    tokenizer = train_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD, "unk_token": PAD}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return tokenizer
 
 
 def train_tokenizer() -> Tokenizer:

@@ -101,7 +101,8 @@ def test_sigterm_drains_what_is_under_way_and_leaves_no_process(tokenizer_folder
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_sigterm_ends_a_server_that_waits_for_a_broker_that_is_gone(tokenizer_folder, begun):
-    with environment("http://127.0.0.1:1", f"http://127.0.0.1:{(port := free_port())}", tokenizer_folder) as process:
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    with environment("http://127.0.0.1:1", url, tokenizer_folder, "--env.drain_seconds", "2") as process:
         with served(make_memory_app(), port=port) as broker:
             wait_until(lambda: "registered" in process.stderr.readline())
             if begun:
