@@ -128,7 +128,9 @@ def reference_python() -> Path | None:
 
 def make_tokenizer(directory: Path) -> tuple[Path, int]:
     """A small tokenizer folder that both sides can load, and the id of its end token."""
-    return directory, int(save_tokenizer(directory).token_to_id(END))
+    end = save_tokenizer(directory).token_to_id(END)
+    assert end is not None
+    return directory, end
 
 
 @contextmanager
