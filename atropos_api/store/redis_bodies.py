@@ -17,14 +17,13 @@ class RedisBodyLog:
 
     def __init__(self, term: RedisTerm) -> None:
         self._term = term
-        self._known = {int(number) for number in term.ask("HKEYS", BODIES)}
-        self._next_number = max(self._known, default=0) + 1
+        self._next_number = max(self._numbers(), default=0) + 1
         self._size_bytes = 0
 
     def append(self, bodies: Sequence[bytes]) -> list[BodyRef]:
         refs = []
         for body in bodies:
-            self._term.stage("HSET", BODIES, self._next_number, body)
+            self._term.stage_body("HSET", BODIES, self._next_number, body)
             refs.append(BodyRef(0, self._next_number, len(body)))
             self._next_number += 1
             self._size_bytes += len(body)
@@ -43,14 +42,14 @@ class RedisBodyLog:
         """Deleted with the next transaction; should there be none, the next start does it."""
         gone = list(refs)
         self._size_bytes -= sum(ref.length for ref in gone)
-        self._term.stage_many("HDEL", BODIES, [ref.offset for ref in gone])
+        self._term.stage_removal(BODIES, [ref.offset for ref in gone])
 
     def adopt(self, refs: Iterable[BodyRef]) -> list[BodyRef]:
         alive = list(refs)
-        lost = [ref for ref in alive if ref.offset not in self._known]
-        orphans = self._known - {ref.offset for ref in alive}
-        self._term.stage_many("HDEL", BODIES, sorted(orphans))
-        self._known = set()
+        known = self._numbers()
+        lost = [ref for ref in alive if ref.offset not in known]
+        orphans = known - {ref.offset for ref in alive}
+        self._term.stage_removal(BODIES, sorted(orphans))
         self._size_bytes = sum(ref.length for ref in alive) - sum(ref.length for ref in lost)
         return lost
 
@@ -68,3 +67,6 @@ class RedisBodyLog:
 
     def close(self) -> None:
         """The ledger ends the term that both share."""
+
+    def _numbers(self) -> set[int]:
+        return {int(number) for number in self._term.ask("HKEYS", BODIES)}

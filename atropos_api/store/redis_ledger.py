@@ -69,7 +69,7 @@ class RedisLedger:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing; a transaction inside another is a part of it."""
-        before = self._term.staged_count
+        before = self._term.staged
         self._depth += 1
         try:
             yield

@@ -45,9 +45,13 @@ return 1
 """
 RELEASE_SCRIPT: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end return 1"
 
+ROOMLESS: Final = ("DEL", "atropos:nothing")
+"""A write that a full Redis takes. It judges a script by its first write, and takes the others with it."""
+
 PROMISES: Final = {"appendonly": "yes", "appendfsync": "always", "no-appendfsync-on-rewrite": "no"}
 
 Argument = str | int | float | bytes
+Command = tuple[Argument, ...]
 
 
 def is_redis(place: str) -> bool:
@@ -90,13 +94,12 @@ class RedisSession:
         self.lease_seconds = lease_seconds
         self._client = connect(url, timeout_seconds=max(1.0, lease_seconds / 3))
         self._apply = self._client.register_script(APPLY_SCRIPT)
-        self._held_until = 0.0
-        self.term = RedisTerm(self, "")
+        self.term = RedisTerm(self, "", held_until=0.0)
 
     @property
     def held(self) -> bool:
         """Whether this broker may act: nobody else can have the lease before this ends."""
-        return boot_seconds() < self._held_until
+        return self.term.held
 
     def acquire(self) -> bool:
         """Become the active broker, if there is none (or if it was this one)."""
@@ -104,24 +107,25 @@ class RedisSession:
         asked_at = boot_seconds()
         if not self._run(ACQUIRE_SCRIPT, self.term.value, value, self._lease_milliseconds()):
             return False
-        self.term = RedisTerm(self, value)
-        self._held_until = asked_at + self.lease_seconds
+        self.term = RedisTerm(self, value, held_until=asked_at + self.lease_seconds)
         return True
 
     def renew(self) -> bool:
         """Stay the active broker; False if another one is, or nobody."""
         asked_at = boot_seconds()
-        renewed = self.held and bool(self._run(RENEW_SCRIPT, self.term.value, self._lease_milliseconds()))
-        self._held_until = asked_at + self.lease_seconds if renewed else 0.0
-        return renewed
+        if self.held and self._run(RENEW_SCRIPT, self.term.value, self._lease_milliseconds()):
+            self.term.hold_until(asked_at + self.lease_seconds)
+        else:
+            self.step_down()
+        return self.held
 
     def step_down(self) -> None:
         """Act no more: what Redis holds is not known for certain. The lease can be acquired again."""
-        self._held_until = 0.0
+        self.term.give_up()
 
     def release(self) -> None:
         """Let a standby take over at once."""
-        self._held_until = 0.0
+        self.step_down()
         self._run(RELEASE_SCRIPT, self.term.value)
 
     def holder(self) -> dict[str, Any] | None:
@@ -193,45 +197,78 @@ class RedisSession:
 
 
 class RedisTerm:
-    """The time in which one broker is active: staged writes and reads, refused once the term is over."""
+    """The time in which one broker is active: staged writes and reads, refused once the term is over.
 
-    def __init__(self, session: RedisSession, value: str) -> None:
+    One thread renews while another writes. A term that was given up stays so, whatever a renewal is told that was under
+    way just then: memory and Redis may differ by now, and only a new term reads what Redis holds.
+    """
+
+    def __init__(self, session: RedisSession, value: str, *, held_until: float) -> None:
         self.place = session.place
         self.value = value
         self._session = session
-        self._staged: list[tuple[Argument, ...]] = []
+        self._held_until = held_until
+        self._given_up = False
+        self._bodies: list[Command] = []
+        self._rows: list[Command] = []
+        self._removals: list[Command] = []
 
     @property
-    def staged_count(self) -> int:
-        return len(self._staged)
+    def held(self) -> bool:
+        return not self._given_up and boot_seconds() < self._held_until
+
+    def hold_until(self, seconds: float) -> None:
+        """Nobody else can have the lease before this time of `boot_seconds`."""
+        self._held_until = seconds
+
+    def give_up(self) -> None:
+        self._given_up = True
+
+    @property
+    def staged(self) -> tuple[int, int]:
+        """How much is staged, for `unstage`."""
+        return len(self._bodies), len(self._rows)
 
     def stage(self, *command: Argument) -> None:
         """Add a write to those that the next `apply` makes together."""
-        self._staged.append(command)
+        self._rows.append(command)
 
-    def unstage(self, count: int) -> None:
-        """Drop what was staged after the first `count`."""
-        del self._staged[count:]
+    def stage_body(self, *command: Argument) -> None:
+        """Add one that a Redis without room refuses, and with it all that the next `apply` makes."""
+        self._bodies.append(command)
+
+    def stage_removal(self, key: str, fields: Sequence[Argument]) -> None:
+        """Add one of what is needed no more: it stays staged until an `apply` succeeds, whatever else is refused."""
+        self._removals += _in_chunks("HDEL", key, fields)
+
+    def unstage(self, staged: tuple[int, int]) -> None:
+        """Drop what was staged since, bar removals."""
+        bodies, rows = staged
+        del self._bodies[bodies:], self._rows[rows:]
 
     def stage_many(self, name: str, key: str, members: Sequence[Argument]) -> None:
-        for start in range(0, len(members), CHUNK):
-            self.stage(name, key, *members[start : start + CHUNK])
+        self._rows += _in_chunks(name, key, members)
 
     def apply(self) -> None:
         """Make all staged writes, or none of them."""
-        staged, self._staged = self._staged, []
+        # Rows are small, and removals give room back: only bodies have to wait for it.
+        commands = [*(self._bodies or [ROOMLESS]), *self._rows, *self._removals]
+        self._bodies, self._rows = [], []
         arguments: list[Argument] = [self.value]
-        for command in staged:
+        for command in commands:
             arguments += (len(command), *command)
         self._check_held()
         if not self._session.apply(arguments):
-            self._session.step_down()
+            self.give_up()
             raise StoreUnavailable(f"another broker took over {self.place}; nothing was kept here, ask that one")
+        self._removals = []
 
     def ask(self, *command: Argument) -> Any:
-        """A read."""
+        """A read. Held before and after it, the lease was this term's all the while: nobody changed what was read."""
         self._check_held()
-        return self._session.call(*command)
+        found = self._session.call(*command)
+        self._check_held()
+        return found
 
     def end(self) -> None:
         """Make what is staged, and give the lease back."""
@@ -239,8 +276,12 @@ class RedisTerm:
         self._session.release()
 
     def _check_held(self) -> None:
-        if self._session.term is not self or not self._session.held:
+        if self._session.term is not self or not self.held:
             raise StoreUnavailable(f"this broker is not the active one on {self.place} (any more); ask again")
+
+
+def _in_chunks(name: str, key: str, members: Sequence[Argument]) -> list[Command]:
+    return [(name, key, *members[start : start + CHUNK]) for start in range(0, len(members), CHUNK)]
 
 
 def _text(value: str | bytes) -> str:

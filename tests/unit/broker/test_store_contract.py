@@ -1,7 +1,9 @@
 """What every store promises, tested on each: rows and bodies come back, transactions are whole, losses are named."""
 
+import concurrent.futures
 import os
 
+import msgspec
 import pytest
 
 from atropos_api.broker import Broker
@@ -11,7 +13,12 @@ from atropos_api.store.directory import open_directory
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.store.opening import open_held, open_session
 from atropos_api.store.redis_session import RedisSession
+from atropos_api.testing import make_group
 from atropos_api.testing_redis import RedisServer, running_redis
+from atropos_api.wire import EnvironmentRequest, RunRequest
+from atropos_api.wire.payload import check_group, decode_fields
+
+ENVIRONMENT = EnvironmentRequest(name="env", group_size=4, max_token_length=9)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +82,10 @@ def make_row(seq, body, **changes):
         "received_version": None, "oldest_version": 2, "arrived_at": 1.5,
     }  # fmt: skip
     return GroupRow(**(values | changes))
+
+
+def checked(ident):
+    return check_group(decode_fields(msgspec.json.encode(make_group(4, 4, first_token=ident * 100))), env_id=0)
 
 
 def add(store, count, **changes):
@@ -208,6 +219,45 @@ def test_a_term_that_is_over_writes_and_reads_nothing(redis_server):
         session.close()
 
 
+def test_a_term_that_was_given_up_is_not_taken_up_again_by_a_renewal_under_way(redis_server):
+    """R18: after a lost answer memory and Redis may differ, so only a new term, which reads Redis, may go on."""
+    redis_server.flush()
+    session = open_session(redis_server.url, lease_seconds=30)
+    assert session.acquire()
+    redis_server.pause()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        renewed = pool.submit(session.renew)
+        while not renewed.running():
+            pass
+        # The other thread lost its answer.
+        session.step_down()
+        redis_server.resume()
+        assert not renewed.result()
+    assert not session.held
+    with pytest.raises(StoreUnavailable, match="not the active one"):
+        session.term.apply()
+    assert session.acquire()
+    session.close()
+
+
+def test_what_was_read_while_the_lease_ended_is_not_used(redis_server, monkeypatch):
+    """R18: another broker may have changed it meanwhile."""
+    redis_server.flush()
+    session = open_session(redis_server.url, lease_seconds=30)
+    assert session.acquire()
+    call = session.call
+
+    def call_late(*command):
+        found = call(*command)
+        session.term.hold_until(0.0)
+        return found
+
+    monkeypatch.setattr(session, "call", call_late)
+    with pytest.raises(StoreUnavailable, match="not the active one"):
+        session.term.ask("GET", "atropos:lease")
+    session.close()
+
+
 @pytest.mark.parametrize("store", ["directory", "redis"], indirect=True)
 def test_events_and_their_ids_go_on_where_the_last_process_was(store):
     """R18: ids are the store's sequence, so `Last-Event-ID` works over a restart and a takeover, whatever the clock."""
@@ -244,6 +294,44 @@ def test_a_redis_that_may_forget_is_refused_by_the_name_of_the_setting(redis_ser
     session.call("CONFIG", "SET", setting, kept)
     session.call("CONFIG", "SET", "maxmemory", "0")
     session.close()
+
+
+def test_a_broker_that_reads_its_store_again_finds_all_that_it_held(store):
+    broker = Broker(store.ledger, store.bodies)
+    env_id = broker.register_environment(ENVIRONMENT).environment_id
+    broker.begin_run(RunRequest(name="run", batch_size=4, max_token_length=9, num_steps=0))
+    for number in range(3):
+        broker.submit(env_id, [checked(number)])
+    (first,) = broker.read_bodies(broker.get_batch(1))
+    for _ in range(2):
+        broker.rebuild()
+        assert (broker.state.queue.groups, list(broker.state.batches)) == (2, [1])
+        assert broker.read_bodies(broker.get_batch(1)) == [first]
+    assert broker.state.counters.groups_lost_total == 0
+
+
+def test_a_full_redis_takes_commits_but_no_groups_and_loses_none(redis_server):
+    """A commit gives memory back; a Redis that refused it for want of memory would never have any again."""
+    redis_server.flush()
+    session = open_session(redis_server.url, lease_seconds=30)
+    assert session.acquire()
+    broker = Broker(*open_held(session, fresh=False))
+    env_id = broker.register_environment(ENVIRONMENT).environment_id
+    broker.begin_run(RunRequest(name="run", batch_size=4, max_token_length=9, num_steps=0))
+    for number in range(3):
+        broker.submit(env_id, [checked(number)])
+    session.call("CONFIG", "SET", "maxmemory", "1")
+    for number in (1, 2):
+        for _ in range(2):
+            # What the one before left to be deleted makes no way for this one.
+            with pytest.raises(StoreUnavailable, match="refused a write"):
+                broker.submit(env_id, [checked(7)])
+        assert len(broker.get_batch(number)) == 1
+        broker.commit(number)
+    session.call("CONFIG", "SET", "maxmemory", "0")
+    broker.submit(env_id, [checked(8)])
+    assert (broker.state.queue.groups, session.call("HLEN", "atropos:bodies")) == (2, 2)
+    broker.close()
 
 
 def test_a_redis_without_room_refuses_a_submission_and_takes_the_next(redis_server):
