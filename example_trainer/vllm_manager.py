@@ -25,6 +25,7 @@ import psutil
 
 from example_trainer.running.leftovers import SharedMemoryLedger
 from example_trainer.running.process_tree import end_processes, is_alive, open_process, wait_until
+from example_trainer.running.program_log import last_lines, reason
 from example_trainer.running.room import has_room, holds_gpu_memory
 from example_trainer.weights import with_parent
 from example_trainer.weights.errors import ServerExited, ServerRefused, ServerUnavailable
@@ -34,8 +35,6 @@ from example_trainer.weights.waiting import NotYet, wait_for
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
-_SHOWN_LOG_LINES = 20
-_READ_LOG_BYTES = 16_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,13 +140,7 @@ class VllmManager:
 
     def log_tail(self) -> str:
         """The last lines the server has logged."""
-        try:
-            with self._options.log_path.open("rb") as log:
-                log.seek(max(0, self._options.log_path.stat().st_size - _READ_LOG_BYTES))
-                lines = log.read().decode(errors="replace").splitlines()
-        except OSError:
-            return "(no log)"
-        return "\n".join(f"  {line}" for line in lines[-_SHOWN_LOG_LINES:])
+        return "\n".join(f"  {line}" for line in last_lines(self._options.log_path)) or "(no log)"
 
     def command(self, model: str | Path, *, version: int | None, arguments: Sequence[str] = ()) -> list[str]:
         """The command line that serves `model` as this version."""
@@ -221,8 +214,8 @@ class VllmManager:
     def _poll_ready(self, server: _Child, version: int | None) -> ServerInfo:
         if not server.running:
             raise ServerExited(
-                f"vLLM ended with exit code {server.exit_code} before it served version {version}; "
-                f"the end of {self._options.log_path}:\n{self.log_tail()}"
+                f"vLLM ended with exit code {server.exit_code} before it served version {version}"
+                f"{reason(last_lines(self._options.log_path))}; the end of {self._options.log_path}:\n{self.log_tail()}"
             )
         client = ServerClient(self.url)
         try:

@@ -38,8 +38,8 @@ from example_trainer.running.process_tree import (
     open_process,
     reap_adopted,
 )
+from example_trainer.running.program_log import SHOWN_LINES, last_lines, reason
 
-SHOWN_LOG_LINES = 20
 TOLD_IN_ONE_LINE = frozenset({2, 3})
 """Exit codes of a program whose last line says all: a refusal, and the trainer's end at a sign of trouble."""
 STOP_GRACE_SECONDS = 10.0
@@ -127,11 +127,9 @@ class Child:
             self.loss = None
         return self.loss is not None
 
-    def last_lines(self, count: int = SHOWN_LOG_LINES) -> list[str]:
+    def last_lines(self, count: int = SHOWN_LINES) -> list[str]:
         """The end of its log."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, self.log_path.stat().st_size - 400 * count))
-            return log.read().decode(errors="replace").splitlines()[-count:]
+        return last_lines(self.log_path, count)
 
 
 class Supervisor:
@@ -321,5 +319,7 @@ def _report(child: Child) -> str:
         how = f"was killed by {signal.Signals(-code).name}"
     else:
         how = f"exited with code {code}"
-    lines = "".join(f"\n  {line}" for line in child.last_lines())
-    return f"{child.name} {how} after {seconds:.1f} s; the end of {child.log_path}:{lines}"
+    tail = child.last_lines()
+    why = "" if code is not None and code < 0 else reason(tail)
+    lines = "".join(f"\n  {line}" for line in tail)
+    return f"{child.name} {how} after {seconds:.1f} s{why}; the end of {child.log_path}:{lines}"

@@ -36,8 +36,9 @@ from example_trainer.serving.generate import GenerateHandler
 from example_trainer.serving.lora_routes import make_lora_router
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.replies import Replies
+from example_trainer.serving.root_cause import how_ended
 from example_trainer.serving.state import ServerState
-from example_trainer.serving.vllm_compat import end_engine
+from example_trainer.serving.vllm_compat import end_engine, engine_processes
 from example_trainer.serving.warmup import warm_up
 from example_trainer.weights.manifest import BridgeManifest, process_start_time, write_manifest
 from example_trainer.weights.token_file import remove_token, write_token
@@ -67,6 +68,8 @@ class Serving:
         self._made_at = time.monotonic()
         self._token: str | None = None
         self.ready = False
+        self.engine_end: str | None = None
+        """How the engine ended, if it did so before it was told to."""
 
     def tidy(self) -> None:
         """Take away what was written for trainers to find."""
@@ -86,7 +89,7 @@ class Serving:
         self.ready = True
         seconds = time.monotonic() - self._made_at
         logger.info("serving %s at %s, engine ready in %.1f s", self._config.model, self._url(), seconds)
-        await _watch(serving, stop, state)
+        self.engine_end = await _watch(serving, stop, state)
         await _stop(serving, server, state)
         return _nothing()
 
@@ -194,16 +197,19 @@ def _make_server(front: Front, options: dict[str, Any]) -> uvicorn.Server:
     return _Server(config)
 
 
-async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: ServerState) -> None:
-    """Return when asked to stop, when the HTTP server has ended, or when the engine has died."""
+async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: ServerState) -> str | None:
+    """Return when asked to stop, when the HTTP server has ended, or, saying how, when the engine has died."""
+    died = None
     stopping = asyncio.ensure_future(stop.wait())
     awaited: set[asyncio.Future[Any]] = {serving, stopping}
     while not (serving.done() or stopping.done()):
         await asyncio.wait(awaited, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if state.engine.async_llm.errored:
-            logger.error("vLLM's engine has died; the server stops")
+            died = how_ended(engine_processes(state.engine.async_llm))
+            logger.error("vLLM's engine has died (%s); the server stops", died)
             break
     stopping.cancel()
+    return died
 
 
 async def _stop(serving: asyncio.Future[None], server: uvicorn.Server, state: ServerState) -> None:

@@ -13,11 +13,14 @@ import os
 import signal
 import sys
 
+from example_trainer.serving.root_cause import note_cause
+
 _PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """In a child process of vLLM: end with the parent. In the server itself: nothing."""
+    """In a child process of vLLM: end with the parent, and note why it ends. In the server itself: nothing."""
+    note_cause()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)

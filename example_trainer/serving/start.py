@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from atropos_api.common.logs import setup_logging
 from example_trainer.serving.config import ServerConfig, prepare_environment, read_config, vllm_arguments
 from example_trainer.serving.errors import CannotServe
 from example_trainer.serving.refusals import check_start
+from example_trainer.serving.root_cause import ask_for_cause, one_line, read_cause
 from example_trainer.weights.manifest import remove_manifest
 from example_trainer.weights.versions import remove_shared_files, sweep_stale_files
 
@@ -36,14 +38,20 @@ def run(argv: Sequence[str]) -> int:
     prepare_environment(os.environ, model_is_local=model_is_local)
     sweep_stale_files()
     boot_id = secrets.token_hex(8)
+    cause = ask_for_cause(os.environ, boot_id)
     try:
-        _serve(config, rest, boot_id)
+        died = _serve(config, rest, boot_id, cause)
     finally:
+        cause.unlink(missing_ok=True)
         _tidy(config, boot_id)
-    return 0
+    if died is None:
+        return 0
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: vLLM's engine has died: {died}\n")
+    return 1
 
 
-def _serve(config: ServerConfig, rest: list[str], boot_id: str) -> None:
+def _serve(config: ServerConfig, rest: list[str], boot_id: str, cause: Path) -> str | None:
+    """Serve until stopped; where the engine's end was the reason, what that was."""
     began = time.monotonic()
     gc.disable()  # a fifth of the time the imports take; what they make stays for good
     import uvloop
@@ -83,17 +91,18 @@ def _serve(config: ServerConfig, rest: list[str], boot_id: str) -> None:
         if serving.ready:
             raise
         logger.debug("vLLM did not start", exc_info=True)
-        raise CannotServe(f"vLLM does not start with these options: {_one_line(error)}") from error
+        raise CannotServe(f"vLLM does not start with these options: {read_cause(cause) or _told(error)}") from error
     finally:
         serving.tidy()
+    return serving.engine_end and (read_cause(cause) or serving.engine_end)
 
 
-def _one_line(error: BaseException) -> str:
-    """What matters of an error of vLLM's, which may be many lines of configuration."""
+def _told(error: BaseException) -> str:
+    """What matters of an error of vLLM's."""
     from pydantic import ValidationError
 
     text = "; ".join(str(item["msg"]) for item in error.errors()) if isinstance(error, ValidationError) else str(error)
-    return " ".join(text.split())[:500]
+    return one_line(text)
 
 
 def _tidy(config: ServerConfig, boot_id: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from atropos_api.common.cliconfig import ConfigError, nearest
 from example_trainer.serving.errors import CannotServe
 from example_trainer.serving.parent_death import die_with_parent
+from example_trainer.serving.root_cause import note_cause
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ class MortalForkProcess(ForkProcess):
 
     def run(self) -> None:
         die_with_parent(self._atropos_parent)
+        note_cause()
         super().run()
 
 
@@ -168,3 +170,9 @@ def end_engine(async_llm: Any) -> None:
         process.kill()
     for process in manager.processes:
         process.join()
+
+
+def engine_processes(async_llm: Any) -> list[Any]:
+    """The engine's processes as this one started them."""
+    manager = async_llm.engine_core.resources.engine_manager
+    return [] if manager is None else list(manager.processes)

@@ -1,0 +1,26 @@
+"""The log of a program that has ended: its last lines, and the one of them that says why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+SHOWN_LINES = 20
+_BYTES_A_LINE = 800
+_SAYS_WHY = re.compile(r": error: |\b\w*(Error|Exception): ")
+
+
+def last_lines(path: Path, count: int = SHOWN_LINES) -> list[str]:
+    """The end of a log, without what of its first line is not read; nothing if there is no log."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - _BYTES_A_LINE * count))
+            return log.read().decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []
+
+
+def reason(lines: Sequence[str]) -> str:
+    """The last line that tells of an error, behind a colon; nothing if none does."""
+    return next((f": {line.strip()}" for line in reversed(lines) if _SAYS_WHY.search(line)), "")
