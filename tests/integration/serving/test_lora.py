@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,8 @@ import pytest
 from example_trainer.weights.adapter_payload import AdapterPayload
 
 pytestmark = pytest.mark.vllm
+
+logger = logging.getLogger(__name__)
 
 PROMPT = [5, 6, 7, 8]
 
@@ -266,6 +269,7 @@ def test_r5_under_any_load_each_token_is_of_the_adapter_stamped_on_it(lora_serve
     replies, answers = publishes_under(lora_server, sender.send, load)
     assert all(answer.status_code == 200 for answer in answers)
     errors = [error for reply in replies for error in sender.errors(reply)]
+    logger.info("%s: %d publishes, %d tokens, max %.1e", load, len(answers), len(errors), max(errors))
     assert len({reply["policy_versions"][0][0][2] for reply in replies}) >= len(answers) / 2
     assert max(errors) <= 1e-4
     assert statistics.fmean(errors) <= 5e-6

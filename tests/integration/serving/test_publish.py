@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import statistics
 import threading
@@ -11,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 pytestmark = pytest.mark.vllm
+
+logger = logging.getLogger(__name__)
 
 MAX_ERROR = 1e-4
 MEAN_ERROR = 5e-6
@@ -146,6 +149,7 @@ def test_r1_under_any_load_each_token_is_of_the_version_stamped_on_it(
     publish()
     replies, answers = publishes_under(shared_server, publish, load)
     errors = [error for reply in replies for error in errors_of(weights, reply)]
+    logger.info("%s: %d publishes, %d tokens, max %.1e", load, len(answers), len(errors), max(errors))
     assert len({span[2] for reply in replies for span in reply["policy_versions"][0]}) >= len(answers) / 2
     assert max(errors) <= MAX_ERROR
     assert statistics.fmean(errors) <= MEAN_ERROR
