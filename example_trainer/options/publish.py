@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, Field, field_validator
 
 BridgeMode = Literal["none", "shared_vllm", "lora_only", "lora_restart"]
+InFlight = Literal["drain", "recompute", "finish", "keep_kv"]
 LORA_MODES = frozenset({"lora_only", "lora_restart"})
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM has buffers for."""
@@ -64,9 +65,7 @@ class PublishOptions(BaseModel):
     drain_seconds: float = Field(
         0.5, ge=0.0, description="Time that running requests get to end under the old weights."
     )
-    in_flight: Literal["drain", "recompute", "finish", "keep_kv"] = Field(
-        "drain", description="What a publish does with requests that are running."
-    )
+    in_flight: InFlight = Field("drain", description="What a publish does with requests that are running.")
     sync_budget: float = Field(
         0.2,
         gt=0.0,

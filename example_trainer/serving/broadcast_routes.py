@@ -1,11 +1,15 @@
 """`/bridge/broadcast/*`: weights that arrive over a process group, from a trainer that may be on another host.
 
 A publish to several servers: each receives aside (`receive`), each is paused (`/bridge/publish/begin`), each loads
-(`load`), and each goes on under the new version (`/bridge/publish/end`).
+(`load`), and each goes on under the new version (`/bridge/publish/end`) or, where one could not load, goes back to the
+old one (`/bridge/publish/abort`). A server that has loaded and hears no more of its trainer cannot know whether the
+others have gone on, so it serves nothing until a whole publish reaches it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from typing import Any, Literal
 
 from fastapi import APIRouter, Depends
@@ -14,6 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from example_trainer.serving.bridge_routes import ProblemRoute, PublishId, State, require_token
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.02
 
 
 class Join(BaseModel):
@@ -24,6 +32,10 @@ class Join(BaseModel):
     rank: int = Field(ge=1)
     world_size: int = Field(ge=2)
     backend: Literal["gloo", "nccl"] = "gloo"
+
+
+class Load(PublishId):
+    version: int = Field(ge=0)
 
 
 class Receive(BaseModel):
@@ -39,18 +51,53 @@ def make_broadcast_router() -> APIRouter:
     @router.post("/join", dependencies=guarded)
     async def join(wanted: Join, state: State) -> dict[str, Any]:
         place = (wanted.address, wanted.port, wanted.rank, wanted.world_size, wanted.backend)
-        return await _call(state, "atropos_join_broadcast", *place)
+        return await _exchange(state, "atropos_join_broadcast", *place)
 
     @router.post("/receive", dependencies=guarded)
     async def receive(wanted: Receive, state: State) -> dict[str, Any]:
-        return await _call(state, "atropos_receive_broadcast", wanted.tensors)
+        return await _exchange(state, "atropos_receive_broadcast", wanted.tensors)
 
     @router.post("/load", dependencies=guarded)
-    async def load(publish: PublishId, state: State) -> dict[str, Any]:
-        state.fence.overwrite(publish.publish_id)
+    async def load(wanted: Load, state: State) -> dict[str, Any]:
+        state.fence.overwrite(wanted.publish_id, wanted.version, LoadedWeights(state))
         return await _call(state, "atropos_load_broadcast")
 
+    @router.post("/leave", dependencies=guarded)
+    async def leave(state: State) -> dict[str, Any]:
+        return await _call(state, "atropos_leave_broadcast")
+
     return router
+
+
+class LoadedWeights:
+    """Implements `Change`: weights that the worker has loaded, with a copy of those before."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def keep(self) -> None:
+        await self._settle(keep=True)
+
+    async def take_back(self) -> bool:
+        return await self._settle(keep=False)
+
+    async def _settle(self, *, keep: bool) -> bool:
+        try:
+            await _call(self._state, "atropos_settle_broadcast", keep)
+        except Problem as problem:
+            logger.warning("%s", problem.detail)
+            return False
+        return True
+
+
+async def _exchange(state: ServerState, method: str, *arguments: object) -> dict[str, Any]:
+    """Begin something that waits for others, and come back when it has ended."""
+    await _call(state, method, *arguments)
+    while True:
+        told = await _call(state, "atropos_broadcast_progress")
+        if not told.get("running"):
+            return told
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 async def _call(state: ServerState, method: str, *arguments: object) -> dict[str, Any]:

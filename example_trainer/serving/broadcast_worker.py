@@ -1,7 +1,8 @@
 """Mixed into vLLM's worker: receives weights over a process group, first aside, then into the model.
 
 What has arrived lies aside until every server has told the same checksum, so that a broadcast that breaks off changes
-nothing. Loading is vLLM's own, which knows how it fuses and splits; it happens inside the fence of a publish.
+nothing. Loading is vLLM's own, which knows how it fuses and splits; it happens inside the fence of a publish, and a
+copy of what was there before is kept until that publish has ended, so that all servers can go back together.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 
 import torch
 
-from example_trainer.weights.broadcast_group import BroadcastGroup, Rendezvous
+from example_trainer.serving.reception import Reception
+from example_trainer.weights.broadcast_group import Rendezvous
 
 
 class BroadcastWorker:
@@ -19,27 +21,59 @@ class BroadcastWorker:
 
     model_runner: Any
     device: torch.device
+    _atropos_reception: Reception | None = None
 
     def atropos_join_broadcast(self, address: str, port: int, rank: int, world_size: int, backend: Any) -> str:
-        """Join the trainer and the other servers; what an earlier group left aside is forgotten."""
-        self._atropos_group: BroadcastGroup | None = None
-        self._atropos_aside: dict[str, torch.Tensor] = {}
-        rendezvous = Rendezvous(address, port, rank, world_size, backend)
-        self._atropos_group = BroadcastGroup.join(rendezvous, self.device)
-        return json.dumps({"rank": rank})
+        """Begin to join the trainer and the other servers; what an earlier group left aside is forgotten."""
+        self.atropos_leave_broadcast()
+        self._atropos_reception = Reception(Rendezvous(address, port, rank, world_size, backend), self.device)
+        return json.dumps({})
 
     def atropos_receive_broadcast(self, described: dict[str, tuple[list[int], str]]) -> str:
-        """Receive one set of weights aside; answers with its checksum."""
-        if self._atropos_group is None:
-            raise RuntimeError("no broadcast group has been joined")
-        self._atropos_aside, digest = self._atropos_group.receive(described)
-        return json.dumps({"digest": digest})
+        """Begin to receive one set of weights aside."""
+        self._joined().receive(described, self.model_runner.model)
+        return json.dumps({})
+
+    def atropos_broadcast_progress(self) -> str:
+        """How far what was begun has come; at its end the rank, or the checksum of what has arrived."""
+        return json.dumps(self._joined().progress())
+
+    def atropos_leave_broadcast(self) -> str:
+        """End the membership, if there is one."""
+        reception, self._atropos_reception = self._atropos_reception, None
+        if reception is not None:
+            reception.leave()
+        return json.dumps({})
 
     def atropos_load_broadcast(self) -> str:
         """Load what lies aside into the model; the scheduler stands still meanwhile."""
-        aside, self._atropos_aside = self._atropos_aside, {}
-        if not aside:
+        reception = self._joined()
+        if not reception.aside:
             raise RuntimeError("nothing has been received")
+        model = self.model_runner.model
         with torch.no_grad():
-            loaded = self.model_runner.model.load_weights(iter(aside.items()))
-        return json.dumps({"loaded": len(loaded or aside)})
+            loaded = model.load_weights(iter(reception.aside.items()))
+        reception.aside = {}
+        missed = sorted({name for name, _ in model.named_parameters()} - set(loaded)) if loaded is not None else []
+        if missed:
+            raise RuntimeError(
+                f"{len(missed)} of the model's parameters were not among what was sent: {missed[0]}, ..."
+            )
+        return json.dumps({"loaded": len(loaded or ())})
+
+    def atropos_settle_broadcast(self, keep: bool) -> str:
+        """Keep what was loaded, or put back, bit by bit, what was there before."""
+        reception = self._joined()
+        if not keep:
+            if not reception.before:
+                raise RuntimeError("no copy of the weights before is left")
+            with torch.no_grad():
+                for tensor, before in reception.before.items():
+                    tensor.copy_(before)
+        reception.forget()
+        return json.dumps({})
+
+    def _joined(self) -> Reception:
+        if self._atropos_reception is None:
+            raise RuntimeError("no broadcast group has been joined")
+        return self._atropos_reception

@@ -42,6 +42,16 @@ class Engine(Protocol):
         """Keep the cached prefixes of requests admitted from now on apart from all earlier ones."""
 
 
+class Change(Protocol):
+    """New weights that the server itself has put in place of the old ones, which it can still put back."""
+
+    async def keep(self) -> None:
+        """The new weights are served: let go of the old ones."""
+
+    async def take_back(self) -> bool:
+        """Put the old weights back; whether they are whole again."""
+
+
 @dataclass(slots=True)
 class Publish:
     """One publish under way."""
@@ -52,6 +62,10 @@ class Publish:
     door_closed_at: float
     recomputed_tokens: int = 0
     lapse: asyncio.TimerHandle | None = None
+    change: Change | None = None
+    was_torn: bool = False
+    """Whether the weights that `change` can put back are torn as well."""
+    given_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +100,10 @@ class Fence:
     @property
     def paused(self) -> bool:
         return self._held or self._publish is not None or self.torn
+
+    @property
+    def publishing(self) -> bool:
+        return self._publish is not None
 
     async def serve_fixed(self, version: PolicyVersion) -> None:
         """A server whose weights do not change: stamp the version it was started with."""
@@ -129,9 +147,15 @@ class Fence:
             "recomputed_tokens_total": counters["recomputed_tokens_total"],
         }
 
-    def overwrite(self, publish_id: str) -> None:
-        """The server itself is about to change the weights: until the publish ends they are torn."""
-        self._current(publish_id)
+    def overwrite(self, publish_id: str, version: PolicyVersion, change: Change | None = None) -> None:
+        """The server itself is about to change the weights: until the publish ends they are torn.
+
+        An abort takes `change` back. A lapse does not: where several servers change together, the others may have
+        gone on under the new version by then.
+        """
+        publish = self._current(publish_id)
+        self._check_new(version)
+        publish.change, publish.was_torn = change, self._overwriting
         self._overwriting = True
 
     def renew(self, publish_id: str) -> dict[str, object]:
@@ -164,12 +188,17 @@ class Fence:
             "fence_seconds": time.monotonic() - publish.door_closed_at,
         }
         self._finished = Finished(publish_id, answer)
+        if publish.change is not None:
+            await publish.change.keep()
         return answer
 
     async def abort(self, publish_id: str) -> dict[str, object]:
-        """Go on under the old version, if nothing has been written; otherwise the weights are torn."""
+        """Go on under the old version, if nothing was written or it can be taken back; else the weights are torn."""
         publish = self._current(publish_id)
         self._stop_lease(publish)
+        publish.given_up = True
+        if publish.change is not None and not publish.was_torn and await publish.change.take_back():
+            self._overwriting = False
         await self._give_up(publish)
         return {"publish_id": publish_id, "torn": self.torn, "policy_version": self.policy_version}
 
@@ -191,16 +220,19 @@ class Fence:
         self._door.refuse(problems.stopping())
 
     def _current(self, publish_id: str) -> Publish:
-        if self._publish is None or self._publish.publish_id != publish_id:
+        if self._publish is None or self._publish.publish_id != publish_id or self._publish.given_up:
             detail = f"publish {publish_id} is not under way: its lease lapsed, or it has ended; begin a new one"
             raise Problem(409, "publish-lapsed", detail)
         return self._publish
 
-    def _check_complete(self, version: PolicyVersion) -> None:
+    def _check_new(self, version: PolicyVersion) -> None:
         served = self.policy_version
         if served is not None and version <= served:
             detail = f"version {version} is not above {served}, which is served now; versions are never reused"
             raise Problem(409, "version-not-new", detail)
+
+    def _check_complete(self, version: PolicyVersion) -> None:
+        self._check_new(version)
         if self._header is None:
             return
         header = self._header.state()

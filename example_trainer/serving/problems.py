@@ -20,6 +20,8 @@ class Problem(Exception):
     detail: str
     retry_after_seconds: int | None = None
     more: dict[str, Any] = field(default_factory=dict)
+    allow: str | None = None
+    """The methods that the route takes, where it was asked with another."""
     hang_up: bool = False
     """Close the connection after the answer, so that the client's next request looks for a server anew."""
 
@@ -32,6 +34,8 @@ class Problem(Exception):
             **self.more,
         }
         headers = {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
+        if self.allow is not None:
+            headers["Allow"] = self.allow
         if self.hang_up:
             headers["Connection"] = "close"
         return Response(orjson.dumps(body), self.status, headers, media_type="application/problem+json")
@@ -43,7 +47,9 @@ def no_policy() -> Problem:
 
 
 def weights_torn() -> Problem:
-    detail = "a trainer died while it wrote the weights; they are served again after a trainer's next complete publish"
+    detail = (
+        "a change of the weights has not come to its end; they are served again after a trainer's next complete publish"
+    )
     return Problem(503, "weights-torn", detail, retry_after_seconds=5)
 
 

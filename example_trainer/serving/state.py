@@ -48,10 +48,11 @@ class ServerState:
             "model": self.config.model,
             "boot_id": self.boot_id,
             "sharing": self.manifest is not None,
-            "policy_version": self._policy_version(),
+            "policy_version": self.policy_version,
             "manifest_path": str(self.manifest_path) if self.manifest_path else None,
             "paused": self.fence.paused,
             "torn": self.fence.torn,
+            "publishing": self.fence.publishing,
             "dtype": str(model_config.dtype).removeprefix("torch."),
             "max_model_len": model_config.max_model_len,
             "vllm_version": self.vllm_version,
@@ -62,7 +63,9 @@ class ServerState:
             told["how_to_share"] = SHARING_HOW_TO
         return told
 
-    def _policy_version(self) -> int | None:
+    @property
+    def policy_version(self) -> PolicyVersion | None:
+        """That of the newest tokens."""
         adapter = self.adapters.active
         return adapter.version if adapter else self.fence.policy_version
 
@@ -103,7 +106,11 @@ class ServerState:
             raise Problem(409, "cannot-reload", "a server that shares weights or serves adapters reads none")
         begun = await self.fence.begin(lease_seconds=_RELOAD_SECONDS, drain_seconds=drain_seconds, in_flight="drain")
         publish_id = str(begun["publish_id"])
-        self.fence.overwrite(publish_id)
+        try:
+            self.fence.overwrite(publish_id, version)
+        except Problem:
+            await self.fence.abort(publish_id)
+            raise
         try:
             await self.engine.async_llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         except Exception as error:

@@ -134,6 +134,9 @@ def _broadcast(config: TrainingConfig) -> WeightBridge:
             bridge_token=config.bridge_token,
             wait_timeout_seconds=config.wait_timeout,
             drain_seconds=config.drain_seconds,
+            in_flight=config.in_flight,
+            sync_budget=config.sync_budget,
+            max_staleness=config.max_staleness,
             backend=config.broadcast_backend,
             sync_check_every=config.sync_check_every,
         )

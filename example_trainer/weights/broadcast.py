@@ -2,8 +2,10 @@
 
 No memory is shared then. The trainer has a copy of its own and sends each publish once to all servers, over a process
 group (`MASTER_ADDR`, `MASTER_PORT`; gloo, or nccl between GPUs). All move to a version together or not at all: each
-receives aside and tells a checksum; only when these agree all are paused, load, and go on. Should one fail before that,
-all go on with the old version; should one fail while it loads, it serves nothing until a whole publish has reached it.
+receives aside and tells a checksum; only when these agree all are paused and load; only when all have loaded they go
+on. Whatever fails before that, all go on with the old version. A server that has loaded and cannot be told to go on
+serves nothing until it is reached again: then it, and whoever has died and come back, gets the same masters, while
+those that have the version already keep it.
 """
 
 from __future__ import annotations
@@ -12,19 +14,22 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from example_trainer.errors import PublishFailed
 from example_trainer.model import Policy, PolicyOptions, load_policy
+from example_trainer.options.publish import InFlight
 from example_trainer.running.ports import free_port
 from example_trainer.weights.bridge import PublishReport, WeightBridge
 from example_trainer.weights.broadcast_group import Backend, BroadcastGroup, Rendezvous, describe
+from example_trainer.weights.budget import SyncBudget
 from example_trainer.weights.errors import ProofFailed, ServerRefused, ServerUnavailable
 from example_trainer.weights.proof import Difference, prove
-from example_trainer.weights.server_client import Fence, ServerClient
+from example_trainer.weights.server_client import Fence, ServerClient, ServerInfo
 from example_trainer.weights.sync_check import SyncCheck
 from example_trainer.weights.token_file import read_token
 from example_trainer.weights.waiting import NotYet, check_host, wait_for
@@ -34,6 +39,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FAILURES = (ServerRefused, ServerUnavailable, RuntimeError, ProofFailed)
+_PASSING = frozenset({404, 409, 410, 503})
+_ATTEMPTS = 3
+_END_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +53,40 @@ class BroadcastOptions:
     bridge_token: str | None = None
     wait_timeout_seconds: float = 600.0
     drain_seconds: float = 0.5
+    in_flight: InFlight = "drain"
     lease_seconds: float = 60.0
+    sync_budget: float = 0.2
+    max_staleness: int | None = None
     backend: Backend = "gloo"
     sync_check_every: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """One server, as far as it is known."""
+
+    client: ServerClient
+    info: ServerInfo
+    proven_boot: str | None = None
+    generated_tokens_total: int = 0
+
+
+@dataclass(slots=True)
+class _Cost:
+    """What the fences of one publish have cost, on all servers together."""
+
+    fence_seconds: float = 0.0
+    recomputed_tokens: int = 0
+    generated_tokens: int = 0
+    paused_requests: int = 0
+
+
+@dataclass(slots=True)
+class _Joined:
+    """A group that stands, and the starts of the servers that are in it."""
+
+    group: BroadcastGroup
+    boots: list[str] = field(default_factory=list)
 
 
 class BroadcastBridge(WeightBridge):
@@ -55,24 +94,20 @@ class BroadcastBridge(WeightBridge):
 
     def __init__(self, options: BroadcastOptions) -> None:
         self._options = options
-        self._clients: list[ServerClient] = []
+        self._members: list[_Member] = []
         self._policy: Policy | None = None
-        self._group: BroadcastGroup | None = None
-        self._boots: list[str] = []
+        self._joined: _Joined | None = None
+        self._budget = SyncBudget(options.sync_budget, most_steps=options.max_staleness)
         self._check = SyncCheck(every=options.sync_check_every)
         self._limit: Difference | None = None
         self._pool = ThreadPoolExecutor(len(options.server_urls), thread_name_prefix="servers")
 
     def prepare(self) -> Policy:
+        """Wait for every server, and load the policy."""
         for url in self._options.server_urls:
-            check_host(url, "--vllm-host")
-            self._clients.append(
-                wait_for(
-                    partial(self._connect, url),
-                    what=f"the vLLM server at {url}",
-                    timeout_seconds=self._options.wait_timeout_seconds,
-                )
-            )
+            check_host(url, "--vllm-host or --inference-urls")
+            client, info = self._until_it_answers(url, partial(self._connect, url))
+            self._members.append(_Member(client, info))
         self._policy = load_policy(self._options.policy)
         return self._policy
 
@@ -81,127 +116,236 @@ class BroadcastBridge(WeightBridge):
         if self._policy is None:
             raise PublishFailed("nothing is loaded; call prepare() before publish()")
         started = time.monotonic()
-        try:
-            boots = [info.boot_id for info in self._each(ServerClient.info)]
-            if self._group is None or boots != self._boots:
-                self._join()
-            self._send(self._policy)
-            fence_seconds, recomputed = self._move(version)
-        except _FAILURES as error:
-            self._group = None  # some may still wait in it
-            raise PublishFailed(f"version {version} did not reach every server: {error}") from error
+        cost = self._with_retries(version)
         report = PublishReport(
             version=version,
             seconds=time.monotonic() - started,
-            fence_seconds=fence_seconds,
-            recomputed_tokens=recomputed,
+            fence_seconds=cost.fence_seconds,
+            recomputed_tokens=cost.recomputed_tokens,
+            generated_tokens=cost.generated_tokens,
+            paused_requests=cost.paused_requests,
         )
-        self._verify(version, boots)
+        self._budget.note(report)
+        self._verify(version)
         return report
 
     def highest_version(self) -> int:
-        return max((info.policy_version or 0 for info in self._each(ServerClient.info)), default=0)
+        return max((info.policy_version or 0 for info in self._each(self._members, _info)), default=0)
 
     def should_publish(self, steps_since_publish: int) -> bool:
-        return steps_since_publish > 0
+        return self._budget.allows(steps_since_publish)
 
     def needs_publish(self) -> bool:
-        """Whether a server has restarted since: it serves nothing so far."""
-        if not self._boots:
-            return False
-        try:
-            return any(info.policy_version is None or info.torn for info in self._each(ServerClient.info))
-        except (ServerRefused, ServerUnavailable):
-            return False
+        """Whether a server serves nothing: it has restarted, or could not be told how the last publish ended."""
+        return any(member.proven_boot for member in self._members) and any(
+            self._pool.map(_serves_nothing, self._members)
+        )
 
     def close(self) -> None:
-        for client in self._clients:
-            client.close()
-        self._clients.clear()
+        self._leave()
+        for member in self._members:
+            member.client.close()
+        self._members.clear()
         self._pool.shutdown()
 
-    def _connect(self, url: str) -> ServerClient:
+    def _until_it_answers(self, url: str, ask: Callable[[], T]) -> T:
+        def poll() -> T:
+            try:
+                return ask()
+            except (ServerRefused, ServerUnavailable) as error:
+                raise NotYet(str(error)) from error
+
+        return wait_for(poll, what=f"the vLLM server at {url}", timeout_seconds=self._options.wait_timeout_seconds)
+
+    def _connect(self, url: str) -> tuple[ServerClient, ServerInfo]:
         client = ServerClient(url, self._options.bridge_token or os.environ.get("ATROPOS_BRIDGE_TOKEN"))
         try:
             info = client.info()
-        except (ServerRefused, ServerUnavailable) as error:
+        except (ServerRefused, ServerUnavailable):
             client.close()
-            raise NotYet(str(error)) from error
+            raise
         if info.token_path and (token := read_token(info.token_path)):
             client.use_token(token)
-        return client
+        return client, info
 
-    def _join(self) -> None:
-        """A new group of the trainer and all servers."""
+    def _with_retries(self, version: int) -> _Cost:
+        """A server that fails or restarts in the middle gets the same masters once it answers again."""
+        cost = _Cost()
+        for attempt in range(_ATTEMPTS):
+            try:
+                behind = self._behind(version)
+                if behind:
+                    self._bring(behind, version, cost)
+            except _FAILURES as error:
+                self._leave()
+                lasting = isinstance(error, ServerRefused) and error.status not in _PASSING
+                if lasting or attempt == _ATTEMPTS - 1:
+                    raise PublishFailed(f"version {version} did not reach every server: {error}") from error
+                logger.warning("version %d did not reach every server; trying again: %s", version, error)
+            else:
+                return cost
+        raise AssertionError("unreachable")
+
+    def _behind(self, version: int) -> list[_Member]:
+        """The servers that do not serve `version` yet, once every server answers and is in no publish."""
+
+        def look(member: _Member) -> None:
+            member.info = self._until_it_answers(member.client.url, partial(_settled_info, member.client))
+
+        self._each(self._members, look)
+        for member in self._members:
+            served = member.info.policy_version
+            if served is not None and served > version:
+                raise PublishFailed(f"{member.client.url} serves version {served}, which is above {version}")
+        return [each for each in self._members if each.info.policy_version != version or each.info.torn]
+
+    def _bring(self, members: list[_Member], version: int, cost: _Cost) -> None:
+        assert self._policy is not None
+        boots = [member.info.boot_id for member in members]
+        if self._joined is None or self._joined.boots != boots:
+            self._leave()
+            self._joined = _Joined(self._join(members, self._policy), boots)
+        self._send(members, self._joined.group, self._policy)
+        self._move(members, version, cost)
+
+    def _join(self, members: list[_Member], policy: Policy) -> BroadcastGroup:
+        """A new group of the trainer and these servers."""
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         port = int(os.environ.get("MASTER_PORT") or free_port())
-        size = len(self._clients) + 1
-        ours = Rendezvous(address, port, 0, size, self._options.backend)
-        assert self._policy is not None
-        device = self._policy.device
+        ours = Rendezvous(address, port, 0, len(members) + 1, self._options.backend)
         waiting = [
-            self._pool.submit(client.join_broadcast, replace(ours, rank=rank))
-            for rank, client in enumerate(self._clients, 1)
+            self._pool.submit(member.client.join_broadcast, replace(ours, rank=rank))
+            for rank, member in enumerate(members, 1)
         ]
-        self._group = BroadcastGroup.join(ours, device)
-        for each in waiting:
-            each.result()
+        try:
+            group = BroadcastGroup.join(ours, policy.device)
+        finally:
+            wait(waiting)
+        if failed := next((error for each in waiting if (error := each.exception())), None):
+            group.close()
+            raise failed
+        return group
 
-    def _send(self, policy: Policy) -> None:
+    def _send(self, members: list[_Member], group: BroadcastGroup, policy: Policy) -> None:
         """Every server has the weights aside, and they are what was sent; else raises."""
-        assert self._group is not None
         tensors = policy.checkpoint_tensors(policy.dtype)
         told = describe(tensors)
-        waiting = [self._pool.submit(client.receive_broadcast, told) for client in self._clients]
-        digest = self._group.send(tensors)
+        waiting = [self._pool.submit(member.client.receive_broadcast, told) for member in members]
+        try:
+            digest = group.send(tensors)
+        except BaseException:
+            group.close()  # which ends what the servers still wait for
+            wait(waiting)
+            raise
         arrived = [each.result() for each in waiting]
-        if wrong := [client.url for client, found in zip(self._clients, arrived, strict=True) if found != digest]:
+        if wrong := [each.client.url for each, found in zip(members, arrived, strict=True) if found != digest]:
             raise ProofFailed(f"other bytes than were sent have arrived at {', '.join(wrong)}")
 
-    def _move(self, version: int) -> tuple[float, int]:
-        """Pause all, load everywhere, go on everywhere; before anything is loaded, a failure changes nothing."""
+    def _move(self, members: list[_Member], version: int, cost: _Cost) -> None:
+        """Pause all, load everywhere, go on everywhere; until all have loaded, a failure takes everything back."""
         options = self._options
-        fences: dict[ServerClient, Fence] = {}
+        fences: dict[_Member, Fence] = {}
 
-        def begin(client: ServerClient) -> None:
-            fences[client] = client.begin_publish(
-                lease_seconds=options.lease_seconds, drain_seconds=options.drain_seconds, in_flight="drain"
+        def begin(member: _Member) -> None:
+            fences[member] = member.client.begin_publish(
+                lease_seconds=options.lease_seconds, drain_seconds=options.drain_seconds, in_flight=options.in_flight
             )
 
-        try:
-            self._each(begin)
-            self._each(lambda client: client.load_broadcast(fences[client].publish_id))
-        except _FAILURES:
-            for client, fence in fences.items():
-                try:
-                    client.abort_publish(fence.publish_id)
-                except (ServerRefused, ServerUnavailable) as error:
-                    logger.warning("%s", error)
-            raise
-        ended = self._each(lambda client: client.end_publish(fences[client].publish_id, version))
-        fence_seconds = max(float(each.get("fence_seconds", 0.0)) for each in ended)
-        return fence_seconds, sum(int(each.get("recomputed_tokens", 0)) for each in ended)
+        with ExitStack() as leases:
+            try:
+                self._each(members, begin)
+                for member, fence in fences.items():
+                    leases.enter_context(member.client.lease(fence.publish_id, options.lease_seconds))
+                self._each(members, lambda each: each.client.load_broadcast(fences[each].publish_id, version))
+            except BaseException:
+                self._each(list(fences), lambda each: _take_back(each.client, fences[each]))
+                raise
+            end = partial(_end, version=version, lease_seconds=options.lease_seconds)
+            ended = self._each(members, lambda each: end(each.client, fences[each]))
+        for member, answer in zip(members, ended, strict=True):
+            _add(cost, member, fences[member], answer)
 
-    def _verify(self, version: int, boots: list[str]) -> None:
+    def _leave(self) -> None:
+        """The group is of no more use: nobody waits in it any longer, and nothing is kept aside for it."""
+        joined, self._joined = self._joined, None
+        if joined is not None:
+            joined.group.close()
+            self._each(self._members, lambda each: _forget(each.client))
+
+    def _verify(self, version: int) -> None:
         """Prove the first publish to each start of a server, and as often as asked from then on."""
         assert self._policy is not None
-        if self._check.is_due() or boots != self._boots:
-            for client in self._clients:
-                info = client.info()
+        due = self._check.is_due()
+        for member in self._members:
+            boot = member.info.boot_id
+            if due or boot != member.proven_boot:
                 agreement = prove(
                     self._policy,
-                    client.generate,
+                    member.client.generate,
                     version=version,
-                    boot_id=info.boot_id,
-                    max_model_len=info.max_model_len,
+                    boot_id=boot,
+                    max_model_len=member.info.max_model_len,
                     limit=self._limit,
                 )
                 self._limit = agreement.limit
-        self._boots = boots
+                member.proven_boot = boot
 
-    def _each(self, call: Callable[[ServerClient], T]) -> list[T]:
-        """The answers of all servers, asked at once; raises what the first failing one raised, when all are done."""
-        waiting = [self._pool.submit(call, client) for client in self._clients]
-        for each in waiting:
-            each.exception()
+    def _each(self, members: Sequence[_Member], call: Callable[[_Member], T]) -> list[T]:
+        """The answers of these servers, asked at once; raises what the first failing one raised, when all are done."""
+        waiting = [self._pool.submit(call, member) for member in members]
+        wait(waiting)
         return [each.result() for each in waiting]
+
+
+def _info(member: _Member) -> ServerInfo:
+    return member.client.info()
+
+
+def _settled_info(client: ServerClient) -> ServerInfo:
+    info = client.info()
+    if info.publishing:
+        raise ServerUnavailable(f"at {client.url} an earlier publish has neither ended nor lapsed yet")
+    return info
+
+
+def _serves_nothing(member: _Member) -> bool:
+    try:
+        info = member.client.info()
+    except (ServerRefused, ServerUnavailable):
+        return False
+    return info.policy_version is None or info.torn
+
+
+def _take_back(client: ServerClient, fence: Fence) -> None:
+    try:
+        client.abort_publish(fence.publish_id)
+    except (ServerRefused, ServerUnavailable) as error:
+        logger.warning("%s", error)
+
+
+def _forget(client: ServerClient) -> None:
+    try:
+        client.leave_broadcast()
+    except (ServerRefused, ServerUnavailable) as error:
+        logger.debug("%s", error)
+
+
+def _end(client: ServerClient, fence: Fence, version: int, *, lease_seconds: float) -> dict[str, Any]:
+    """Tell a server to go on. All have loaded, so this one has to: it is told again for as long as it waits."""
+    deadline = time.monotonic() + lease_seconds
+    while True:
+        try:
+            return client.end_publish(fence.publish_id, version)
+        except ServerUnavailable as error:
+            if time.monotonic() > deadline:
+                raise
+            logger.warning("%s; telling it again", error)
+            time.sleep(_END_PAUSE_SECONDS)
+
+
+def _add(cost: _Cost, member: _Member, fence: Fence, ended: dict[str, Any]) -> None:
+    cost.fence_seconds = max(cost.fence_seconds, float(ended.get("fence_seconds", 0.0)))
+    cost.recomputed_tokens += int(ended.get("recomputed_tokens", 0))
+    cost.generated_tokens += max(0, fence.generated_tokens_total - member.generated_tokens_total)
+    cost.paused_requests += fence.paused_requests
+    member.generated_tokens_total = fence.generated_tokens_total

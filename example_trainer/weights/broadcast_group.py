@@ -1,7 +1,7 @@
 """The process group over which a trainer sends weights to inference servers: rank 0 sends, every server receives.
 
 It is a group of its own beside whatever groups the trainer's ranks or vLLM's workers have. With gloo tensors travel
-through host memory; with nccl from GPU to GPU (the same code, not run so far).
+through host memory; with nccl from GPU to GPU (the same code over another backend, which has not been run).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 import torch.distributed
 
 Backend = Literal["gloo", "nccl"]
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 60.0
+"""For all to join, and for one tensor; a member that dies or leaves is noticed at once."""
 
 dist: Any = torch.distributed  # whose stubs leave out most of what is used here
 
@@ -46,7 +47,7 @@ class BroadcastGroup:
             wait_for_workers=False,
         )
         self._device = device if rendezvous.backend == "nccl" else torch.device("cpu")
-        self._store = store
+        self._store: Any = store
         self._group: Any = _make_group(rendezvous, store, timeout)
 
     @classmethod
@@ -75,11 +76,19 @@ class BroadcastGroup:
             received[name] = tensor
         return received, total.hexdigest()
 
+    def close(self) -> None:
+        """Leave: an exchange that waits for this member fails at every other one."""
+        self._group = None
+        self._store = None
+
     def _broadcast(self, tensor: torch.Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        self._group.broadcast([tensor], options).wait()
+        group = self._group
+        if group is None:
+            raise RuntimeError("the broadcast group has been left")
+        group.broadcast([tensor], options).wait()
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[list[int], str]]:

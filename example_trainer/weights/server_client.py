@@ -34,6 +34,8 @@ class ServerInfo:
     max_model_len: int
     manifest_path: str | None
     how_to_share: str | None
+    publishing: bool = False
+    """Whether a publish has begun that has neither ended nor lapsed."""
     token_path: str | None = None
     """Where a server of adapters has put its bridge token for its own user to read."""
 
@@ -66,6 +68,7 @@ class ServerClient:
             policy_version=answer.get("policy_version"),
             paused=bool(answer.get("paused", False)),
             torn=bool(answer.get("torn", False)),
+            publishing=bool(answer.get("publishing", False)),
             lora=bool(answer.get("lora", False)),
             max_model_len=int(answer.get("max_model_len") or 0),
             manifest_path=answer.get("manifest_path"),
@@ -102,7 +105,7 @@ class ServerClient:
         return self._call("POST", "/bridge/publish/end", {"publish_id": publish_id, "version": version})
 
     def abort_publish(self, publish_id: str) -> None:
-        self._call("POST", "/bridge/publish/abort", {"publish_id": publish_id}, timeout_seconds=_QUICK_SECONDS)
+        self._call("POST", "/bridge/publish/abort", {"publish_id": publish_id})
 
     def join_broadcast(self, rendezvous: Rendezvous) -> None:
         """Have the server join a group; answers when all have joined."""
@@ -112,9 +115,13 @@ class ServerClient:
         """Have the server receive these tensors aside; the checksum of what arrived."""
         return str(self._call("POST", "/bridge/broadcast/receive", {"tensors": described})["digest"])
 
-    def load_broadcast(self, publish_id: str) -> None:
-        """Inside a publish: load what was received into the model."""
-        self._call("POST", "/bridge/broadcast/load", {"publish_id": publish_id})
+    def load_broadcast(self, publish_id: str, version: int) -> None:
+        """Inside a publish: load what was received into the model, to be served as this version."""
+        self._call("POST", "/bridge/broadcast/load", {"publish_id": publish_id, "version": version})
+
+    def leave_broadcast(self) -> None:
+        """Have the server leave its group and forget what was received and not loaded."""
+        self._call("POST", "/bridge/broadcast/leave", timeout_seconds=_QUICK_SECONDS)
 
     def reload(self, directory: Path, version: int, *, drain_seconds: float) -> dict[str, Any]:
         """Have the server read a checkpoint into its weights and serve it as this version."""

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import pytest
 from example_trainer.running.leftovers import SHARED_MEMORY, mapped_files
 from example_trainer.weights.manifest import BridgeManifest, load_manifest
 from example_trainer.weights.versions import SegmentHeader
+
+from . import publishing
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY = 300
@@ -295,6 +298,21 @@ def make_reference() -> type[Reference]:
 @pytest.fixture(scope="session")
 def reference(tiny_qwen2: Path) -> Reference:
     return Reference(tiny_qwen2)
+
+
+@pytest.fixture(scope="session")
+def publishes_under() -> Callable[..., Any]:
+    return publishing.publish_under
+
+
+@pytest.fixture(scope="session")
+def wait_until() -> Callable[..., None]:
+    return publishing.wait_until
+
+
+@pytest.fixture(scope="session")
+def errors_of(reference: Reference) -> Callable[..., list[float]]:
+    return partial(publishing.errors_of, reference)
 
 
 class Reference:

@@ -270,3 +270,67 @@ async def test_publish_ids_cannot_be_guessed(fence, header):
     second = await begin(fence)
     assert first != second
     assert len(first) >= len(secrets.token_hex(16))
+
+
+class NotedChange:
+    """What the server has loaded itself, and whether it can put the old weights back."""
+
+    def __init__(self, *, can_go_back=True):
+        self.can_go_back, self.calls = can_go_back, []
+
+    async def keep(self):
+        self.calls.append("kept")
+
+    async def take_back(self):
+        self.calls.append("taken back")
+        return self.can_go_back
+
+
+async def overwritten(fence, version, **fields):
+    publish_id, change = await begin(fence, **fields), NotedChange()
+    fence.overwrite(publish_id, version, change)
+    return publish_id, change
+
+
+async def test_an_aborted_change_is_taken_back_and_the_old_version_served(engine, door):
+    fence = Fence(engine, door, header=None)
+    await fence.serve_fixed(1)
+    publish_id, change = await overwritten(fence, 2)
+    assert (await fence.abort(publish_id))["torn"] is False
+    await door.enter()
+    assert (change.calls, fence.policy_version, engine.calls[-1]) == (["taken back"], 1, ("resume", None))
+
+
+async def test_a_change_that_cannot_be_taken_back_is_refused_until_a_whole_publish(engine, door):
+    fence = Fence(engine, door, header=None)
+    publish_id, change = await overwritten(fence, 1)
+    change.can_go_back = False
+    assert (await fence.abort(publish_id))["torn"] is True
+    publish_id, other = await overwritten(fence, 2)  # what this one could put back is torn as well
+    assert (await fence.abort(publish_id))["torn"] is True
+    assert other.calls == []
+    assert await refusal_of(door) == "weights-torn"
+    publish_id, last = await overwritten(fence, 3)
+    await fence.end(publish_id, 3)
+    await door.enter()
+    assert (last.calls, fence.policy_version, fence.torn) == (["kept"], 3, False)
+
+
+async def test_a_change_whose_end_nobody_told_is_neither_kept_nor_taken_back(engine, door):
+    """The other servers may have gone on under the new version, or not."""
+    fence = Fence(engine, door, header=None)
+    await fence.serve_fixed(1)
+    _, change = await overwritten(fence, 2, lease_seconds=0.02)
+    await asyncio.sleep(0.1)
+    assert await refusal_of(door) == "weights-torn"
+    assert change.calls == []
+
+
+async def test_a_version_that_is_not_new_changes_nothing(engine, door):
+    fence = Fence(engine, door, header=None)
+    await fence.serve_fixed(5)
+    publish_id = await begin(fence)
+    with pytest.raises(Problem) as caught:
+        fence.overwrite(publish_id, 5, NotedChange())
+    assert caught.value.kind == "version-not-new"
+    assert (await fence.abort(publish_id))["torn"] is False
