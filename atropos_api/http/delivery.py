@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 TRANSPORT_KEY: Final = "atropos.transport"
 """Where the door leaves the connection's transport in the scope, when the server shows it."""
+
+HUNG_UP: Final[int | None] = getattr(select, "POLLRDHUP", None)
+"""What Linux says of a connection whose peer sends no more."""
 
 JOINED_BYTES: Final = 1 << 16
 """Smaller pieces are joined, for each one sent costs some; larger ones are sent as they are, for copying costs more."""
@@ -89,10 +93,12 @@ class TrackedResponse(PiecesResponse):
             self.on_result(accepted)
 
     async def _send_all(self, scope: Scope, send: Send) -> bool:
+        transport: asyncio.Transport | None = scope.get(TRANSPORT_KEY)
+        left = transport is not None and has_left(transport)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for piece in self.pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-        accepted = await _wait_until_written(scope.get(TRANSPORT_KEY), send)
+        accepted = not left and await _wait_until_written(transport, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return accepted
 
@@ -110,6 +116,20 @@ async def _wait_until_written(transport: asyncio.Transport | None, send: Send) -
     transport.set_write_buffer_limits(high=0)
     await send({"type": "http.response.body", "body": b"", "more_body": True})
     return was_written(transport)
+
+
+def has_left(transport: asyncio.Transport) -> bool:
+    """Whether the peer has hung up already; asked before the first byte, for after the last one many do.
+
+    Who gave up while the broker was stopped has its request and its farewell read together, and the kernel would take
+    an answer to it. Where the kernel cannot be asked this way nobody has left.
+    """
+    connection = transport.get_extra_info("socket")
+    if connection is None or connection.fileno() < 0 or HUNG_UP is None:
+        return False
+    poll = select.poll()
+    poll.register(connection.fileno(), HUNG_UP)
+    return bool(poll.poll(0))
 
 
 def was_written(transport: asyncio.Transport) -> bool:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from atropos_api.http.connections import GuardedProtocol
-from atropos_api.http.delivery import PiecesResponse, TrackedResponse, was_written
+from atropos_api.http.delivery import PiecesResponse, TrackedResponse, has_left, was_written
 from atropos_api.http.hot import PromptCall, PromptCalls
 from atropos_api.http.problems import fault_response
 from atropos_api.store.steps import pass_by
@@ -129,15 +129,16 @@ class PromptProtocol(GuardedProtocol):
             self._write(pieces, call)
             self._end(call)
             return
+        left = has_left(self.transport)
         # With no room to buffer, what the kernel takes is written at once, and what it does not is known.
         self.transport.set_write_buffer_limits(high=0)
         self._write(pieces, call)
         if self.flow.write_paused and not self.transport.is_closing():
-            task = self.loop.create_task(self._tell_later(response, call))
+            task = self.loop.create_task(self._tell_later(response, call, left=left))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
         else:
-            response.on_result(was_written(self.transport))
+            response.on_result(not left and was_written(self.transport))
             self._end(call)
 
     def _write(self, pieces: list[bytes], call: PromptCall) -> None:
@@ -150,11 +151,11 @@ class PromptProtocol(GuardedProtocol):
         call.reach(call.steps.torn)
         self.transport.write(data[len(data) // 2 :])
 
-    async def _tell_later(self, response: TrackedResponse, call: PromptCall) -> None:
+    async def _tell_later(self, response: TrackedResponse, call: PromptCall, *, left: bool) -> None:
         try:
             await self.flow.drain()
         finally:
-            response.on_result(was_written(self.transport))
+            response.on_result(not left and was_written(self.transport))
         self._end(call)
 
     def _end(self, call: PromptCall) -> None:

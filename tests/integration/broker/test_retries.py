@@ -25,6 +25,15 @@ def post_and_hang_up(url, body, *, path="/scored_data", after_seconds=0.0):
         time.sleep(after_seconds)
 
 
+def ask_and_give_up(url, method, path, body=b"", version="1.1"):
+    """A request and an orderly end in one segment, as a stopped broker finds them of a client that gave up on it."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"{method} {path} HTTP/{version}\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body, socket.MSG_MORE)
+    time.sleep(0.1)
+
+
 @pytest.fixture
 def slow_disk():
     """A broker that has taken a group a third of a second before it may say so."""
@@ -45,6 +54,30 @@ def test_a_group_whose_answer_never_left_is_taken_once_however_often_it_comes(sl
     # The repeat was answered: the same bytes once more are another group.
     httpx.post(f"{url}/scored_data", content=body)
     assert broker.state.queue.groups == 2
+
+
+@pytest.mark.parametrize(("path", "version"), [("/scored_data", "1.1"), ("/v1/groups", "1.1"), ("/v1/groups", "1.0")])
+def test_a_group_whose_sender_gave_up_before_it_was_read_is_taken_once(legacy, make_group, path, version):
+    """R9: its connection broke before the answer, be it the connection's (HTTP/1.1) or the application's (HTTP/1.0)."""
+    legacy.start(batch_size=4)
+    env_id = legacy.register_env()["env_id"]
+    group = make_group(1)
+    body = group | {"env_id": env_id} if path == "/scored_data" else {"environment_id": env_id, "groups": [group]}
+    body = json.dumps(body).encode()
+    ask_and_give_up(legacy.url, "POST", path, body, version=version)
+    for queued in (1, 2):
+        legacy.http.post(path, content=body).raise_for_status()
+        assert legacy.http.get("/v1/status").json()["queue"]["groups"] == queued
+
+
+def test_a_batch_whose_trainer_gave_up_before_it_was_asked_for_is_offered_again(legacy):
+    """R8: the kernel takes an answer to a connection whose peer has left; that is no delivery."""
+    legacy.start(batch_size=4)
+    for ident in (1, 2):
+        legacy.post(ident)
+    for _ in range(2):
+        ask_and_give_up(legacy.url, "GET", "/batch")
+    assert [legacy.idents() for _ in range(2)] == [[1], [2]]
 
 
 def test_equal_groups_whose_answers_arrived_are_all_kept(legacy):
