@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -22,12 +24,15 @@ DecodedT = TypeVar("DecodedT")
 Fields = dict[str, msgspec.Raw]
 
 _NULL: Final = b"null"
-_EMPTY: Final = frozenset({b"null", b"[]"})
+_EMPTY: Final = (b"null", b"[]")
 _PREFIXES: Final = tuple(f'{"," if index else "{"}"{key}":'.encode() for index, key in enumerate(WIRE_KEYS))
+_NULLS: Final = dict.fromkeys(WIRE_KEYS, _NULL)
 _OPEN_KEYS: Final = frozenset({*WIRE_KEYS, "received_version"})
+_FREE_KEYS: Final = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _OBJECTS: Final = frozenset({"generation_params", "group_overrides"})
 _STAMP: Final = b',"received_version":'
 
+_in_order = operator.itemgetter(*WIRE_KEYS)
 _spans_decoder = msgspec.json.Decoder(list[list[Span]])
 _env_id_decoder = msgspec.json.Decoder(int, strict=False)
 
@@ -161,12 +166,12 @@ def _check_distilled(texts: dict[str, bytes], key: str, lengths: list[int], wher
 
 
 def _check_free_fields(texts: dict[str, bytes], size: int, where: str) -> None:
-    for key, text in texts.items():
-        if key in _OPEN_KEYS and key not in {"messages", "generation_params", "overrides", "group_overrides", "images"}:
-            continue
+    for key in (*_FREE_KEYS, *_unknown_keys(texts)):
+        text = texts.get(key, _NULL)
         if text in _EMPTY:
             # No list to a trainer that decodes by type, though some write one for nothing.
-            texts[key] = _NULL if key in _OBJECTS else text
+            if key in _OBJECTS and key in texts:
+                texts[key] = _NULL
             continue
         value = _decode_free(text, where + key)
         if key == "messages":
@@ -255,14 +260,14 @@ def _decode_free(text: bytes, field: str) -> Any:
         raise InvalidGroup(field, text[:80].decode("utf-8", "replace"), str(error) or "too deeply nested") from None
 
 
+def _unknown_keys(texts: Mapping[str, bytes]) -> list[str]:
+    return [key for key in texts if key not in _OPEN_KEYS]
+
+
 def _join(texts: Mapping[str, bytes]) -> bytes:
-    parts: list[bytes] = []
-    for prefix, key in zip(_PREFIXES, WIRE_KEYS, strict=True):
-        parts += (prefix, texts.get(key, _NULL))
-    for key, text in texts.items():
-        if key not in _OPEN_KEYS:
-            parts += (b",", msgspec.json.encode(key), b":", text)
-    return b"".join(parts)
+    known = chain.from_iterable(zip(_PREFIXES, _in_order({**_NULLS, **texts}), strict=True))
+    unknown = [b",%b:%b" % (msgspec.json.encode(key), texts[key]) for key in _unknown_keys(texts)]
+    return b"".join([*known, *unknown])
 
 
 def _decode(decoder: msgspec.json.Decoder[DecodedT], body: bytes) -> DecodedT:

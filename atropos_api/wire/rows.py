@@ -1,9 +1,10 @@
 """Checks of number arrays in their JSON text, so that a token never becomes a Python object on its way through.
 
 msgspec has checked the syntax; what is left is decided on the characters, a whole array at a time: integers only, no
-sign, no number too long to fit. (A small array is decoded and thrown away: for a few numbers that is cheaper.) Whatever
-looks unusual is decoded and judged value by value, and what Atropos' own broker would have read as a number (`"1.5"`,
-`true`, `3.0` for an id) is rewritten as that number.
+sign, no number too long to fit. (numpy is not worth its calls for a small array: ids are taken out of the text, and
+what is left says how many there were; floats are decoded and thrown away.) Whatever looks unusual is decoded and judged
+value by value, and what Atropos' own broker would have read as a number (`"1.5"`, `true`, `3.0` for an id) is rewritten
+as that number.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ _ALL_TRUE: Final = np.uint64(0x0101010101010101)
 
 _FEW_IDS_BYTES: Final = 1 << 12
 _FEW_FLOATS_BYTES: Final = 1 << 14
-"""Below this much text, decoding the numbers is cheaper than numpy is."""
+"""Below this much text, numpy costs more than it saves."""
+
+_IDS: Final = b"0123456789" + _SPACE
+_SIGNED_IDS: Final = _IDS + b"-"
+_DIGITS_ALIKE: Final = bytes.maketrans(b"123456789", b"000000000")
+_TEN_DIGITS: Final = b"0" * 10
 
 _RowsDecoder = msgspec.json.Decoder[list[list[Any]]]
 _rows_decoder = msgspec.json.Decoder(list[msgspec.Raw])
@@ -47,10 +53,10 @@ Judge = Callable[[Any, str], int | float]
 
 def check_ids(raw: bytes, field: str, *, signed: bool = False) -> tuple[list[int], bytes]:
     """Lengths of the rows of an array of integer rows, and its text (rewritten where a value had to be coerced)."""
-    if len(raw) < _FEW_IDS_BYTES and (signed or b"-" not in raw):
-        lengths = _decoded_lengths(_masks_decoder if signed else _ids_decoder, raw)
-    else:
+    if len(raw) >= _FEW_IDS_BYTES:
         lengths = _row_lengths(raw) if _holds_ids(raw, signed=signed) else None
+    elif (lengths := _outlined_lengths(raw, signed=signed)) is None and (signed or b"-" not in raw):
+        lengths = _decoded_lengths(_masks_decoder if signed else _ids_decoder, raw)
     if lengths is None:
         return _judge_rows(raw, field, _signed_id if signed else _unsigned_id)
     return lengths, raw
@@ -86,6 +92,21 @@ def check_nested(raw: bytes, field: str, *, ids: bool) -> tuple[list[list[int]],
     checked = [check(row, f"{field}[{index}]") for index, row in enumerate(rows)]
     same = all(text is row for row, (_, text) in zip(rows, checked, strict=True))
     return [lengths for lengths, _ in checked], raw if same else b"[%b]" % b",".join(text for _, text in checked)
+
+
+def _outlined_lengths(raw: bytes, *, signed: bool) -> list[int] | None:
+    """Row lengths of a valid JSON text if it is an array of arrays of two or more ids; None if not, or if unsure.
+
+    Without its ids and spaces such an array reads `[[,,],[,,]]`, and nothing else does.
+    """
+    if _TEN_DIGITS in raw.translate(_DIGITS_ALIKE):
+        return None
+    outline = raw.translate(None, _SIGNED_IDS if signed else _IDS)
+    lengths = [len(row) + 1 for row in outline[2:-2].split(b"],[")]
+    only_commas = sum(lengths) == outline.count(b",") + 1
+    framed = outline.startswith(b"[[") and outline.endswith(b"]]")
+    # A row of one id leaves the same as an empty row.
+    return lengths if framed and only_commas and min(lengths) > 1 else None
 
 
 def _decoded_lengths(decoder: _RowsDecoder, raw: bytes) -> list[int] | None:

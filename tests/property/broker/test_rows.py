@@ -14,7 +14,8 @@ ODD = [
     "2147483648", "-2147483649", "9" * 320, "0." + "3" * 400, "-0", "-100",
     "1e5", "-1.25e-07", "1E5", "5e-324", "1e+300", "1e-999", "9" * 127, "999999999", "1000000000",
 ]  # fmt: skip
-plain = st.integers(0, 60_000).map(str) | st.floats(-30, 1).map(repr)
+ids = st.integers(-100, 60_000).map(str)
+plain = ids | st.floats(-30, 1).map(repr)
 values = plain | st.sampled_from(ODD)
 spaces = st.sampled_from(["", " ", "\n\t"])
 
@@ -22,7 +23,7 @@ spaces = st.sampled_from(["", " ", "\n\t"])
 @st.composite
 def arrays(draw):
     space = draw(spaces)
-    rows = draw(st.lists(st.lists(draw(st.sampled_from([plain, values])), max_size=5), max_size=4))
+    rows = draw(st.lists(st.lists(draw(st.sampled_from([ids, plain, values])), max_size=5), max_size=4))
     texts = [f"[{space}" + f",{space}".join(row) + f"{space}]" for row in rows]
     if draw(st.integers(0, 19)) == 0:
         texts.append(draw(st.sampled_from(["3", "null", '"a]b"', '"],["'])))
