@@ -1,7 +1,8 @@
-"""The steps between a write and its answer, by name, so that a test can end the process at each of them.
+"""The steps between a write and its answer, by name, so that a test can end or stop the process at each of them.
 
 Stores, broker and HTTP say `reach(Step.X)` as they go. Nothing listens, unless the process was started with
-`ATROPOS_CRASH_AT=<step>` (or `<step>:<n>` for the n-th time it comes there), which ends it as `kill -9` does.
+`ATROPOS_CRASH_AT=<step>` (or `<step>:<n>` for the n-th time it comes there), which ends it as `kill -9` does, or with
+`ATROPOS_CRASH_AT=<step>:<n>:stop`, which stops it there as `kill -STOP` does, until it gets a SIGCONT.
 """
 
 from __future__ import annotations
@@ -55,22 +56,24 @@ def pass_by(_: Step) -> None:
     """What `reach` is outside tests."""
 
 
-class KillAt:
-    """Ends the process the n-th time it reaches a step."""
+class SignalAt:
+    """Sends the process a signal the n-th time it reaches a step."""
 
-    def __init__(self, step: Step, nth: int = 1) -> None:
+    def __init__(self, step: Step, nth: int = 1, number: signal.Signals = signal.SIGKILL) -> None:
         self._step = step
         self._left = nth
+        self._number = number
 
     def __call__(self, step: Step) -> None:
         if step is not self._step:
             return
         self._left -= 1
         if self._left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._number)
 
 
 def read_crash_step(environment: Mapping[str, str]) -> Reach:
     """What the environment asks for; `pass_by` if nothing."""
-    name, _, nth = environment.get(CRASH_VARIABLE, "").partition(":")
-    return KillAt(Step(name), int(nth or 1)) if name else pass_by
+    name, _, how = environment.get(CRASH_VARIABLE, "").partition(":")
+    nth, _, stop = how.partition(":")
+    return SignalAt(Step(name), int(nth or 1), signal.SIGSTOP if stop else signal.SIGKILL) if name else pass_by

@@ -15,9 +15,13 @@ import threading
 import time
 
 import httpx
+import psutil
 import pytest
 
 from atropos_api.store.steps import CRASH_VARIABLE
+
+PATIENCE = float(os.environ.get("ATROPOS_KILLS_PATIENCE", "1"))
+"""How many times longer than usual everything may take; for machines that have more to do than they can."""
 
 NURSERY = """
 import json, os, signal, sys
@@ -52,19 +56,21 @@ class Nursery:
 
     def __init__(self, log):
         self.log = log
+        self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def fork(self, *arguments, crash_at=""):
         wanted = {"arguments": arguments, "environment": {CRASH_VARIABLE: crash_at}, "log": str(self.log)}
-        self._process.stdin.write(json.dumps(wanted) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        with self._lock:
+            self._process.stdin.write(json.dumps(wanted) + "\n")
+            self._process.stdin.flush()
+            return int(self._process.stdout.readline())
 
     def close(self):
         self._process.stdin.close()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=10 * PATIENCE)
         self._process.stdout.close()
 
 
@@ -85,10 +91,10 @@ class KilledBroker:
 
     def wait_until(self, *statuses, path="/readyz", seconds=20):
         """Wait for one of these answers; False if the broker died before."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds * PATIENCE
         while time.monotonic() < deadline:
             try:
-                if httpx.get(self.url + path, timeout=5).status_code in statuses:
+                if httpx.get(self.url + path, timeout=5 * PATIENCE).status_code in statuses:
                     return True
             except httpx.TransportError:
                 if not self.alive():
@@ -104,10 +110,21 @@ class KilledBroker:
         return True
 
     def wait_for_death(self, seconds):
-        deadline = time.monotonic() + seconds
-        while self.alive() and time.monotonic() < deadline:
+        return self._wait_for(lambda: not self.alive(), seconds)
+
+    def wait_for_stop(self, seconds):
+        """Until the process is stopped, as by SIGSTOP."""
+        process = psutil.Process(self.pid)
+        return self._wait_for(lambda: process.status() == psutil.STATUS_STOPPED, seconds)
+
+    def go_on(self):
+        os.kill(self.pid, signal.SIGCONT)
+
+    def _wait_for(self, holds, seconds):
+        deadline = time.monotonic() + seconds * PATIENCE
+        while not holds() and time.monotonic() < deadline:
             time.sleep(0.01)
-        return not self.alive()
+        return holds()
 
     def kill(self, number=signal.SIGKILL):
         if self.pid is not None and self.alive():
@@ -120,8 +137,8 @@ class HonestClient:
 
     def __init__(self, urls, patience_seconds):
         self._urls = list(urls)
-        self._patience_seconds = patience_seconds
-        self._http = httpx.Client(timeout=3)
+        self._patience_seconds = patience_seconds * PATIENCE
+        self._http = httpx.Client(timeout=3 * PATIENCE)
 
     def call(self, method, path, **options):
         deadline = time.monotonic() + self._patience_seconds
@@ -164,7 +181,7 @@ class Worker:
             self.failure = error
 
     def join(self):
-        self._thread.join(timeout=90)
+        self._thread.join(timeout=90 * PATIENCE)
         assert not self._thread.is_alive()
         if self.failure is not None:
             raise self.failure
@@ -223,7 +240,7 @@ class Load:
         group = make_body(ident, size)
         if legacy:
             # Without a key an answer that is given up on unread is one that arrived, so it is waited for.
-            client.call("POST", "/scored_data", json=group | {"env_id": environment}, timeout=20)
+            client.call("POST", "/scored_data", json=group | {"env_id": environment}, timeout=20 * PATIENCE)
         else:
             body = {"environment_id": environment, "groups": [group]}
             client.call("POST", "/v1/groups", json=body, headers={"Idempotency-Key": f"key {ident}"})
@@ -241,7 +258,7 @@ class Load:
 
     def wait_for_batches(self, count, seconds=20):
         wanted = self.number + count
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds * PATIENCE
         while self.number < wanted:
             self.check()
             assert time.monotonic() < deadline, "no batch came"

@@ -1,5 +1,7 @@
-"""A broker on Redis: killed, replaced by its standby, paused and woken, with Redis itself killed under it."""
+"""A broker on Redis: killed, replaced by its standby, stopped and woken, with Redis itself killed under it."""
 
+import concurrent.futures
+import itertools
 import os
 import random
 import signal
@@ -11,6 +13,8 @@ import time
 import httpx
 import pytest
 
+from atropos_api.errors import StoreUnavailable
+from atropos_api.store.opening import open_session
 from atropos_api.store.steps import Step
 from atropos_api.testing_redis import RedisServer, running_redis
 
@@ -24,10 +28,16 @@ LONG = pytest.mark.skipif(not EVERY, reason="takes long; set ATROPOS_KILLS=all")
 pytestmark = pytest.mark.skipif(not RedisServer.installed(), reason="redis-server is not installed")
 
 
-@pytest.fixture
-def redis_server():
+@pytest.fixture(scope="module")
+def one_redis():
     with running_redis() as server:
         yield server
+
+
+@pytest.fixture
+def redis_server(one_redis):
+    one_redis.flush()
+    return one_redis
 
 
 @pytest.fixture
@@ -69,28 +79,88 @@ def test_the_standby_says_so_and_who_is_active_and_follows_it(pair):
     assert time.monotonic() - started < LEASE
 
 
-def test_killed_at_each_step_its_standby_takes_over_and_nothing_is_lost_or_duplicated(pair, load):
+def test_killed_or_stopped_at_each_step_its_standby_takes_over_and_nothing_is_lost_or_duplicated(pair, load):
+    """R18: one that wakes after its lease has ended changes nothing any more."""
     work = load(*pair)
     active, standby = pair
-    steps = sorted(STEPS, key=lambda step: not step.startswith("run-"))
-    for step in steps if EVERY else random.sample(steps, 2):
+    ends = [(step, stop) for step in STEPS for stop in ("", ":stop")]
+    if not EVERY:
+        ends = [random.choice(ends[::2]), random.choice(ends[1::2])]
+    for step, stop in sorted(ends, key=lambda end: not end[0].startswith("run-")):
         work.wait_for_batches(1)
-        # The one that is to die has to be the active one.
+        # The one that is to end has to be the active one.
         active.kill(signal.SIGTERM)
         assert standby.wait_until(200)
-        active.start(crash_at=f"{step}:1")
+        active.start(crash_at=f"{step}:1{stop}")
         if not step.startswith(("store-", "recovered")):
             assert active.wait_until(503, 200)
         standby.kill(signal.SIGTERM)
         if step.startswith("run-"):
             work.restart_trainer()
-        assert active.wait_for_death(20), f"{step} was not reached"
+        assert (active.wait_for_stop if stop else active.wait_for_death)(20), f"{step} was not reached"
         standby.start()
         assert standby.wait_until(200)
+        if stop:
+            work.wait_for_batches(1)
+            active.go_on()
+            assert active.wait_until(503)
+            wait_for_word_of(active, standby)
+        else:
+            active.start()
         active, standby = standby, active
-        standby.start()
         work.check()
     work.finish()
+
+
+STOPS = [Step.SUBMISSION_CHECKED, Step.GROUPS_STAGED, Step.GROUPS_KEPT, Step.ANSWER_BEGUN, Step.ANSWER_TORN]
+
+
+def test_a_group_without_a_key_sent_to_one_that_stops_past_its_lease_is_taken_once(redis_server, killed_broker):
+    """R9, R18: its sender repeats what was not answered, whether it gave up on the stopped broker or waited."""
+    cases = [*itertools.product(STOPS, [False, True])]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        # A database for each.
+        stores = [f"{redis_server.url[:-1]}{number}" for number in range(len(cases))]
+        running = [
+            pool.submit(stop_and_repeat, killed_broker, store, *case)
+            for store, case in random.sample([*zip(stores, cases, strict=True)], len(cases) if EVERY else 2)
+        ]
+    for case in running:
+        case.result()
+
+
+def stop_and_repeat(killed_broker, store, step, waits):
+    active, standby = (killed_broker("--store", store, "--lease", str(LEASE)) for _ in range(2))
+    first, other = ({"tokens": [[n]], "masks": [[n]], "scores": [0.5], "env_id": 0} for n in range(2))
+
+    def post(broker, body, seconds=20):
+        return httpx.post(broker.url + "/scored_data", json=body, timeout=seconds).status_code
+
+    def count(broker):
+        return httpx.get(broker.url + "/v1/status").json()["queue"]["groups"]
+
+    active.start(crash_at=f"{step}:1:stop")
+    assert active.wait_until(200)
+    standby.start()
+    assert standby.wait_until(503)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        sent = pool.submit(post, active, first, 20 if waits else 0.3)
+        assert active.wait_for_stop(5)
+        assert standby.wait_until(200)
+        if not waits:
+            with pytest.raises(httpx.ReadTimeout):
+                sent.result()
+            assert post(standby, first) == 200
+        active.go_on()
+        if waits and sent.result() == 503:
+            assert post(standby, first) == 200
+    assert active.wait_until(503)
+    assert count(standby) == 1
+    assert post(standby, other) == 200
+    # The one that woke finds the same when it is in charge again.
+    standby.kill(signal.SIGTERM)
+    assert active.wait_until(200)
+    assert count(active) == 2
 
 
 @LONG
@@ -138,38 +208,23 @@ def test_redis_that_hangs_is_a_503_until_it_goes_on(redis_server, pair, load):
     work.finish()
 
 
-def test_an_active_broker_that_was_paused_past_its_lease_writes_nothing_when_it_wakes(pair, load):
-    work = load(*pair)
-    for _ in range(5 if EVERY else 1):
-        work.wait_for_batches(1)
-        # Whichever is active.
-        active = next(broker for broker in pair if readiness(broker)[0] == 200)
-        (other,) = (broker for broker in pair if broker is not active)
-        os.kill(active.pid, signal.SIGSTOP)
-        assert other.wait_until(200)
-        work.wait_for_batches(1)
-        os.kill(active.pid, signal.SIGCONT)
-        assert active.wait_until(503)
-        wait_for_word_of(active, other)
-    work.wait_for_batches(1)
-    work.finish()
-
-
 def test_a_redis_that_may_forget_is_refused_with_the_command_that_mends_it(redis_server):
-    subprocess.run(["redis-cli", "-p", str(redis_server.port), "config", "set", "appendfsync", "everysec"], check=True)
+    def forget(when):
+        subprocess.run(["redis-cli", "-p", str(redis_server.port), "config", "set", "appendfsync", when], check=True)
+
+    forget("everysec")
     command = [sys.executable, "-m", "atropos_api", "--port", "0", "--store", redis_server.url]
     result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    forget("always")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert "appendfsync everysec" in result.stderr
     assert "CONFIG SET appendfsync always" in result.stderr
 
 
-def test_a_redis_that_is_not_there_is_one_line():
-    command = [sys.executable, "-m", "atropos_api", "--port", "0", "--store", "redis://:secret@127.0.0.1:1/0"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert "redis://127.0.0.1:1/0 does not answer" in result.stderr
-    assert "secret" not in result.stderr
+def test_a_redis_that_is_not_there_is_named_without_its_password():
+    with pytest.raises(StoreUnavailable, match=r"redis://127\.0\.0\.1:1/0 does not answer") as caught:
+        open_session("redis://:secret@127.0.0.1:1/0", lease_seconds=LEASE)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_standby_that_was_told_to_begin_anew_deletes_nothing_when_it_takes_over(redis_server, killed_broker):
