@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from example_trainer.errors import CheckpointError
-from example_trainer.learning.model_files import model_card, read_tensors, write_model
+from example_trainer.learning.model_files import StoredTensors, model_card, write_model
 from example_trainer.learning.seal import broken_seal, seal
 
 if TYPE_CHECKING:
@@ -220,9 +220,11 @@ def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) 
     """
     import torch
 
-    policy.load_masters(read_tensors(checkpoint))
+    policy.load_masters(StoredTensors(checkpoint))
     try:
-        saved = torch.load(checkpoint / TENSOR_STATE_FILE, map_location="cpu", weights_only=True)
+        saved = torch.load(
+            checkpoint / TENSOR_STATE_FILE, map_location="cpu", weights_only=True, mmap=policy.is_sharded
+        )
         optimizer.load_state_dict(_as_held(saved["optimizer"], policy, optimizer))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(

@@ -175,7 +175,7 @@ def _train(config: TrainingConfig) -> int:
             device=config.device,
             timeout_seconds=config.batch_timeout + config.wait_timeout + LEADER_MARGIN_SECONDS,
         ) as ranks:
-            return _train_in(session if ranks.world_size == 1 else _ranked_session(client, ranks), config, ranks)
+            return _train_in(session if ranks.world_size == 1 else ranked_session(config, client, ranks), config, ranks)
     finally:
         session.close()
 
@@ -213,11 +213,11 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks) -> i
     return 0 if finished else 128 + (stop.signal_number or signal.SIGTERM)
 
 
-def _ranked_session(client: BrokerClient, ranks: Ranks) -> BrokerSession:
-    """The broker as all of several ranks use it."""
+def ranked_session(config: TrainingConfig, client: BrokerClient, ranks: Ranks) -> BrokerSession:
+    """The broker as all of several ranks use it; a std over a batch needs all of its rewards on each."""
     from example_trainer.learning.ranked import RankedSession
 
-    return RankedSession(client, ranks)
+    return RankedSession(client, ranks, all_see_whole=config.advantage_norm == "batch")
 
 
 def _bridge(config: TrainingConfig, ranks: Ranks) -> WeightBridge:

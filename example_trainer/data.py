@@ -135,23 +135,22 @@ def data_settings(config: TrainingConfig) -> DataSettings:
     )
 
 
-def prepare_batch(batch: Batch, settings: DataSettings) -> TrainingBatch:
-    """Check a batch and lay it out; a pure function of the batch and the settings."""
+def prepare_batch(batch: Batch, settings: DataSettings, *, whole: Batch | None = None) -> TrainingBatch:
+    """Check a batch and lay it out; a pure function of the arguments.
+
+    `whole` is the batch that `batch` is one rank's share of; only a std over the whole batch needs it.
+    """
     counts = dict.fromkeys(("overlong", "truncated", "no_signal", "no_trained_token", "zeroed"), 0)
     read = [
         [_read_sequence(group, number, index, settings) for index in range(len(group.tokens))]
         for number, group in enumerate(batch.groups)
     ]
     lengths = [len(candidate.targets) for candidates in read for candidate in candidates]
-    penalties = [[overlong_penalty(len(one.targets), settings.overlong) for one in candidates] for candidates in read]
-    scores = [
-        [float(score) + penalty for score, penalty in zip(group.scores, own, strict=True)]
-        for group, own in zip(batch.groups, penalties, strict=True)
-    ]
+    scores = [_scores(group, settings) for group in batch.groups]
+    everyone = None if whole is None else [_scores(group, settings) for group in whole.groups]
+    advantages = compute_advantages(scores, settings.advantages, batch=everyone)
     kept: list[Candidate] = []
-    for group, rewards, values, candidates in zip(
-        batch.groups, scores, compute_advantages(scores, settings.advantages), read, strict=True
-    ):
+    for group, rewards, values, candidates in zip(batch.groups, scores, advantages, read, strict=True):
         signal = _has_signal(rewards, candidates, settings)
         for index, candidate in enumerate(candidates):
             cause = _why_left_out(group, candidate, index, signal, settings)
@@ -173,8 +172,15 @@ def prepare_batch(batch: Batch, settings: DataSettings) -> TrainingBatch:
         rewards=[float(score) for group in batch.groups for score in group.scores],
         response_lengths=lengths,
         counts=counts,
-        overlong_penalty=sum(map(sum, penalties)) / max(1, len(lengths)),
+        overlong_penalty=sum(overlong_penalty(length, settings.overlong) for length in lengths) / max(1, len(lengths)),
     )
+
+
+def _scores(group: Group, settings: DataSettings) -> list[float]:
+    """A group's rewards less what their length costs."""
+    lengths = (int(np.count_nonzero(np.asarray(mask)[1:] != MASKED)) for mask in group.masks)
+    penalties = (overlong_penalty(length, settings.overlong) for length in lengths)
+    return [float(score) + penalty for score, penalty in zip(group.scores, penalties, strict=True)]
 
 
 def find_temperature(group: Group, index: int) -> float:

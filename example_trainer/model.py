@@ -343,9 +343,11 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
     served_dtype = resolve_dtype(options.dtype, stored)
     frozen = options.adapter is not None
     load_dtype = served_dtype if frozen or options.master_weights == "none" else torch.float32
-    module = load_module(options, stored, load_dtype, device)
     if options.sharding is not None:
-        return _spread(module, options, options.sharding, hf_config=stored, served_dtype=served_dtype, device=device)
+        from example_trainer.learning.sharding import load_spread
+
+        return load_spread(options, stored, served_dtype=served_dtype, device=device)
+    module = load_module(options, stored, load_dtype, device)
     if frozen or options.master_weights != "host":
         module = module.to(device)
     policy = Policy(module, hf_config=stored, served_dtype=served_dtype, device=device, options=options)
@@ -359,14 +361,6 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
         str(served_dtype).removeprefix("torch."),
         device,
     )
-    return policy
-
-
-def _spread(module: nn.Module, options: PolicyOptions, sharding: Sharding, **settings: Any) -> Policy:
-    from example_trainer.learning.sharding import ShardedPolicy
-
-    policy = ShardedPolicy(module, options=options, reshard_after_forward=sharding.reshard_after_forward, **settings)
-    _move_buffers(module, policy.device)
     return policy
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from atropos_api.client import BrokerClient
 from atropos_api.wire import EnvironmentRequest, Group
 from example_trainer.api import BrokerSession
-from example_trainer.cli import make_trackers
+from example_trainer.cli import make_trackers, ranked_session
 from example_trainer.config import TrainingConfig
 from example_trainer.data import MASKED, PLACEHOLDER_LOGPROB
 from example_trainer.learning.adapters import AdapterOptions
 from example_trainer.learning.distributed import Ranks, joined_ranks
-from example_trainer.learning.ranked import RankedBridge, RankedSession
+from example_trainer.learning.ranked import RankedBridge
 from example_trainer.model import Policy, PolicyOptions, load_policy
 from example_trainer.trainers import Trainer
 from example_trainer.weights.bridge import PublishReport, policy_options
@@ -178,7 +178,7 @@ def _train_recorded(config: TrainingConfig, ranks: Ranks) -> None:
     alone = ranks.world_size == 1
     trainer = Trainer(
         config,
-        session=BrokerSession(client) if alone else RankedSession(client, ranks),
+        session=BrokerSession(client) if alone else ranked_session(config, client, ranks),
         bridge=local if alone else RankedBridge(local if ranks.is_main else None, policy_options(config), ranks),
         tracker=lambda resumed_step: make_trackers(config, resumed_step, writes=ranks.is_main),
         ranks=ranks,

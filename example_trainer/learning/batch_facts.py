@@ -79,6 +79,7 @@ def _share_metrics(training: TrainingBatch, sampled_tokens: int) -> dict[str, fl
         names.SEQUENCES: float(sequences),
         names.TRAINED_TOKENS: float(len(training.targets)),
         names.TRAINED_FRACTION: len(training.targets) / max(1, sampled_tokens),
+        names.REWARD_OVERLONG_PENALTY: training.overlong_penalty,
         names.NO_SIGNAL_FRACTION: training.counts.get("no_signal", 0) / max(1, sequences),
         **{names.LEFT_OUT.format(cause=cause): float(count) for cause, count in training.counts.items()},
     }

@@ -54,13 +54,16 @@ def stored_config(options: PolicyOptions) -> Any:
 
 
 def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model in training mode, by transformers' own loading; raises `ModelNotFound` where that cannot."""
+    """The model in training mode, by transformers' own loading; raises `ModelNotFound` where that cannot.
+
+    It is on the CPU, but for a quantised one, which is made on `device`; on the device `meta` it has no values.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     if not options.debug_loading:
         transformers_logging.disable_progress_bar()
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"device_map": {"": device}} if device.type == "meta" else {}
     if options.adapter is not None and options.adapter.quantise is not None:
         more = {"quantization_config": quantisation_config(dtype), "device_map": {"": device}}
     try:

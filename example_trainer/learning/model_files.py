@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,15 +65,30 @@ def write_adapter(directory: Path, policy: Policy, dtype: torch.dtype | None = N
 
 def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint's safetensors files, by name."""
-    from safetensors.torch import load_file
+    return dict(StoredTensors(checkpoint))
 
-    files = sorted(checkpoint.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{checkpoint} holds no safetensors file; resume from another checkpoint")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        tensors |= load_file(file)
-    return tensors
+
+class StoredTensors(Mapping[str, "torch.Tensor"]):
+    """The tensors of a checkpoint by name, each read when it is asked for: no more than one need be in memory."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Raises `CheckpointError` where there are none."""
+        from safetensors import safe_open
+
+        files: list[Any] = [safe_open(path, framework="pt") for path in sorted(checkpoint.glob("*.safetensors"))]
+        if not files:
+            raise CheckpointError(f"{checkpoint} holds no safetensors file; resume from another checkpoint")
+        self._file_of: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
 
 
 def model_card(state: TrainerState, base_model: str, *, adapter: bool) -> str:

@@ -26,9 +26,11 @@ AnswerT = TypeVar("AnswerT")
 class RankedSession(BrokerSession):
     """A `BrokerSession` shared by all ranks."""
 
-    def __init__(self, client: BrokerClient, ranks: Ranks) -> None:
+    def __init__(self, client: BrokerClient, ranks: Ranks, *, all_see_whole: bool = False) -> None:
+        """With `all_see_whole` every rank fetches whole batches besides its share, not rank 0 alone."""
         super().__init__(client, rank=ranks.rank, world_size=ranks.world_size)
         self._ranks = ranks
+        self._sees_whole = all_see_whole or ranks.is_main
 
     def refuse_unknown_host(self) -> None:
         self._ranks.lead(super().refuse_unknown_host)
@@ -53,8 +55,8 @@ class RankedSession(BrokerSession):
         self._ranks.lead(super().finish)
 
     def whole_batch(self, batch: Batch) -> Batch:
-        """The batch that `batch` is this rank's slice of, at rank 0, which logs what it was; elsewhere the slice."""
-        if not self._ranks.is_main:
+        """The batch that `batch` is this rank's slice of; the slice itself where nobody needs to see more."""
+        if not self._sees_whole:
             return batch
         whole = self._client.get_batch(
             batch.number,

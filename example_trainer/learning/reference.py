@@ -63,7 +63,7 @@ class Reference:
 
     def restore(self, weights: dict[str, Tensor]) -> None:
         """Take the weights of a reference that an earlier part of the run had swapped in."""
-        self.weights = {name: weight.to(self._policy.device) for name, weight in weights.items()}
+        self.weights = {name: _held(self._policy, name, weight) for name, weight in weights.items()}
         self.swapped = True
 
     def _in_place(self) -> AbstractContextManager[None]:
@@ -72,16 +72,28 @@ class Reference:
         return self._policy.with_weights(self.weights)
 
 
+def _held(policy: Policy, name: str, weight: Tensor) -> Tensor:
+    """What this process keeps of a whole weight: its slice where the policy is spread over ranks."""
+    if not policy.is_sharded:
+        return weight.to(policy.device)
+    from example_trainer.learning.sharding import shard_like
+
+    return shard_like(weight, policy.masters[name])
+
+
 def _load_weights(policy: Policy, model_name: str) -> dict[str, Tensor]:
     """The trained weights of another checkpoint, by the policy's own names and in its served dtype."""
-    from example_trainer.model import PolicyOptions, load_policy
+    from example_trainer.model import PolicyOptions, Sharding, load_policy
 
     if model_name.startswith((".", "/", "~")) and not Path(model_name).expanduser().is_dir():
         raise ModelNotFound(
             f"--ref-model {model_name}: no such directory; name a checkpoint of the policy's architecture"
         )
     dtype = str(policy.dtype).removeprefix("torch.")
-    options = PolicyOptions(model_name=model_name, dtype=dtype, device=str(policy.device), master_weights="none")
+    sharding = Sharding() if policy.is_sharded else None
+    options = PolicyOptions(
+        model_name=model_name, dtype=dtype, device=str(policy.device), master_weights="none", sharding=sharding
+    )
     other = load_policy(options).snapshot()
     for name, master in policy.masters.items():
         if name not in other or other[name].shape != master.shape:

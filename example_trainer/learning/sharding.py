@@ -1,9 +1,10 @@
 """A policy whose weights, gradients and optimizer state are spread over the ranks: FSDP2, a group a transformer layer.
 
-Masters are fp32 `DTensor`s, a slice of each weight on every rank. A forward gathers one layer's weights at a time, in
-the served dtype; the backward sums its gradients over the ranks in fp32, where the loss weights are already those of
-the whole step, so nothing is averaged. What only whole weights can do (a checkpoint, a publish) happens at rank 0
-inside `ShardedPolicy.gathered`.
+Masters are fp32 `DTensor`s, a slice of each weight on every rank. Rank 0 reads the model and hands the others their
+slices, one weight at a time: no other rank ever holds more than one whole weight. A forward gathers one layer's weights
+at a time, in the served dtype; the backward sums its gradients over the ranks in fp32, where the loss weights are
+already those of the whole step, so nothing is averaged. What only whole weights can do (a checkpoint, a publish)
+happens at rank 0 inside `ShardedPolicy.gathered`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from example_trainer.errors import UnsupportedModel
+from example_trainer.learning.loading import load_module, resolve_dtype
 from example_trainer.model import Policy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from example_trainer.model import PolicyOptions
 
 ResultT = TypeVar("ResultT")
 
@@ -35,10 +39,29 @@ class ShardedPolicy(Policy):
     """A `Policy` spread over the ranks of the default process group; all of them call its methods together."""
 
     def __init__(self, module: nn.Module, *, reshard_after_forward: bool, **settings: Any) -> None:
+        """`module` has no values yet (it is on the device `meta`); `fill` gives it some."""
         super().__init__(module, **settings)
         self._whole: dict[str, torch.Tensor] | None = None
         _shard(module, self.device, self.dtype, reshard_after_forward=reshard_after_forward)
+        module.to_empty(device=self.device)
         self.masters = {name: self._current(name) for name in self.masters}
+
+    @torch.no_grad()
+    def fill(self, source: nn.Module | None) -> None:
+        """Take the values of `source`, which rank 0 has and loses weight by weight; None on the other ranks."""
+        given = {} if source is None else dict(source.named_parameters())
+        for name, parameter in self.module.named_parameters():
+            if source is None:
+                tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+            else:
+                tensor = given[name].detach().to(device=self.device, dtype=parameter.dtype)
+                given[name].data = torch.empty(0)
+            parameter.copy_(_sliced(tensor, parameter, source_rank=0))
+        for name, buffer in self.module.named_buffers():
+            if source is not None:
+                buffer.copy_(source.get_buffer(name))
+            dist.broadcast(buffer, src=0)
+        _refuse_unfilled(self.module)
 
     @property
     def is_sharded(self) -> bool:
@@ -111,8 +134,7 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The slice of a whole tensor, which every rank has, that falls to this one if it is spread as `like` is."""
     if not isinstance(like, DTensor):
         return tensor
-    on_device = tensor.to(device=like.device, dtype=like.dtype)
-    return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)
+    return _sliced(tensor.to(device=like.device, dtype=like.dtype), like, source_rank=None)
 
 
 def shard_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -127,6 +149,41 @@ def shard_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optim
                 for key, value in own.items()
             }
     return {**state, "state": spread}
+
+
+def load_spread(
+    options: PolicyOptions, stored: Any, *, served_dtype: torch.dtype, device: torch.device
+) -> ShardedPolicy:
+    """The policy that `options` describe; rank 0 alone reads it, into host memory and as it is stored."""
+    assert options.sharding is not None, "nothing says how it is spread"
+    module = load_module(options, stored, torch.float32, torch.device("meta"))
+    policy = ShardedPolicy(
+        module,
+        hf_config=stored,
+        served_dtype=served_dtype,
+        device=device,
+        options=options,
+        reshard_after_forward=options.sharding.reshard_after_forward,
+    )
+    reads = dist.get_rank() == 0
+    policy.fill(load_module(options, stored, resolve_dtype("auto", stored), torch.device("cpu")) if reads else None)
+    return policy
+
+
+def _sliced(tensor: torch.Tensor, like: Any, *, source_rank: int | None) -> DTensor:
+    """A whole tensor spread as `like` is, from one rank's values, or with None from every rank's own."""
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=source_rank)
+
+
+def _refuse_unfilled(module: nn.Module) -> None:
+    """A tensor that a module keeps beside its parameters and buffers has no value where none was computed."""
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise UnsupportedModel(
+                    f"{type(module).__name__} keeps {path}.{name} in no parameter and no buffer, so it cannot be "
+                    "given to other ranks; train it with --world-size 1"
+                )
 
 
 def _shard(module: Any, device: torch.device, dtype: torch.dtype, *, reshard_after_forward: bool) -> None:

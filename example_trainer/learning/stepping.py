@@ -57,7 +57,8 @@ class Stepper:
         settings = data_settings(self.config)
         if whole is None or whole is batch:
             return describe(batch, prepare_batch(batch, settings))
-        return replace(describe(whole, prepare_batch(whole, settings)), training=prepare_batch(batch, settings))
+        share = prepare_batch(batch, settings, whole=whole)
+        return replace(describe(whole, prepare_batch(whole, settings)), training=share)
 
     def train(
         self,

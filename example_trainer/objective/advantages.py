@@ -43,21 +43,34 @@ def has_signal(rewards: Sequence[float], settings: AdvantageSettings) -> bool:
     return not is_zero_variance(rewards)
 
 
-def compute_advantages(groups: Sequence[Sequence[float]], settings: AdvantageSettings) -> list[Tensor]:
-    """Per group a float32 tensor `[G]`; a group of one, or of equal rewards, gets zeros under a group baseline."""
-    rewards = [torch.tensor(list(values), dtype=torch.float64) for values in groups]
-    centred = [_centre(values, settings) for values in rewards]
+def compute_advantages(
+    groups: Sequence[Sequence[float]], settings: AdvantageSettings, *, batch: Sequence[Sequence[float]] | None = None
+) -> list[Tensor]:
+    """Per group a float32 tensor `[G]`; a group of one, or of equal rewards, gets zeros under a group baseline.
+
+    `batch` are the rewards of all its groups where `groups` are the share of one rank: a batch's std is theirs.
+    """
+    centred = _centre_all(groups, settings)
     if settings.norm == "none" or not centred:
         return [values.float() for values in centred]
     if settings.norm == "group":
         return [_scale(values, values, settings.std).float() for values in centred]
-    everything = torch.cat(rewards if settings.std == "sample" else centred)
+    whole = groups if batch is None else batch
+    everything = torch.cat(_tensors(whole) if settings.std == "sample" else _centre_all(whole, settings))
     return [_scale(values, everything, settings.std).float() for values in centred]
 
 
 def shuffle(advantages: Tensor, generator: torch.Generator) -> Tensor:
     """The same values `[R]` handed to other sequences of the batch: the control that must not learn."""
     return advantages[torch.randperm(len(advantages), generator=generator)]
+
+
+def _tensors(groups: Sequence[Sequence[float]]) -> list[Tensor]:
+    return [torch.tensor(list(values), dtype=torch.float64) for values in groups]
+
+
+def _centre_all(groups: Sequence[Sequence[float]], settings: AdvantageSettings) -> list[Tensor]:
+    return [_centre(values, settings) for values in _tensors(groups)]
 
 
 def _centre(rewards: Tensor, settings: AdvantageSettings) -> Tensor:

@@ -82,8 +82,8 @@ def _overlong(config: TrainingConfig) -> Iterator[str]:
 
 
 def _several_ranks(config: TrainingConfig) -> Iterator[str]:
-    if config.ref_update_interval and config.world_size > 1:
+    if config.shuffle_advantages and config.world_size > 1:
         yield (
-            f"--ref-update-interval {config.ref_update_interval} with --world-size {config.world_size}: a reference "
-            "that was swapped in is spread over the ranks and would be in no checkpoint; leave it at 0"
+            f"--shuffle-advantages with --world-size {config.world_size} would permute within each rank's share only; "
+            "run the control on one process"
         )

@@ -12,7 +12,7 @@ import torch
 
 from example_trainer.learning.distributed import joined_ranks
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 200.0
 FORKS = multiprocessing.get_context("forkserver")
 """Imports torch once; forks of the test's own process would inherit locks of its threads."""
 FORKS.set_forkserver_preload(["example_trainer.testing", "transformers.models.qwen2.modeling_qwen2", "peft"])

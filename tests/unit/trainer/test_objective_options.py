@@ -103,7 +103,7 @@ REFUSED = [
     ({"mask_overlong": True}, "--max-response-tokens"),
     ({"max_response_tokens": 8, "overlong_buffer": 9}, "--overlong-buffer 9"),
     ({"max_response_tokens": 4096, "seq_len": 2048}, "longer than --seq-len 2048"),
-    ({"world_size": 2, "optimizer": "adamw", "kl_coef": 0.1, "ref_update_interval": 5}, "in no checkpoint"),
+    ({"world_size": 2, "optimizer": "adamw", "shuffle_advantages": True}, "within each rank's share only"),
 ]
 
 
