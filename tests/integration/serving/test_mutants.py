@@ -1,4 +1,4 @@
-"""The exactness tests must be able to fail: they judge a server without the fence, or without clearing its caches."""
+"""The exactness tests must be able to fail: they judge a server without fence, clearing of caches, or right stamps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from example_trainer.model import PolicyOptions
+from example_trainer.weights.errors import ProofFailed
+from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
 
 pytestmark = pytest.mark.vllm
 
@@ -27,7 +31,11 @@ async def broken_pause(self, *, discard):
         return await self.counters() | {"paused_requests": 0, "discarded_tokens": 0}
     return await pause(self, discard=discard and kind != "no clearing")
 
-EngineAdapter.pause = broken_pause
+async def broken_resume(self, version):
+    late = version is not None and mutation.read_text() == "stamp off by one"
+    return await resume(self, str(int(version) - 1) if late else version)
+
+EngineAdapter.pause, EngineAdapter.resume = broken_pause, broken_resume
 from example_trainer.vllm_api_server import main
 sys.exit(main())
 """
@@ -74,6 +82,26 @@ def test_r1_without_clearing_running_requests_read_old_kv(mutant_server, mutatio
 def test_r37_without_clearing_a_prefix_of_the_old_policy_is_read(mutant_server, reference, mutation, errors_of):
     mutation.write_text("no clearing")
     assert worst_after_publish(mutant_server, reference, errors_of) > CLEARLY_WRONG
+
+
+def test_r5_a_stamp_off_by_one_shows_in_the_tokens_and_in_the_sync_proof(mutant_server, reference, mutation, errors_of):
+    mutation.write_text("none")
+    old, new = reference.variant(60), reference.variant(61)
+    weights = {mutant_server.publish(lambda: mutant_server.write(old))["version"]: old}
+    mutation.write_text("stamp off by one")
+    weights[mutant_server.publish(lambda: mutant_server.write(new))["version"]] = new
+    reply = mutant_server.generate([5, 6, 7], max_tokens=20, compact=True, ignore_eos=True)
+    assert max(errors_of(weights, reply)) > CLEARLY_WRONG
+    options = SharedOptions(
+        policy=PolicyOptions(model_name=str(mutant_server.model)),
+        server_url=mutant_server.url,
+        manifest_path=str(mutant_server.manifest_path),
+    )
+    bridge = SharedVllmBridge(options)
+    bridge.prepare()
+    with pytest.raises(ProofFailed, match="answered the probe from version"):
+        bridge.publish(bridge.highest_version() + 1)
+    bridge.close()
 
 
 def test_unbroken_the_same_server_passes(mutant_server, reference, mutation, errors_of):
