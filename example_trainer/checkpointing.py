@@ -220,7 +220,7 @@ def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) 
     """
     import torch
 
-    policy.load_masters(StoredTensors(checkpoint))
+    tensors = StoredTensors(checkpoint)
     try:
         saved = torch.load(
             checkpoint / TENSOR_STATE_FILE, map_location="cpu", weights_only=True, mmap=policy.is_sharded
@@ -231,6 +231,7 @@ def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) 
             f"the optimizer state in {checkpoint} cannot be loaded ({error}); resume with the --optimizer, the "
             "--master-weights and the trained layers that it was written with"
         ) from error
+    policy.load_masters(tensors)  # last of what may fail: served weights that were half replaced are torn
     torch.set_rng_state(saved["random"]["cpu"])
     if torch.cuda.is_available() and saved["random"]["cuda"]:
         torch.cuda.set_rng_state_all(saved["random"]["cuda"])

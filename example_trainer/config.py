@@ -86,6 +86,12 @@ class TrainingConfig(
         return self.forward_weights == "masters"
 
     @property
+    def steps_served_weights(self) -> bool:
+        """Whether the optimizer steps the very tensors that the server reads, so that a step is part of a publish."""
+        in_reach = self.weight_bridge_mode == "shared_vllm" and self.num_inference_nodes == 0
+        return in_reach and self.master_weights == "none"
+
+    @property
     def required_run_dir(self) -> Path:
         """The run directory, once the command has settled it."""
         if self.run_dir is None:

@@ -8,7 +8,8 @@ the *masters* that the optimizer changes. What the module's trained parameters a
   with it more closely than autocast over fp32 weights would (its residual stream stays fp32);
 - shared, forward from masters: the same, and `served` holds views into the tensors vLLM reads, which
   only a publish writes;
-- shared, forward from views: those views.
+- shared, forward from views: those views, which with `--master-weights none` are the masters as
+  well and change inside a publish only (`Policy.changing`).
 
 With an adapter the base is frozen in the served dtype (or in four bits), and the masters are the
 adapter's matrices under the names that PEFT stores them by; all of the above holds for them.
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -34,6 +35,7 @@ from torch import nn
 from example_trainer.errors import CheckpointError
 from example_trainer.learning.adapters import Adapter, AdapterOptions, inject
 from example_trainer.learning.loading import load_module, resolve_device, resolve_dtype, stored_config
+from example_trainer.learning.places import cast_floating, move_buffers, persistent_buffers, pin, places_by_name
 from example_trainer.learning.quantised import dequantised, is_quantised
 from example_trainer.weights.checkpoint_names import checkpoint_names, to_checkpoint_layout
 from example_trainer.weights.layer_filter import trained_parameters
@@ -90,10 +92,13 @@ class Policy:
         self.tokenizer_name = options.model_name
         self.forwards_from_masters = True
         self.served: Mapping[str, torch.Tensor] = {}
+        self.changing: Callable[[], AbstractContextManager[None]] = nullcontext
+        """The context in which masters may change; a bridge whose server reads them puts its fence here."""
+        self._has_no_other_masters = options.master_weights == "none" and options.adapter is None
         self._copies: dict[str, nn.Parameter] = {}
         self._quantised = any(is_quantised(parameter) for parameter in module.parameters())
         self._names = {n: n for n, _ in module.named_parameters()} if self._quantised else checkpoint_names(module)
-        self._places = _places_by_name(module, self._names)
+        self._places = places_by_name(module, self._names)
         self._adapter: Adapter | None = None
         self.masters: dict[str, nn.Parameter] = {}
         if options.adapter is None:
@@ -170,20 +175,45 @@ class Policy:
                 copy = self._install(name, weight.detach().to(device=self.device, dtype=self.dtype))
                 if name in self.masters:
                     self._copies[name] = copy
-        _move_buffers(self.module, self.device)
+        move_buffers(self.module, self.device)
 
     def attach(self, served: Mapping[str, torch.Tensor], *, forwards_from_masters: bool) -> None:
         """Take the server's tensors, by checkpoint name; called again after the server has restarted.
 
-        Weights that are not trained exist once, at the server. Trained ones are read from there only
-        when the forward does not run from the masters.
+        Weights that are not trained exist once, at the server. Trained ones are read from there only when the forward
+        does not run from the masters. If they are the masters, those that differ become so with `write_served` only.
         """
         self.served = served
         self.forwards_from_masters = forwards_from_masters
         for name in self._places:
-            if name not in self.masters or not forwards_from_masters:
+            if name not in self.masters or not (forwards_from_masters or self.steps_served):
                 self._install(name, served[name])
-        _move_buffers(self.module, self.device)
+        if self.steps_served:
+            for name, master in self.masters.items():
+                if torch.equal(master.to(served[name].device), served[name]):
+                    master.data = served[name]
+        move_buffers(self.module, self.device)
+
+    @property
+    def steps_served(self) -> bool:
+        """Whether the optimizer steps the very tensors that the server reads."""
+        return self._has_no_other_masters and bool(self.served) and not self.forwards_from_masters
+
+    @property
+    def is_served(self) -> bool:
+        """Whether every master is the server's own tensor by now."""
+        return all(master.data_ptr() == self.served[name].data_ptr() for name, master in self.masters.items())
+
+    @torch.no_grad()
+    def write_served(self) -> None:
+        """Give the served tensors the masters' values, inside a publish; they become the masters if `steps_served`."""
+        for name, master in self.masters.items():
+            view = self.served[name]
+            if view.data_ptr() == master.data_ptr():
+                continue
+            view.copy_(master.to(view.device, non_blocking=True))  # pinned memory travels as it is, cast over there
+            if self.steps_served:
+                master.data = view
 
     def collect_gradients(self) -> None:
         """Move gradients from the module's parameters to the masters; nothing to do where they are the same.
@@ -298,7 +328,9 @@ class Policy:
                     f"the checkpoint's {name} has shape {tuple(tensors[name].shape)}, the model's "
                     f"{tuple(master.shape)}; resume with the model that it was written with"
                 )
-            self._assign(master, tensors[name])
+        with self.changing():
+            for name, master in self.masters.items():
+                self._assign(master, tensors[name])
 
     def _assign(self, master: nn.Parameter, weight: torch.Tensor) -> None:
         master.copy_(weight)
@@ -321,9 +353,9 @@ class Policy:
         )
 
     def _as_checkpoint(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-        tensors.update(_persistent_buffers(self.module))
+        tensors.update(persistent_buffers(self.module))
         stored = to_checkpoint_layout(self.module, {name: tensor.detach() for name, tensor in tensors.items()})
-        cast = {name: _cast_floating(tensor, dtype) for name, tensor in stored.items()}
+        cast = {name: cast_floating(tensor, dtype) for name, tensor in stored.items()}
         return {name: tensor.contiguous() for name, tensor in cast.items()}
 
     def _stored(self, parameter_name: str, name: str) -> torch.Tensor:
@@ -343,14 +375,17 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
     served_dtype = resolve_dtype(options.dtype, stored)
     frozen = options.adapter is not None
     load_dtype = served_dtype if frozen or options.master_weights == "none" else torch.float32
+    waits_for_views = options.master_weights == "none" and not forwards_from_masters
     if options.sharding is not None:
         from example_trainer.learning.sharding import load_spread
 
         return load_spread(options, stored, served_dtype=served_dtype, device=device)
     module = load_module(options, stored, load_dtype, device)
-    if frozen or options.master_weights != "host":
+    if frozen or not (options.master_weights == "host" or waits_for_views):
         module = module.to(device)
     policy = Policy(module, hf_config=stored, served_dtype=served_dtype, device=device, options=options)
+    if options.master_weights == "host" and device.type == "cuda":
+        pin(policy.masters.values())
     if forwards_from_masters:
         policy.compute_in_served_dtype()
     logger.info(
@@ -362,30 +397,3 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
         device,
     )
     return policy
-
-
-def _places_by_name(module: nn.Module, names: Mapping[str, str]) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Where each parameter hangs in the module; tied ones hang in several places."""
-    name_of = {id(parameter): names[name] for name, parameter in module.named_parameters()}
-    places: dict[str, list[tuple[nn.Module, str]]] = {}
-    for path, parameter in module.named_parameters(remove_duplicate=False):
-        owner, _, attribute = path.rpartition(".")
-        places.setdefault(name_of[id(parameter)], []).append((module.get_submodule(owner), attribute))
-    return places
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers follow the forward; `Module.to` would take masters along that live in host memory."""
-    for owner in module.modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if buffer.device.type != device.type:
-                setattr(owner, name, buffer.to(device))
-
-
-def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    stored = module.state_dict()
-    return {name: buffer for name, buffer in module.named_buffers() if name in stored}
-
-
-def _cast_floating(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

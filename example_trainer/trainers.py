@@ -142,7 +142,9 @@ class Trainer:
             return False
         assert prepared is not None
         clock.fetched()
-        metrics = self._stepper.train(prepared, clock, before_update=self._tail.join, should_stop=self._all_should_stop)
+        metrics = self._stepper.train(
+            prepared, clock, before_update=self._tail.make_way, should_stop=self._all_should_stop
+        )
         self._tail.run(step)
         whole = prepared.whole
         metrics |= clock.metrics(sampled_tokens=sum(whole.response_lengths), trained_tokens=len(whole.targets))

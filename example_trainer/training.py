@@ -143,7 +143,7 @@ class Learner:
         before_update: Callable[[], None] = lambda: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> StepResult:
-        """Train one batch. `before_update` is called before the weights change; it may wait for a publish."""
+        """Train one batch. `before_update` is called before the weights change, and only then; it may wait."""
         parts = plan_mini_batches(batch.rows, self.settings.mini_batches, self.ranks)
         result = StepResult(metrics={names.TRAIN_SKIPPED: 0.0 if parts else 1.0})
         if parts:
@@ -182,7 +182,8 @@ class Learner:
         before_update()
         self.updates += 1
         set_lr(self.optimizer, self.settings.learning_rate.at(self.updates))
-        self.optimizer.step()
+        with self.policy.changing():
+            self.optimizer.step()
         passed.moved = True
         return passed
 

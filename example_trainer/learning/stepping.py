@@ -75,7 +75,8 @@ class Stepper:
         metrics = prepared.metrics | step_log.measure(prepared.whole, result, self.progress)
         metrics |= self.alignment.measure(result, older)
         clock.trained()
-        before_update()
+        if not result.updates:
+            before_update()
         self.progress.step = batch.number
         if result.updates:
             self.progress.weights_step = batch.number

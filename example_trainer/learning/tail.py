@@ -97,6 +97,12 @@ class Tail:
         if running is not None:
             running.result()
 
+    def make_way(self) -> None:
+        """Wait until the weights may move: the tail has ended, and an evaluation that they would change under."""
+        self.join()
+        if self._config.steps_served_weights:
+            self._wait_while_held()
+
     def publish(self) -> None:
         """Publish the masters as they are now under a new version, and announce it."""
         self._take_version()
@@ -152,15 +158,23 @@ class Tail:
 
     def _is_held(self, step: int) -> bool:
         """Whether an evaluation holds the policy; where these weights must be served to go on, its end is awaited."""
-        seconds = self._session.held_seconds()
-        if seconds <= 0:
-            return False
-        logger.info("step %d: an evaluation holds the policy for up to %.0f s more", step, seconds)
+        if self._config.steps_served_weights:
+            return False  # waited for before the step: since then nothing can be sampled until the publish
         if self._config.forwards_from_masters and step < self._config.training_steps:
-            return True
-        while self._session.held_seconds(HOLD_POLL_SECONDS) > 0 and not self._should_stop():
-            pass
+            return self._says_held()
+        self._wait_while_held()
         return False
+
+    def _wait_while_held(self) -> None:
+        if self._says_held():
+            while self._session.held_seconds(HOLD_POLL_SECONDS) > 0 and not self._should_stop():
+                pass
+
+    def _says_held(self) -> bool:
+        seconds = self._session.held_seconds()
+        if seconds > 0:
+            logger.info("after step %d: an evaluation holds the policy for %.0f s more", self._progress.step, seconds)
+        return seconds > 0
 
     def _is_checkpoint_due(self, step: int) -> bool:
         interval = self._config.checkpoint_interval

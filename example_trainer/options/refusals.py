@@ -91,6 +91,12 @@ def _refuse_forward_weights(config: TrainingConfig) -> str | None:
     if config.master_weights == "none" and (config.overlap_publish or config.forward_weights == "masters"):
         cause = "--overlap-publish" if config.overlap_publish else "--forward-weights masters"
         return f"{cause} needs master weights; use --master-weights fp32"
+    shares = config.weight_bridge_mode == "shared_vllm" and config.num_inference_nodes == 0
+    if shares and config.master_weights == "host" and config.forwards_from_masters:
+        return (
+            "--master-weights host keeps the masters in host memory, where no forward runs; use --forward-weights "
+            "views without --overlap-publish and with one optimizer step a batch, or --master-weights fp32"
+        )
     return None
 
 

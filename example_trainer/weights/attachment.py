@@ -46,6 +46,7 @@ class Attachment:
         self.storages = {storage.id: self.segment.attach(storage.handle) for storage in manifest.storages}
         self.generated_tokens_total = 0
         self.proven = False
+        self._proven_checksum: str | None = None
 
     @property
     def boot_id(self) -> str:
@@ -85,10 +86,23 @@ class Attachment:
     def check_memory(self) -> None:
         """Raise `ProofFailed` unless the server computes with the very bytes that this process has mapped."""
         ours, theirs = self.checksum(), self.client.checksum()
+        self._proven_checksum = ours
         if ours != theirs:
             raise ProofFailed(
                 f"the tensors mapped here have checksum {ours}, those the server reads {theirs}: it does not serve "
                 "what is written here; start the server again"
+            )
+
+    def check_untouched(self) -> None:
+        """Raise `ProofFailed` where the tensors have changed since `check_memory`, that is outside of any publish.
+
+        Called before the next publish begins; what was sampled in between is of no version then.
+        """
+        expected, self._proven_checksum = self._proven_checksum, None
+        if expected is not None and self.checksum() != expected:
+            raise ProofFailed(
+                f"the served weights of version {self.header.state().version} have changed since they were published: "
+                "something writes them outside of a publish; tokens sampled meanwhile cannot be trained on"
             )
 
     def close(self) -> None:

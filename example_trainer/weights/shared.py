@@ -6,6 +6,10 @@ tell the server the version, upon which it goes on. A trainer that dies on the w
 that says so, and the server answers nothing until a whole publish has been made. A server that
 restarts comes back with another boot id and without a version: the bridge attaches to its new
 tensors and publishes the masters again.
+
+Without masters (`--master-weights none`) the optimizer writes the shared tensors themselves. Then a publish begins
+with the step: the fence goes up and the header is marked before the first weight moves, and `publish` gives what was
+written its version. From prepare() on there is no other copy of the weights.
 """
 
 from __future__ import annotations
@@ -13,8 +17,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -24,14 +31,16 @@ from example_trainer.weights.attachment import Attachment, attach
 from example_trainer.weights.bridge import PublishReport, WeightBridge
 from example_trainer.weights.budget import SyncBudget
 from example_trainer.weights.errors import CannotShare, ServerRefused, ServerUnavailable
+from example_trainer.weights.open_publish import OpenPublish
 from example_trainer.weights.proof import Difference, prove
-from example_trainer.weights.server_client import Fence, ServerClient
+from example_trainer.weights.server_client import ServerClient
 from example_trainer.weights.sync_check import SyncCheck
 from example_trainer.weights.versions import WriteRefused
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +65,13 @@ class SharedVllmBridge(WeightBridge):
     """Implements `WeightBridge` over tensors shared with a vLLM server on this machine."""
 
     def __init__(self, options: SharedOptions) -> None:
-        _refuse_master_weights(options)
         self._options = options
         self._budget = SyncBudget(options.sync_budget, most_steps=options.max_staleness)
         self._check = SyncCheck(every=options.sync_check_every)
         self._publishing = threading.Lock()
         self._attached: Attachment | None = None
+        self._open: OpenPublish | None = None
+        """The publish that a change of the served tensors has begun and `publish` will end."""
         self._policy: Policy | None = None
         self._limit: Difference | None = None
 
@@ -75,12 +85,18 @@ class SharedVllmBridge(WeightBridge):
         policy = load_policy(served, forwards_from_masters=from_masters)
         attachment.hang(policy, forwards_from_masters=from_masters)
         self._policy, self._attached = policy, attachment
+        if policy.steps_served:
+            policy.changing = self._changing
+            if not policy.is_served:  # the server has other weights than the model that was named
+                with policy.changing():
+                    policy.write_served()
         return policy
 
     def publish(self, version: int) -> PublishReport:
         """Write the masters into the shared tensors under a fence; see the module's docstring."""
         with self._publishing:
-            report = self._publish_with_retries(version)
+            failed = f"version {version} was not published"
+            report = self._with_retries(partial(self._publish_once, version), failed)
         self._budget.note(report)
         return report
 
@@ -106,6 +122,9 @@ class SharedVllmBridge(WeightBridge):
         return info.boot_id != self._attached.boot_id or info.policy_version is None or info.torn
 
     def close(self) -> None:
+        if self._open is not None:  # written, but nothing may be sampled from it: the lapse of the lease says so
+            self._open.close()
+            self._open = None
         if self._attached is not None:
             self._attached.close()
             self._attached = None
@@ -119,33 +138,56 @@ class SharedVllmBridge(WeightBridge):
             timeout_seconds=options.wait_timeout_seconds,
         )
 
-    def _publish_with_retries(self, version: int) -> PublishReport:
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The masters are what the server reads: they change inside a publish, which is begun here if none is open."""
+        with self._publishing:
+            if self._open is None:
+                self._open = self._with_retries(self._begin_write, "the served weights cannot be changed")
+            yield
+
+    def _with_retries(self, attempt: Callable[[], ResultT], failed: str) -> ResultT:
         """A server that restarts in the middle gets the same masters once it is back."""
-        for attempt in range(_ATTEMPTS):
+        for number in range(_ATTEMPTS):
             try:
-                return self._publish_once(version)
+                return attempt()
             except (ServerUnavailable, ServerRefused, WriteRefused) as error:
                 lasting = isinstance(error, ServerRefused) and error.status not in {404, 409, 410, 503}
-                if lasting or attempt == _ATTEMPTS - 1:
-                    raise PublishFailed(f"version {version} was not published: {error}") from error
-                logger.warning("publish of version %d is tried again: %s", version, error)
+                if lasting or number == _ATTEMPTS - 1:
+                    raise PublishFailed(f"{failed}: {error}") from error
+                logger.warning("%s; trying again: %s", failed, error)
         raise AssertionError("unreachable")
 
-    def _publish_once(self, version: int) -> PublishReport:
-        started = time.monotonic()
+    def _begin(self) -> OpenPublish:
         attachment = self._current_attachment()
-        client = attachment.client
-        fence = client.begin_publish(
-            lease_seconds=self._options.lease_seconds,
-            drain_seconds=self._options.drain_seconds,
-            in_flight=self._options.in_flight,
+        attachment.check_untouched()
+        options = self._options
+        return OpenPublish(
+            attachment,
+            lease_seconds=options.lease_seconds,
+            drain_seconds=options.drain_seconds,
+            in_flight=options.in_flight,
         )
-        with client.lease(fence.publish_id, self._options.lease_seconds):
-            self._write(attachment, version, fence)
-        ended = _end(client, fence.publish_id, version)
+
+    def _begin_write(self) -> OpenPublish:
+        """A publish whose version is not known yet; until it is, the header names the next one."""
+        opened = self._begin()
+        try:
+            opened.attachment.header.begin_write(self.highest_version() + 1)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    def _publish_once(self, version: int) -> PublishReport:
+        opened, self._open = self._open or self._begin(), None
+        with opened:
+            self._write(opened, version)
+        attachment, fence = opened.attachment, opened.fence
+        ended = _end(attachment.client, fence.publish_id, version)
         report = PublishReport(
             version=version,
-            seconds=time.monotonic() - started,
+            seconds=time.monotonic() - opened.began,
             fence_seconds=float(ended.get("fence_seconds", 0.0)),
             recomputed_tokens=int(ended.get("recomputed_tokens", 0)),
             generated_tokens=max(0, fence.generated_tokens_total - attachment.generated_tokens_total),
@@ -155,20 +197,19 @@ class SharedVllmBridge(WeightBridge):
         self._verify(attachment, version)
         return report
 
-    def _write(self, attachment: Attachment, version: int, fence: Fence) -> None:
+    def _write(self, opened: OpenPublish, version: int) -> None:
         """Cast the masters into the shared tensors, between the header's two stamps."""
         assert self._policy is not None
+        attachment = opened.attachment
         state = attachment.header.state()
         if state.version == version and not state.torn:
             return  # written by an attempt whose last answer was lost
         try:
             attachment.header.begin_write(version)
         except ValueError as error:
-            attachment.client.abort_publish(fence.publish_id)
+            attachment.client.abort_publish(opened.fence.publish_id)
             raise PublishFailed(str(error)) from error
-        with torch.no_grad():
-            for name, master in self._policy.masters.items():
-                self._policy.served[name].copy_(master, non_blocking=True)
+        self._policy.write_served()
         attachment.segment.synchronise()
         attachment.header.end_write(version)
 
@@ -207,6 +248,11 @@ class SharedVllmBridge(WeightBridge):
             return current
         if attachment.info.model != current.info.model:
             raise CannotShare(f"the server came back with {attachment.info.model} in place of {current.info.model}")
+        if self._policy.steps_served and attachment.device.type == "cuda":
+            raise PublishFailed(
+                "the vLLM server has restarted, and with --master-weights none the weights were its memory alone; "
+                "go on from the last checkpoint with --resume auto"
+            )
         logger.warning("the vLLM server has restarted (boot %s); attached again", attachment.boot_id)
         attachment.hang(self._policy, forwards_from_masters=self._options.forwards_from_masters)
         self._attached = attachment
@@ -219,19 +265,6 @@ def _end(client: ServerClient, publish_id: str, version: int) -> dict[str, Any]:
         return client.end_publish(publish_id, version)
     except ServerUnavailable:  # perhaps only the answer was lost: repeated, it is the same
         return client.end_publish(publish_id, version)
-
-
-def _refuse_master_weights(options: SharedOptions) -> None:
-    if options.policy.master_weights == "none":
-        raise CannotShare(
-            "--master-weights none is not available with shared_vllm yet: the optimizer would write weights that "
-            "are being read; use --master-weights fp32 or host"
-        )
-    if options.policy.master_weights == "host" and options.forwards_from_masters:
-        raise CannotShare(
-            "--master-weights host keeps the masters in host memory, where no forward runs; "
-            "use --forward-weights views, or --master-weights fp32"
-        )
 
 
 def _device(attachment: Attachment, wanted: str) -> str:

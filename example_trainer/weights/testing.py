@@ -7,6 +7,7 @@ them there, so that a wrong slice or a torn write shows as it would with the rea
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -71,6 +72,7 @@ class FakeServer:
             "publish/end": self._end,
             "publish/abort": self._abort,
             "generate": self._generate,
+            "debug": self._debug,
         }
         handler = handlers.get(route)
         return handler(body) if handler else (404, {"detail": f"no such route: {path}"})
@@ -143,11 +145,19 @@ class FakeServer:
             "boot_id": self.boot_id,
         }
 
+    def _debug(self, _: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        total = hashlib.blake2b(digest_size=16)
+        for name in sorted(self._parameters):
+            data: Any = self._parameters[name].detach().contiguous().flatten().view(torch.uint8).numpy()
+            total.update(hashlib.blake2b(data, digest_size=16).digest())
+        return 200, {"checksum": total.hexdigest()}
+
     def _export(self, model: str, dtype: str, url: str) -> BridgeManifest:
         weights = {name: tensor.clone() for name, tensor in self._model.checkpoint_tensors().items()}
         transposed = {name for name in weights if ".c_" in name and name.endswith(".weight")}  # GPT-2's Conv1D
         parameters, sources = _lay_out_as_vllm(weights, transposed)
         exported = self._segment.export(parameters)
+        self._parameters, handle = parameters, exported.storages[0].handle
         tensors = {}
         for name, (parameter, first_row) in sources.items():
             home = exported.placements[parameter]
@@ -155,8 +165,12 @@ class FakeServer:
         return BridgeManifest(
             model=model,
             param_mappings={
-                name: ParamMapping(ipc_handle={}, shape=list(tensor.shape), dtype=dtype)
-                for name, tensor in parameters.items()
+                name: ParamMapping(
+                    ipc_handle=handle | {"offset": place.offset, "stride": list(place.stride)},
+                    shape=list(place.shape),
+                    dtype=dtype,
+                )
+                for name, place in exported.placements.items()
             },
             boot_id=self.boot_id,
             pid=os.getpid(),

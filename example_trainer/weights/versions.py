@@ -83,17 +83,21 @@ class SegmentHeader:
         return HeaderState(version=version, write_begin=write_begin, write_end=write_end)
 
     def begin_write(self, version: PolicyVersion) -> None:
-        """From here to `end_write` the tensors are neither the old version nor the new one."""
-        complete = self.state().write_end
-        if version <= complete:
+        """From here to `end_write` the tensors are neither the old version nor the new one.
+
+        A write that has begun may be begun again, to give it another version. Raises `WriteRefused` where the server
+        does not stand still for it, and leaves the header as it was: torn, if a write broke off before.
+        """
+        before = self.state()
+        if version <= before.write_end:
             raise ValueError(
-                f"version {version} is not above {complete}, the last one written; versions are never reused"
+                f"version {version} is not above {before.write_end}, the last one written; versions are never reused"
             )
         # Stamp first, ask then; the server forbids first and looks at the stamp then. So either this write is refused
         # or the server sees it: never does it read tensors that are being written.
         self._store(16, version)
         if not self._load(32):
-            self._store(16, complete)
+            self._store(16, before.write_begin)
             raise WriteRefused(f"version {version} may not be written now: the publish has lapsed; begin a new one")
 
     def end_write(self, version: PolicyVersion) -> None:

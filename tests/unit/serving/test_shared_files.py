@@ -75,6 +75,23 @@ def test_a_forbidden_write_leaves_no_trace(tmp_path):
     assert header.state().torn is False
 
 
+def test_a_forbidden_write_into_torn_weights_leaves_them_torn(tmp_path):
+    header = new_header(tmp_path)
+    header.begin_write(1)
+    header.allow_writes(False)
+    with pytest.raises(WriteRefused):
+        header.begin_write(2)
+    assert header.state().torn is True
+
+
+def test_a_write_that_has_begun_may_be_given_another_version(tmp_path):
+    header = new_header(tmp_path)
+    header.begin_write(1)
+    header.begin_write(5)
+    header.end_write(5)
+    assert (header.state().version, header.state().torn) == (5, False)
+
+
 def test_a_missing_or_foreign_header_is_told(tmp_path):
     with pytest.raises(SharedMemoryError, match="still running"):
         SegmentHeader(tmp_path / "none")

@@ -77,6 +77,10 @@ REFUSED = [
     ({"epochs_per_batch": 4, "forward_weights": "views"}, "several steps per batch"),
     ({"overlap_publish": True, "master_weights": "none"}, "--overlap-publish needs master weights"),
     ({"forward_weights": "masters", "master_weights": "none"}, "--master-weights fp32"),
+    (
+        {"weight_bridge_mode": "shared_vllm", "master_weights": "host", "overlap_publish": True},
+        "use --forward-weights views without --overlap-publish",
+    ),
 ]
 
 

@@ -1,14 +1,18 @@
-"""Tiny untrained models of several families, written once per test session in checkpoint form."""
+"""Tiny untrained models of several families, written once per session, and a fake server with a bridge to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from example_trainer.model import PolicyOptions
+from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
+from example_trainer.weights.testing import ServedFake, served_fake
 
 VOCABULARY = 300
 
@@ -62,3 +66,44 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[family]
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No manifest of another server is found on the way."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOGDIR", raising=False)
+
+
+@pytest.fixture
+def shared(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> Iterator[Callable[..., tuple[ServedFake, SharedVllmBridge]]]:
+    """A function that starts a fake server and a bridge to it."""
+    open_things: list[tuple[Any, SharedVllmBridge]] = []
+
+    def start(
+        family: str = "qwen2",
+        *,
+        dtype: str = "float32",
+        server_model: str | None = None,
+        policy: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> tuple[ServedFake, SharedVllmBridge]:
+        context = served_fake(tiny_model(server_model or family), tmp_path / "manifest", dtype=dtype)
+        fake = context.__enter__()
+        options = SharedOptions(
+            policy=PolicyOptions(model_name=str(tiny_model(family)), device="auto", **(policy or {})),
+            server_url=fake.url,
+            wait_timeout_seconds=settings.pop("wait_timeout_seconds", 5.0),
+            drain_seconds=0.0,
+            **settings,
+        )
+        bridge = SharedVllmBridge(options)
+        open_things.append((context, bridge))
+        return fake, bridge
+
+    yield start
+    for context, bridge in open_things:
+        bridge.close()
+        context.__exit__(None, None, None)

@@ -19,37 +19,6 @@ from example_trainer.weights.testing import FakeServer, served_fake
 TOKENS = torch.arange(3, 43).view(2, 20)
 
 
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LOGDIR", raising=False)
-
-
-@pytest.fixture
-def shared(tiny_model, tmp_path):
-    """A function that starts a fake server and a bridge to it."""
-    open_things = []
-
-    def start(family="qwen2", *, dtype="float32", server_model=None, policy=None, **settings):
-        context = served_fake(tiny_model(server_model or family), tmp_path / "manifest", dtype=dtype)
-        fake = context.__enter__()
-        options = SharedOptions(
-            policy=PolicyOptions(model_name=str(tiny_model(family)), device="auto", **(policy or {})),
-            server_url=fake.url,
-            wait_timeout_seconds=settings.pop("wait_timeout_seconds", 5.0),
-            drain_seconds=0.0,
-            **settings,
-        )
-        bridge = SharedVllmBridge(options)
-        open_things.append((context, bridge))
-        return fake, bridge
-
-    yield start
-    for context, bridge in open_things:
-        bridge.close()
-        context.__exit__(None, None, None)
-
-
 def train_one_step(policy, learning_rate=0.05):
     optimizer = torch.optim.SGD(policy.masters.values(), lr=learning_rate)
     with policy.autocast():
@@ -330,22 +299,6 @@ def test_what_a_server_cannot_share_is_refused_at_start(shared, monkeypatch):
     monkeypatch.setattr(FakeServer, "_info", lambda self, body: (200, {**info(self, body)[1], "lora": True}))
     with pytest.raises(CannotShare, match="--enable-lora"):
         bridge.prepare()
-
-
-@pytest.mark.parametrize(
-    ("policy", "from_masters", "flag"),
-    [
-        ({"master_weights": "none"}, False, "--master-weights none"),
-        ({"master_weights": "host"}, True, "--master-weights host"),
-    ],
-)
-def test_master_weights_that_cannot_work_are_refused_before_waiting(policy, from_masters, flag):
-    with pytest.raises(CannotShare, match=flag):
-        SharedVllmBridge(
-            SharedOptions(
-                policy=PolicyOptions(model_name="m", **policy), server_url="", forwards_from_masters=from_masters
-            )
-        )
 
 
 def test_host_masters_train_and_publish(shared):
