@@ -265,7 +265,11 @@ class _Child:
             return self.members()
 
         end_processes(living, grace_seconds=grace_seconds)
-        self._process.wait(timeout=STOP_SECONDS)
+        try:
+            self._process.wait(timeout=STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            # On a machine without a moment to spare a killed process takes long to let go of its memory.
+            logger.warning("vLLM (pid %d) was killed and is still on its way out", self.pid)
         self._ledger.sweep()
 
 

@@ -90,12 +90,19 @@ class Run:
         return self.launched.child("example_trainer.grpo")
 
     def server(self) -> psutil.Process:
-        """The newest server of the run; it leads a session of its own."""
-        return max(filter(_is_server, self.launched.tree()), key=psutil.Process.create_time)
+        """The newest server of the run that has an engine; others may be on their way."""
+        begun: list[psutil.Process] = []
+
+        def found() -> bool:
+            begun[:] = [server for server in filter(_is_server, self.launched.tree()) if _engine_of(server)]
+            return bool(begun)
+
+        assert wait_until(found, START_SECONDS, interval_seconds=0.2)
+        return max(begun, key=psutil.Process.create_time)
 
     def victim(self, name: str) -> psutil.Process:
         if name == "engine":
-            return max(self.server().children(), key=lambda process: process.memory_info().rss)
+            return _engine_of(self.server()) or self.server()
         if name == "trainer mid-publish":
             self.await_publish()
         return self.server() if name == "server" else self.trainer
@@ -124,6 +131,13 @@ class Run:
         processes = [repr(process) for process in self.tree if is_alive(process)]
         memory = [name for name in self.memory if (SHARED_MEMORY / name).exists()]
         return [*processes, *memory, *(path.name for path in self.launched.scratch.glob("atropos-*"))]
+
+
+def _engine_of(server: psutil.Process) -> psutil.Process | None:
+    try:
+        return next((child for child in server.children() if "EngineCore" in child.name()), None)
+    except psutil.Error:
+        return None
 
 
 def _is_server(process: psutil.Process) -> bool:
