@@ -52,7 +52,9 @@ class PublishOptions(BaseModel):
         "Nth, or after the first alone (off).",
     )
     gpu_memory_utilization: float = Field(0.45, gt=0.0, le=1.0, description="vLLM's share of GPU memory.")
-    vllm_gpu: int | None = Field(None, ge=0, description="GPU of vLLM; unset: the trainer's.")
+    vllm_gpu: int | None = Field(
+        None, ge=0, description="GPU of vLLM, the first of several servers'; unset: the trainer's."
+    )
     max_model_len: int = Field(4096, ge=1, description="Maximum context length of the server.")
     vllm_tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks of vLLM.")
     vllm_quantization: str | None = Field(None, description="Quantisation of the served model.")

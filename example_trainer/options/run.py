@@ -49,5 +49,8 @@ class RunOptions(BaseModel):
     world_size: int = Field(1, ge=1, description="Trainer processes.")
     init_method: str = Field("env://", description="How trainer processes find each other.")
     num_inference_nodes: int = Field(
-        0, ge=0, description="Hosts that serve; 0: this one. Above 0 no server is started here."
+        0,
+        ge=0,
+        description="Servers that each get the weights sent (shared_vllm); 0: one, on this host, which shares them. "
+        "atropos-grpo-run starts them here, unless --vllm-host or --inference-urls says where they are.",
     )

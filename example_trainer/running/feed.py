@@ -9,7 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,11 +108,14 @@ class Snapshot:
 class Feed:
     """Fills a snapshot; `poll` is called from the launcher's loop."""
 
-    def __init__(self, snapshot: Snapshot, *, metrics: MetricsTail, broker: Endpoint, server: Endpoint | None) -> None:
+    def __init__(
+        self, snapshot: Snapshot, *, metrics: MetricsTail, broker: Endpoint, servers: Sequence[Endpoint] = ()
+    ) -> None:
         self.snapshot = snapshot
         self._metrics = metrics
         self._broker = broker
-        self._server = server
+        self._servers = servers
+        self._starting = list(servers)
         self._asked_at = 0.0
 
     def poll(self) -> list[dict[str, Any]]:
@@ -128,8 +131,8 @@ class Feed:
 
     def close(self) -> None:
         self._broker.close()
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
 
     def _ask(self) -> None:
         milestones = self.snapshot.milestones
@@ -141,8 +144,10 @@ class Feed:
                 self.snapshot.reach("trainer")
             if status.get("environments"):
                 self.snapshot.reach("environment")
-        if self._server is not None and milestones.get("vllm", 0.0) is None and self._server.get("/health")[0] == 200:
-            self.snapshot.reach("vllm")
+        if milestones.get("vllm", 0.0) is None:
+            self._starting = [server for server in self._starting if server.get("/health")[0] != 200]
+            if not self._starting:
+                self.snapshot.reach("vllm")
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

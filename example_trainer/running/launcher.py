@@ -6,7 +6,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -45,6 +45,8 @@ CACHE_LOOKUP_SECONDS = 2.0
 SILENCE_SECONDS = 60.0
 # An environment that ended first has to be followed by the trainer, which still writes its last checkpoint.
 TRAINER_LAG_SECONDS = 120.0
+SETTLED_HERE = ("model_name", "atropos_url", "vllm_port", "inference_urls")
+"""What the trainer is told that the launcher has found out."""
 
 
 class Interrupted(TrainerError):
@@ -164,7 +166,7 @@ class Launch:
             self._watch(plan, supervisor, feed, view, stop)
         snapshot.phase = "stopping"
         view.update(snapshot, ())
-        return self._conclude(supervisor, snapshot, stop)
+        return self._conclude(plan.servers, supervisor, snapshot, stop)
 
     def _watch(self, plan: Plan, supervisor: Supervisor, feed: Feed, view: View, stop: StopRequest) -> None:
         """Until the trainer and then the environments have come to their end."""
@@ -173,6 +175,7 @@ class Launch:
         trainer_alone, environments_alone = Stretch(), Stretch()
         while waiting:
             stop.obey()
+            self._revive(supervisor, snapshot, view)
             supervisor.check()
             still = {name for name in waiting if supervisor[name].exit_code is None}
             if plan.final_server is not None and TRAINER in waiting - still and still:
@@ -188,12 +191,23 @@ class Launch:
                 break
             time.sleep(TICK_SECONDS)
 
-    def _conclude(self, supervisor: Supervisor, snapshot: Snapshot, stop: StopRequest) -> Summary:
+    def _revive(self, supervisor: Supervisor, snapshot: Snapshot, view: View) -> None:
+        """Start again what had come up, has died, and may be started again: the others go on meanwhile."""
+        if snapshot.milestones.get(VLLM) is None:
+            return
+        for told in supervisor.revive():
+            snapshot.phase = f"{told}; starting it again"
+            self.notes.append(f"{told} and was started again")
+            view.update(snapshot, ())
+
+    def _conclude(
+        self, servers: Sequence[str], supervisor: Supervisor, snapshot: Snapshot, stop: StopRequest
+    ) -> Summary:
         """Stop the servers, draw the picture meanwhile, sum up; a missing picture does not spoil a good run."""
         command = (sys.executable, "-m", "example_trainer.running.plot", str(self.run.root))
         plot = ChildSpec(name="plot", command=command, environment={"PYTHONPATH": python_path()}, ends_by_itself=True)
         drawing = supervisor.start(plot)
-        for name in (VLLM, FINAL_SERVER, BROKER):
+        for name in (*servers, FINAL_SERVER, BROKER):
             if name in supervisor:
                 supervisor.stop(name)
         try:
@@ -228,9 +242,10 @@ def dry_plan(launch: Launch) -> Plan:
 
 def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
     """Everything that was settled, for `config.json`."""
+    trainer = settings.trainer.model_dump(mode="json", exclude=set(LAUNCHER_FIELDS) | {"atropos_token"})
+    settled = plan.settings_of(TRAINER)[TRAINER]
     return {
-        "trainer": settings.trainer.model_dump(mode="json", exclude=set(LAUNCHER_FIELDS) | {"atropos_token"})
-        | {"model_name": plan.model, "atropos_url": plan.places.broker_url, "vllm_port": plan.places.vllm_port},
+        "trainer": trainer | {name: settled[name] for name in SETTLED_HERE if name in settled},
         "programs": {
             spec.name: {"command": list(spec.command), "settings": plan.settings_of(spec.name)}
             for spec in plan.children
@@ -248,7 +263,7 @@ def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, token: str | N
         snapshot,
         metrics=tail,
         broker=Endpoint(plan.places.broker_url, token=token),
-        server=Endpoint(plan.places.vllm_url) if plan.child(VLLM) else None,
+        servers=[Endpoint(url) for url in plan.places.vllm_urls] if plan.servers else [],
     )
 
 

@@ -18,15 +18,18 @@ from environments.installed import environment_names
 from example_trainer.errors import ModelNotFound, TrainerError
 from example_trainer.options.publish import LORA_MODES, served_rank, versions_kept
 from example_trainer.running.interpreter import PACKAGE_ROOT, python_path
-from example_trainer.running.ports import LOOPBACK, free_port, require_free
+from example_trainer.running.ports import LOOPBACK, free_port, free_ports, require_free
 from example_trainer.running.run_dir import RunDir
-from example_trainer.running.run_file import LAUNCHER_FIELDS, EnvironmentSettings, RunConfig, RunSettings
+from example_trainer.running.run_file import LAUNCHER_FIELDS, EnvironmentSettings, RunConfig, RunSettings, SectionFlags
 from example_trainer.running.supervisor import ChildSpec
 
 BROKER, VLLM, TRAINER, BASE_MODEL, FINAL_SERVER = "broker", "vllm", "trainer", "base-model", "vllm-final"
 LATEST_CHECKPOINT = "latest"
 MANIFEST_NAME = "vllm_bridge_config.json"
 MANY_CORES = 8
+THIS_HOST = frozenset({LOOPBACK, "localhost", "::1"})
+# Of each of several servers; one that dies more often has a reason that a restart does not take away.
+SERVER_RESTARTS = 3
 # Modes in which the server lives through the whole run; in the others the trainer starts and restarts its own.
 SERVER_OUTLIVES_PUBLISH = frozenset({"shared_vllm", "lora_only"})
 
@@ -51,11 +54,14 @@ class Places:
     broker_url: str
     broker_port: int | None
     """None: the broker is somebody else's."""
-    vllm_port: int
+    vllm_ports: tuple[int, ...]
+    """Of the inference servers on this host, whoever starts them."""
+    remote_urls: tuple[str, ...] = ()
+    """Of inference servers that are somebody else's."""
 
     @property
-    def vllm_url(self) -> str:
-        return f"http://{LOOPBACK}:{self.vllm_port}"
+    def vllm_urls(self) -> tuple[str, ...]:
+        return self.remote_urls or tuple(f"http://{LOOPBACK}:{port}" for port in self.vllm_ports)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +74,8 @@ class Plan:
     files: Mapping[Path, Mapping[str, Any]]
     """Settings of each program, by the path they are written to."""
     environments: tuple[str, ...] = ()
+    servers: tuple[str, ...] = ()
+    """The inference servers among the children."""
     final_server: ChildSpec | None = None
     """Serves the last checkpoint to the final evaluation where the trainer's own server ends with the trainer."""
 
@@ -126,7 +134,9 @@ def settle_places(settings: RunSettings) -> Places:
     given = config.model_fields_set
     broker_port = None if "atropos_url" in given else _broker_port(settings)
     broker_url = config.atropos_url if broker_port is None else f"http://{LOOPBACK}:{broker_port}"
-    return Places(broker_url=broker_url, broker_port=broker_port, vllm_port=_vllm_port(settings))
+    remote = remote_servers(config)
+    ports = () if remote else _vllm_ports(settings)
+    return Places(broker_url=broker_url, broker_port=broker_port, vllm_ports=ports, remote_urls=remote)
 
 
 def make_plan(
@@ -134,26 +144,40 @@ def make_plan(
 ) -> Plan:
     """Every program of the run with its command line and its settings."""
     builder = _Builder(settings=settings, run=run, places=places, model=model, programs=programs or Programs())
-    children = []
-    if places.broker_port is not None:
-        children.append(builder.broker())
-    if starts_server(settings.trainer):
-        children.append(builder.vllm())
-    children += [builder.environment(entry) for entry in settings.environments]
-    children.append(builder.trainer())
-    ends_with_trainer = not starts_server(settings.trainer) and settings.environments
+    outlives = settings.trainer.weight_bridge_mode in SERVER_OUTLIVES_PUBLISH
+    servers = [builder.vllm(index) for index in range(len(places.vllm_ports) if outlives else 0)]
+    broker = [builder.broker()] if places.broker_port is not None else []
+    environments = [builder.environment(entry) for entry in settings.environments]
     return Plan(
         model=model,
         places=places,
-        children=tuple(children),
+        children=(*broker, *servers, *environments, builder.trainer()),
         files=builder.files,
         environments=tuple(entry.name for entry in settings.environments),
-        final_server=builder.final_server() if ends_with_trainer else None,
+        servers=tuple(server.name for server in servers),
+        final_server=builder.final_server() if environments and not outlives else None,
     )
 
 
-def starts_server(config: RunConfig) -> bool:
-    return config.weight_bridge_mode in SERVER_OUTLIVES_PUBLISH
+def broadcasts(config: RunConfig) -> bool:
+    """Whether whole weights are sent to servers that share no memory with the trainer."""
+    return config.weight_bridge_mode == "shared_vllm" and config.num_inference_nodes > 0
+
+
+def remote_servers(config: RunConfig) -> tuple[str, ...]:
+    """The addresses of servers that are not the launcher's to start; none where it starts its own."""
+    count = config.num_inference_nodes
+    if not broadcasts(config):
+        return (f"http://{config.vllm_host}:{config.vllm_port}",) if count else ()
+    if config.inference_urls:
+        return tuple(config.inference_urls)
+    ports = range(config.vllm_port, config.vllm_port + count)
+    return () if config.vllm_host in THIS_HOST else tuple(f"http://{config.vllm_host}:{port}" for port in ports)
+
+
+def server_name(index: int) -> str:
+    """`vllm`, `vllm-2`, `vllm-3`."""
+    return VLLM if index == 0 else f"{VLLM}-{index + 1}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -173,54 +197,63 @@ class _Builder:
         command = self._command(self.programs.broker, path, flags.without("port").unprefixed("api"))
         return ChildSpec(name=BROKER, command=command, environment=self._environment())
 
-    def vllm(self) -> ChildSpec:
-        flags = self.settings.flags["vllm"].without("port", "model")
-        content = self._vllm_defaults() | dict(self.settings.sections["vllm"])
-        path = self._write(VLLM, {VLLM: content | {"model": self.model, "port": self.places.vllm_port}})
+    def vllm(self, index: int) -> ChildSpec:
+        name, flags = server_name(index), self.settings.flags["vllm"].without("port", "model")
+        content = self._vllm_defaults(index) | dict(self.settings.sections["vllm"])
+        path = self._write(name, {VLLM: content | {"model": self.model, "port": self.places.vllm_ports[index]}})
         command = self._command(self.programs.vllm, path, flags.unprefixed(VLLM))
-        return ChildSpec(name=VLLM, command=command, environment=self._server_environment())
+        # One of several is missed by nobody for as long as it takes to start again; the bridge brings it up to date.
+        restarts = SERVER_RESTARTS if len(self.places.vllm_ports) > 1 else 0
+        return ChildSpec(name=name, command=command, environment=self._server_environment(index), restarts=restarts)
 
     def final_server(self) -> ChildSpec:
         """A plain server of the last checkpoint, under the names by which the environments know the model."""
         config = self.settings.trainer
         checkpoint = (config.save_path or self.run.root).absolute() / LATEST_CHECKPOINT
-        own: dict[str, Any] = {"model": str(checkpoint), "port": self.places.vllm_port}
+        own: dict[str, Any] = {"model": str(checkpoint), "port": self.places.vllm_ports[0]}
         own["served_model_name"] = [self.model]
         if config.weight_bridge_mode in LORA_MODES:
             own |= {"model": self.model, "adapter": str(checkpoint)}
-        path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults() | self.settings.section(VLLM) | own})
+        path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults(0) | self.settings.section(VLLM) | own})
         command = self._command(self.programs.vllm, path)
-        return ChildSpec(name=FINAL_SERVER, command=command, environment=self._server_environment())
+        return ChildSpec(name=FINAL_SERVER, command=command, environment=self._server_environment(0))
 
-    def _server_environment(self) -> dict[str, str]:
-        own = {"LOGDIR": str(self._manifest.parent)}
+    def _server_environment(self, index: int) -> dict[str, str]:
+        own = {"LOGDIR": str(self._manifest.parent / server_name(index) if index else self._manifest.parent)}
         if self.settings.trainer.vllm_gpu is not None:
-            own["CUDA_VISIBLE_DEVICES"] = str(self.settings.trainer.vllm_gpu)
+            own["CUDA_VISIBLE_DEVICES"] = str(self.settings.trainer.vllm_gpu + index)
         return self._environment() | own
 
     def environment(self, entry: EnvironmentSettings) -> ChildSpec:
         env = self._environment_defaults() | dict(entry.env)
         if self.settings.reseeded and "seed" in env:
             env["seed"] = self.settings.trainer.seed
-        content = {"env": env, "openai": self._openai(entry.openai)}
-        path = self._write(entry.name, content)
-        flags = [*self.settings.flags["env"].without("server").arguments, *self.settings.flags["openai"].arguments]
+        servers, typed = self._openai(entry.openai), self.settings.flags["openai"]
+        if isinstance(servers, list) and not isinstance(entry.openai, list):
+            # A flag would be for none of several: those typed are meant for each.
+            servers, typed = [server | dict(typed.values) for server in servers], SectionFlags()
+        path = self._write(entry.name, {"env": env, "openai": servers})
+        flags = [*self.settings.flags["env"].without("server").arguments, *typed.arguments]
         command = self._command((*program_of(entry.server), "serve"), path, flags)
         return ChildSpec(name=entry.name, command=command, environment=self._environment(), ends_by_itself=True)
 
     def trainer(self) -> ChildSpec:
         config = self.settings.trainer
         asked = config.model_dump(mode="json", exclude_unset=True, exclude=set(LAUNCHER_FIELDS))
-        settled = {
+        settled: dict[str, Any] = {
             "model_name": self.model,
             "weight_bridge_mode": config.weight_bridge_mode,
             "atropos_url": self.places.broker_url,
-            "vllm_port": self.places.vllm_port,
             "run_dir": str(self.run.root),
         }
-        if config.weight_bridge_mode == "shared_vllm":
+        if self.places.vllm_ports:
+            settled["vllm_port"] = self.places.vllm_ports[0]
+        if broadcasts(config):
+            settled["inference_urls"] = list(self.places.vllm_urls)
+        elif config.weight_bridge_mode == "shared_vllm":
             settled["vllm_config_path"] = str(self._manifest)
-        if starts_server(config):
+        outlives = config.weight_bridge_mode in SERVER_OUTLIVES_PUBLISH
+        if outlives:
             settled["start_vllm"] = "never"
         path = self._write(TRAINER, {TRAINER: asked | settled})
         return ChildSpec(
@@ -229,7 +262,7 @@ class _Builder:
             environment=self._environment(),
             ends_by_itself=True,
             # In the other modes it replaces its server by design, and W&B's service ends before it does.
-            watch_descendants=starts_server(config) and not config.use_wandb,
+            watch_descendants=outlives and not config.use_wandb,
         )
 
     @property
@@ -239,17 +272,19 @@ class _Builder:
             return Path(named).absolute()
         return Path(os.environ.get("LOGDIR") or self.run.bridge).absolute() / MANIFEST_NAME
 
-    def _vllm_defaults(self) -> dict[str, Any]:
+    def _vllm_defaults(self, index: int) -> dict[str, Any]:
         config = self.settings.trainer
+        on_one_device = len(self.places.vllm_ports) if config.vllm_gpu is None else 1
         options: dict[str, Any] = {
             "host": LOOPBACK,
             "dtype": config.dtype,
             "max_model_len": config.max_model_len,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "seed": config.seed,
+            "gpu_memory_utilization": config.gpu_memory_utilization / on_one_device,
+            "seed": config.seed + index,
         }
         if config.weight_bridge_mode == "shared_vllm":
-            options["share_weights"] = True
+            options["share_weights"] = not broadcasts(config)
+            options["await_policy"] = broadcasts(config)
         if config.weight_bridge_mode in LORA_MODES:
             options |= {"enable_lora": True, "max_lora_rank": served_rank(config.lora_r)}
             options["max_loras"] = versions_kept(config.max_staleness)
@@ -270,8 +305,10 @@ class _Builder:
     def _openai(self, given: Any) -> Any:
         if isinstance(given, list):
             return [self._openai(server) for server in given]
-        ours = {"base_url": f"{self.places.vllm_url}/v1", "model_name": self.model, "api_key": "none"}
-        return ours | {"server_type": "vllm"} | dict(given)
+        ours = {"model_name": self.model, "api_key": "none", "server_type": "vllm"}
+        servers = [{"base_url": f"{url}/v1"} | ours | dict(given) for url in self.places.vllm_urls]
+        is_named = "base_url" in {*given, *self.settings.flags["openai"].values}
+        return servers[0] if is_named or len(servers) == 1 else servers
 
     def _environment(self) -> dict[str, str]:
         own = {"PYTHONPATH": python_path(), "ATROPOS_BRIDGE_TOKEN": self.bridge_token}
@@ -310,12 +347,14 @@ def _broker_port(settings: RunSettings) -> int:
     return free_port() if asked is None else require_free(int(asked), flag="--api.port")
 
 
-def _vllm_port(settings: RunSettings) -> int:
+def _vllm_ports(settings: RunSettings) -> tuple[int, ...]:
+    """Of as many servers as there are to be on this host: counted up from the one that is asked for, or any."""
     config = settings.trainer
-    asked = settings.section("vllm").get("port")
-    if asked is not None:
-        return require_free(int(asked), flag="--vllm.port")
+    count = config.num_inference_nodes if broadcasts(config) else 1
+    asked, flag = settings.section("vllm").get("port"), "--vllm.port"
     # Somebody else's environments were told the documented port.
-    if "vllm_port" in config.model_fields_set or not settings.environments:
-        return require_free(config.vllm_port, flag="--vllm-port")
-    return free_port()
+    if asked is None and ("vllm_port" in config.model_fields_set or not settings.environments):
+        asked, flag = config.vllm_port, "--vllm-port"
+    if asked is None:
+        return free_ports(count)
+    return tuple(require_free(int(asked) + index, flag=flag) for index in range(count))

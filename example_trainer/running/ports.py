@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 import psutil
@@ -18,9 +19,16 @@ class PortTaken(TrainerError):
 
 def free_port(host: str = LOOPBACK) -> int:
     """A port nobody listens on now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1, host)[0]
+
+
+def free_ports(count: int, host: str = LOOPBACK) -> tuple[int, ...]:
+    """So many ports nobody listens on now, each another."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
+        for probe in probes:
+            probe.bind((host, 0))
+        return tuple(int(probe.getsockname()[1]) for probe in probes)
 
 
 def require_free(port: int, *, flag: str, host: str = LOOPBACK) -> int:

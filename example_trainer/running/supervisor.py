@@ -16,7 +16,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -73,6 +73,8 @@ class ChildSpec:
     """Exit code 0 is a success and not a loss (trainer, environments)."""
     watch_descendants: bool = True
     """Whether a long-lived process of this program that vanishes is a failure of the program."""
+    restarts: int = 0
+    """How often it may be started again when it has failed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -198,6 +200,16 @@ class Supervisor:
         if broken := [child for child in self if child.is_broken(now)]:
             raise self._failure(broken)
 
+    def revive(self) -> list[str]:
+        """End what is left of each failed program that may be started again, and start it; what happened to each."""
+        now = time.monotonic()
+        failed = [child for child in self if child.spec.restarts and (child.has_failed or child.is_broken(now))]
+        told = [f"{child.name} {_end_of(child)}" for child in failed]
+        for child in failed:
+            self.stop(child.name, grace_seconds=FAILURE_GRACE_SECONDS)
+            self.start(replace(child.spec, restarts=child.spec.restarts - 1))
+        return told
+
     def wait_for_end(self, child: Child, on_tick: Callable[[], None]) -> None:
         """Until a program that comes to an end has done so well, calling `on_tick` meanwhile."""
         while child.exit_code is None:
@@ -311,6 +323,14 @@ def _refusal(child: Child) -> str:
 
 
 def _report(child: Child) -> str:
+    code, tail = child.exit_code, child.last_lines()
+    why = "" if code is not None and code < 0 else reason(tail)
+    lines = "".join(f"\n  {line}" for line in tail)
+    return f"{child.name} {_end_of(child)}{why}; the end of {child.log_path}:{lines}"
+
+
+def _end_of(child: Child) -> str:
+    """How a program came to its end, or to a state that is no better."""
     code = child.exit_code
     seconds = time.monotonic() - child.started_at
     if code is None and child.loss is not None:
@@ -319,7 +339,4 @@ def _report(child: Child) -> str:
         how = f"was killed by {signal.Signals(-code).name}"
     else:
         how = f"exited with code {code}"
-    tail = child.last_lines()
-    why = "" if code is not None and code < 0 else reason(tail)
-    lines = "".join(f"\n  {line}" for line in tail)
-    return f"{child.name} {how} after {seconds:.1f} s{why}; the end of {child.log_path}:{lines}"
+    return f"{how} after {seconds:.1f} s"

@@ -100,7 +100,7 @@ class Serving:
         await warm_up(engine)
         door = Door()
         header = SegmentHeader(Path(manifest.header_path)) if manifest else None
-        fence = Fence(engine, door, header=header, awaits_adapter=self._config.await_policy)
+        fence = Fence(engine, door, header=header, awaits_adapter=self._config.awaits_policy(os.environ))
         adapters = self._make_adapters(app, engine, fence)
         if self._config.adapter_path is not None:
             await self._serve_first(adapters, self._config.adapter_path)
@@ -121,7 +121,7 @@ class Serving:
         if manifest is not None:
             state.manifest_path = write_manifest(manifest, self._config.manifest_directory(os.environ))
             logger.info("weights are shared; %s tells a trainer how", state.manifest_path)
-        elif self._config.enable_lora or self._config.await_policy:
+        elif self._config.enable_lora or self._config.awaits_policy(os.environ):
             state.token_path = write_token(self._config.manifest_directory(os.environ), token)
             self._token = token
         app.state.atropos = state

@@ -22,7 +22,7 @@ DESCRIPTION = """\
 Serve a model with vLLM: its OpenAI API under /v1, token-exact generation under /generate with the policy version of
 every token, and /bridge for a trainer that shares the weights. Every other option of vLLM is accepted too."""
 
-SHARING_HOW_TO = "start the server with --share-weights, VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES set"
+SHARING_HOW_TO = "start the server with --share-weights, VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES=0"
 
 _GIBIBYTE = 1 << 30
 _MEBIBYTE = 1 << 20
@@ -63,12 +63,15 @@ class ServerConfig(BaseModel):
     )
     share_weights: bool | None = Field(
         None,
-        description="let a trainer here share the weights; also VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES",
+        description="let a trainer here share the weights; also VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES=0",
     )
     policy_version: int | None = Field(
         None, description="version to stamp on replies, for a server whose weights do not change", ge=0
     )
-    await_policy: bool = Field(False, description="serve nothing until a trainer has sent its first adapter or weights")
+    await_policy: bool = Field(
+        False,
+        description="serve nothing until a trainer has sent its first adapter or weights; also NUM_INFERENCE_NODES=N",
+    )
     adapter: Path | None = Field(
         None, description="directory of a LoRA adapter to serve from the start, as --policy-version"
     )
@@ -87,7 +90,7 @@ class ServerConfig(BaseModel):
     dtype: str = Field("auto", description="type of weights and activations")
     max_model_len: int | None = Field(None, description="longest prompt and output together", gt=0)
     max_num_seqs: int | None = Field(None, description="most sequences decoded at once", gt=0)
-    seed: int = Field(0, description="seed of the engine; a CPU server takes no other")
+    seed: int = Field(0, description="seed of the engine, for requests that bring none")
     enforce_eager: bool | None = Field(None, description="no compilation; on a CPU the default")
     tensor_parallel_size: int = Field(1, description="GPUs a layer is split over", ge=1)
     pipeline_parallel_size: int = Field(1, description="GPUs the layers are split over", ge=1)
@@ -125,9 +128,13 @@ class ServerConfig(BaseModel):
         """Whether weights are exported: the flag decides, else either variable of the environment."""
         if self.share_weights is not None:
             return self.share_weights
-        return (
-            environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0") not in {"", "0", "false"} or "NUM_INFERENCE_NODES" in environ
-        )
+        asked = environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0") not in {"", "0", "false"}
+        return not self.awaits_policy(environ) and (asked or "NUM_INFERENCE_NODES" in environ)
+
+    def awaits_policy(self, environ: Mapping[str, str]) -> bool:
+        """Whether a trainer sends the first policy, as it does to one of NUM_INFERENCE_NODES servers."""
+        is_node = environ.get("NUM_INFERENCE_NODES", "0") not in {"", "0"}
+        return self.await_policy or (is_node and self.share_weights is None and self.policy_version is None)
 
     def manifest_directory(self, environ: Mapping[str, str]) -> Path:
         return self.bridge_dir or Path(environ.get("LOGDIR") or ".").resolve()

@@ -58,7 +58,9 @@ def vllm(settings: dict[str, Any]) -> None:
         [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"],
         start_new_session=True,
     )
-    Path(os.environ["LOGDIR"], "worker.pid").write_text(str(worker.pid))
+    home = Path(os.environ["LOGDIR"])
+    home.mkdir(exist_ok=True)
+    (home / "worker.pid").write_text(str(worker.pid))
     if os.environ.get("STANDIN_VLLM") == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     serve_http(settings["vllm"]["port"], {"/health": {}})
@@ -68,7 +70,8 @@ def vllm(settings: dict[str, Any]) -> None:
 def serve(settings: dict[str, Any]) -> None:
     """An environment: it ends after the trainer has, and writes the evaluations before and after."""
     evals = Path(settings["env"]["data_dir_to_save_evals"])
-    if settings["openai"]["server_type"] != "vllm":
+    servers = settings["openai"] if isinstance(settings["openai"], list) else [settings["openai"]]
+    if any(server["server_type"] != "vllm" for server in servers):
         sys.exit("arithmetic_server: error: --openai.server_type openai gives no logprobs; set it to vllm")
     write_eval(evals / "step-0", 0.08)
     done = evals.parent / "trained"

@@ -1,7 +1,7 @@
 """The demo in the other weight bridge modes, by the mode's flag alone: same seed, same file, and it learns as well.
 
 Each takes some minutes, restarts most of all, so they run where ATROPOS_DEMO_MODES names them:
-`ATROPOS_DEMO_MODES=lora_only,lora_restart,none pytest tests/e2e/test_demo_modes.py`.
+`ATROPOS_DEMO_MODES=lora_only,lora_restart,none,broadcast pytest tests/e2e/test_demo_modes.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+FLAGS = {mode: ("--weight-bridge-mode", mode) for mode in ("lora_only", "lora_restart", "none")} | {
+    "broadcast": ("--num-inference-nodes", "2")
+}
 ASKED = os.environ.get("ATROPOS_DEMO_MODES", "").split(",")
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
@@ -24,13 +27,13 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("mode", ["lora_only", "lora_restart", "none"])
+@pytest.mark.parametrize("mode", list(FLAGS))
 def test_r23_the_demo_learns_in_every_mode_by_its_flag_alone(start_launcher, traces, mode: str) -> None:
     if mode not in ASKED:
         pytest.skip(f"takes minutes; ATROPOS_DEMO_MODES={mode} runs it")
     demo = str(ROOT / "configs/demo.yaml")
     launched = start_launcher(
-        *(sys.executable, "-m", "example_trainer.run", "--config", demo, "--seed", "1", "--weight-bridge-mode", mode)
+        *(sys.executable, "-m", "example_trainer.run", "--config", demo, "--seed", "1", *FLAGS[mode])
     )
     launched.wait_for_steps(1, 900)
     tree = launched.tree()

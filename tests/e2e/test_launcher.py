@@ -102,6 +102,23 @@ def test_a_child_that_will_not_stop_is_stopped(standins, traces) -> None:
     assert traces(launched, tree) == []
 
 
+def test_of_several_servers_one_that_dies_is_started_again_and_the_run_goes_on(standins, traces) -> None:
+    launched = standins("--training-steps", "100", "--num-inference-nodes", "2")
+    launched.wait_for_steps(3)
+    first, second = launched.child("standins.py", "vllm.yaml"), launched.child("standins.py", "vllm-2.yaml")
+    pid_path = launched.run_dir / "bridge/vllm-2/worker.pid"
+    before = pid_path.read_text()
+    second.kill()
+    assert wait_until(lambda: pid_path.read_text() not in {"", before}, LIMIT_SECONDS)
+    tree = launched.tree()
+    assert first.is_running()
+    code, out, error = launched.end()
+    assert (code, error) == (0, "")
+    assert "vllm-2 was killed by SIGKILL" in out
+    assert "was started again" in out
+    assert traces(launched, tree) == []
+
+
 def test_a_decoy_with_the_same_name_survives(standins, traces) -> None:
     """Nothing is ended by name, port or user: only what descends from the launcher."""
     decoy = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)  # standins.py vllm trainer"])

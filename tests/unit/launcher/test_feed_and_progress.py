@@ -77,10 +77,10 @@ def test_milestones_are_reached_as_servers_answer(tmp_path: Path, broker_url: st
     state = snapshot(tmp_path)
     state.milestones = dict.fromkeys(["broker", "vllm", "trainer", "environment"])
     tail = MetricsTail(tmp_path / "metrics.jsonl")
-    silent = Feed(state, metrics=tail, broker=Endpoint("http://127.0.0.1:9"), server=Endpoint("http://127.0.0.1:9"))
-    silent.poll()
-    assert set(state.milestones.values()) == {None}
-    feed = Feed(state, metrics=tail, broker=Endpoint(broker_url), server=Endpoint(broker_url))
+    silent = Endpoint("http://127.0.0.1:9")
+    Feed(state, metrics=tail, broker=silent, servers=[Endpoint(broker_url), silent]).poll()
+    assert set(state.milestones.values()) == {None}, "of several servers the last one counts"
+    feed = Feed(state, metrics=tail, broker=Endpoint(broker_url), servers=[Endpoint(broker_url)])
     feed.poll()
     assert None not in state.milestones.values()
     feed.close()
@@ -130,7 +130,7 @@ def test_a_sparkline_keeps_to_its_scale() -> None:
 def test_watching_costs_less_than_a_hundredth_of_a_core(tmp_path: Path, broker_url: str) -> None:
     """Ten looks a second for a second, the broker asked once; measured as CPU time of this thread."""
     state = snapshot(tmp_path)
-    feed = Feed(state, metrics=MetricsTail(tmp_path / "metrics.jsonl"), broker=Endpoint(broker_url), server=None)
+    feed = Feed(state, metrics=MetricsTail(tmp_path / "metrics.jsonl"), broker=Endpoint(broker_url))
     write_rows(tmp_path / "metrics.jsonl", *range(1, 40))
     feed.poll()
     before = time.thread_time()

@@ -99,6 +99,48 @@ def test_all_programs_agree_on_addresses_and_model(tmp_path: Path) -> None:
     assert child.environment["LOGDIR"] == str(tmp_path / "run/bridge")
 
 
+def test_several_servers_are_started_told_to_the_trainer_and_shared_out_to_the_environments(tmp_path: Path) -> None:
+    first = _free_port()
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--num-inference-nodes", "2", "--vllm-port", str(first))
+    assert names(made) == ["broker", "vllm", "vllm-2", "environment", "trainer"]
+    servers = [made.settings_of(name)["vllm"] for name in made.servers]
+    assert [server["port"] for server in servers] == [first, first + 1]
+    assert [(server["await_policy"], server["share_weights"]) for server in servers] == [(True, False)] * 2
+    assert servers[0]["gpu_memory_utilization"] * 2 == 0.45, "the share of one is divided"
+    assert servers[0]["seed"] != servers[1]["seed"], "else they would sample the same"
+    told = made.settings_of("trainer")["trainer"]
+    assert told["inference_urls"] == [f"http://127.0.0.1:{first + index}" for index in range(2)]
+    assert "vllm_config_path" not in told
+    sampled = made.settings_of("environment")["openai"]
+    assert [server["base_url"] for server in sampled] == [f"{url}/v1" for url in told["inference_urls"]]
+    homes = {spec.environment["LOGDIR"] for spec in made.children if spec.name in made.servers}
+    assert len(homes) == 2, "each keeps a token of its own"
+    with socket.create_server(("127.0.0.1", first + 1)), pytest.raises(PortTaken, match=f"port {first + 1} is taken"):
+        plan(tmp_path, *OWN_ENVIRONMENT, "--num-inference-nodes", "2", "--vllm-port", str(first))
+
+
+def test_several_servers_on_gpus_of_their_own_have_a_whole_share_each(tmp_path: Path) -> None:
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--num-inference-nodes", "2", "--vllm-gpu", "3")
+    assert [made.settings_of(name)["vllm"]["gpu_memory_utilization"] for name in made.servers] == [0.45, 0.45]
+    servers = [spec for spec in made.children if spec.name in made.servers]
+    assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in servers] == ["3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("where", "urls"),
+    [
+        (["--inference-urls", "http://a:1", "http://b:2"], ["http://a:1", "http://b:2"]),
+        (["--vllm-host", "serving", "--vllm-port", "7"], ["http://serving:7", "http://serving:8"]),
+    ],
+)
+def test_servers_that_run_elsewhere_are_used_and_not_started(tmp_path: Path, where: list[str], urls: list[str]) -> None:
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--num-inference-nodes", "2", "--openai.timeout", "9", *where)
+    assert names(made) == ["broker", "environment", "trainer"]
+    assert made.settings_of("trainer")["trainer"]["inference_urls"] == urls
+    sampled = made.settings_of("environment")["openai"]
+    assert [(server["base_url"], server["timeout"]) for server in sampled] == [(f"{url}/v1", "9") for url in urls]
+
+
 def test_the_broker_stores_under_the_run_directory(tmp_path: Path) -> None:
     """R10: what an earlier run left queued elsewhere is never trained on."""
     assert plan(tmp_path, *OWN_ENVIRONMENT).settings_of("broker")["api"]["store"] == str(tmp_path / "run/broker")

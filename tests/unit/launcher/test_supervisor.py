@@ -45,6 +45,10 @@ def python(name: str, code: str, *arguments: str, ends_by_itself: bool = False) 
     return ChildSpec(name=name, command=(sys.executable, "-c", code, *arguments), ends_by_itself=ends_by_itself)
 
 
+def restartable(name: str, code: str, *, restarts: int) -> ChildSpec:
+    return ChildSpec(name=name, command=(sys.executable, "-c", code), restarts=restarts)
+
+
 def wait_for_file(path: Path) -> str:
     assert wait_until(lambda: path.exists() and path.stat().st_size > 0, 10)
     return path.read_text()
@@ -67,6 +71,22 @@ def test_a_crash_is_told_with_exit_code_and_last_lines(supervisor: Supervisor) -
     assert failure.exit_code == 1
     assert "trainer exited with code 4" in str(failure)
     assert "step 7" in str(failure)
+
+
+def test_what_may_be_started_again_is_until_that_was_too_often(supervisor: Supervisor) -> None:
+    first = supervisor.start(restartable("vllm-2", SLEEP, restarts=1))
+    assert supervisor.revive() == []
+    first.process.kill()
+    assert wait_until(lambda: first.has_failed, 5)
+    (told,) = supervisor.revive()
+    assert told.startswith("vllm-2 was killed by SIGKILL after ")
+    second = supervisor["vllm-2"]
+    assert second.process.pid != first.process.pid
+    supervisor.check()
+    second.process.kill()
+    assert wait_until(lambda: second.has_failed, 5)
+    assert supervisor.revive() == []
+    assert "was killed by SIGKILL" in str(check_until_failure(supervisor))
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,21 @@ def config(**fields):
         (None, {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}, True),
         (None, {"VLLM_ENABLE_SHARED_WEIGHTS": "0"}, False),
         (None, {"NUM_INFERENCE_NODES": "0"}, True),
+        (None, {"NUM_INFERENCE_NODES": "2", "VLLM_ENABLE_SHARED_WEIGHTS": "1"}, False),
         (True, {}, True),
         (False, {"VLLM_ENABLE_SHARED_WEIGHTS": "1"}, False),
     ],
 )
 def test_the_flag_or_either_variable_turns_sharing_on(flag, environ, shares):
     assert config(share_weights=flag).shares(environ) is shares
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes", "awaits"),
+    [({}, "2", True), ({}, "0", False), ({"share_weights": True}, "2", False), ({"policy_version": 3}, "2", False)],
+)
+def test_one_of_several_nodes_awaits_the_weights_that_a_trainer_sends(fields, nodes, awaits):
+    assert config(**fields).awaits_policy({"NUM_INFERENCE_NODES": nodes}) is awaits
 
 
 def test_the_manifest_goes_to_the_flags_directory_then_logdir_then_here(tmp_path, monkeypatch):
