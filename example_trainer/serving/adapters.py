@@ -218,6 +218,7 @@ class Adapters:
             await self._engine.call_worker("atropos_drop_adapter", adapter.request.adapter_id, adapter.path)
         except Exception as error:  # noqa: BLE001  it costs a slot of memory; serving goes on
             logger.warning("adapter %s could not be dropped: %s", adapter.name, error)
+        self._engine.forget_adapter(adapter.name)
         del self._retired[adapter.name]
         del self._users[adapter.name]
 

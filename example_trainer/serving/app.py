@@ -31,7 +31,7 @@ from example_trainer.serving.door import Door
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.errors import CannotServe
 from example_trainer.serving.fence import Fence
-from example_trainer.serving.front import Front, api_keys_of
+from example_trainer.serving.front import Front, keys_of
 from example_trainer.serving.generate import GenerateHandler
 from example_trainer.serving.lora_routes import make_lora_router
 from example_trainer.serving.problems import Problem
@@ -61,10 +61,9 @@ class _Server(uvicorn.Server):
 class Serving:
     """Serves one application built by vLLM, from warm-up to stop."""
 
-    def __init__(self, config: ServerConfig, *, boot_id: str, on_cpu: bool) -> None:
+    def __init__(self, config: ServerConfig, *, boot_id: str) -> None:
         self._config = config
         self._boot_id = boot_id
-        self._on_cpu = on_cpu
         self._made_at = time.monotonic()
         self._token: str | None = None
         self.ready = False
@@ -94,7 +93,7 @@ class Serving:
         return _nothing()
 
     async def _prepare(self, app: FastAPI) -> ServerState:
-        engine = EngineAdapter(app.state.engine_client, refuse_seeds=self._on_cpu)
+        engine = EngineAdapter(app.state.engine_client)
         token = self._config.token(os.environ) or secrets.token_urlsafe(24)
         manifest = await self._share(engine, token) if self._config.shares(os.environ) else None
         await warm_up(engine)
@@ -181,7 +180,8 @@ class Serving:
         replies = Replies(boot_id=self._boot_id, tokenizer=tokenizer)
         generate = GenerateHandler(state.engine, state.fence, state.door, state.adapters, replies, tokenizer)
         args: Namespace = app.state.args
-        return Front(app, generate, state.door, root_path=args.root_path or "", api_keys=api_keys_of(args))
+        keys = keys_of(args, bridge_token=state.bridge_token)
+        return Front(app, generate, state.door, root_path=args.root_path or "", keys=keys)
 
 
 def _make_server(front: Front, options: dict[str, Any]) -> uvicorn.Server:

@@ -102,6 +102,12 @@ def make_bridge_router() -> APIRouter:
 def make_health_router() -> APIRouter:
     router = APIRouter(tags=["health"], route_class=ProblemRoute)
 
+    @router.get("/readyz")
+    async def readyz(state: State) -> dict[str, Any]:
+        """Whether a request for tokens would be taken now: 503 and why not before the first publish, paused or torn."""
+        state.door.check()
+        return {"status": "ready", "policy_version": state.policy_version}
+
     @router.get("/health_generate")
     async def health_generate(state: State) -> dict[str, Any]:
         return await state.prove_generation()

@@ -24,12 +24,17 @@ class Door:
 
     async def enter(self) -> None:
         """Go in, after waiting for a closed door; raises the refusal if there is one. Pair with `leave`."""
-        while self._refusal is not None or self._closed:
-            if self._refusal is not None:
-                raise self._refusal
+        self.check()
+        while self._closed:
             await self._changed.wait()
+            self.check()
         self.inside += 1
         self._empty.clear()
+
+    def check(self) -> None:
+        """Raise the refusal, if there is one. A door that is closed for a moment refuses nobody."""
+        if self._refusal is not None:
+            raise self._refusal
 
     def leave(self) -> None:
         self.inside -= 1

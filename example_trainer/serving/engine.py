@@ -13,9 +13,8 @@ from example_trainer.serving.fence import Counters
 class EngineAdapter:
     """Pausing, stamping and generating. Requests of every route pass `_admit` inside vLLM's input processor."""
 
-    def __init__(self, async_llm: Any, *, refuse_seeds: bool) -> None:
+    def __init__(self, async_llm: Any) -> None:
         self.async_llm = async_llm
-        self._refuse_seeds = refuse_seeds
         self._salt: str | None = None
         self.serves_adapter: Callable[[str], bool] = lambda _: True
         """Whether an adapter of this name may be given to a new request."""
@@ -47,6 +46,18 @@ class EngineAdapter:
         states = self.async_llm.output_processor.request_states.values()
         return {state.lora_name for state in states if state.lora_name is not None}
 
+    def forget_adapter(self, name: str) -> None:
+        """Take a dropped adapter out of `/metrics`: vLLM keeps a row for every set that ever ran at once."""
+        manager = self.async_llm.logger_manager
+        for log in manager.stat_loggers if manager is not None else ():
+            gauge = getattr(log, "gauge_lora_info", None)
+            if gauge is None:
+                continue
+            for sample in gauge.collect()[0].samples:
+                told = [sample.labels["running_lora_adapters"], sample.labels["waiting_lora_adapters"]]
+                if any(name in names.split(",") for names in told):
+                    gauge.remove_by_labels(sample.labels)
+
     async def abort_all(self) -> int:
         """End every request in flight; each caller gets what it has so far."""
         processor = self.async_llm.output_processor
@@ -76,12 +87,6 @@ class EngineAdapter:
             adapter = request.lora_request
             if adapter is not None and not self.serves_adapter(adapter.lora_name):
                 raise VLLMValidationError(f"model: adapter {adapter.lora_name!r} is not served any more; ask again")
-            params = request.sampling_params
-            if self._refuse_seeds and params is not None and params.seed is not None:
-                raise VLLMValidationError(
-                    "seed: on a CPU vLLM's engine dies when a request with its own seed is paused or prefilled in "
-                    "parts; leave it out, or start the server with --seed"
-                )
             if self._salt is not None:
                 request.cache_salt = f"{self._salt}:{request.cache_salt or ''}"
             return request

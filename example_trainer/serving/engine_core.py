@@ -124,7 +124,10 @@ def _resume(core: Any, version: str | None) -> dict[str, int]:
 
 def _counters(core: Any) -> dict[str, int]:
     tally = tally_of(core.scheduler)
-    return tally.as_reply(prefix_hit_tokens_total=tally.prefix_hit_tokens)
+    running, waiting = core.scheduler.get_request_counts()
+    return tally.as_reply(
+        prefix_hit_tokens_total=tally.prefix_hit_tokens, requests_running=running, requests_waiting=waiting
+    )
 
 
 def _counting_schedule(schedule: Any) -> Any:

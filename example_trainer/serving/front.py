@@ -11,39 +11,53 @@ from example_trainer.serving.guard import refuse_foreign_page, refuse_without_ke
 from example_trainer.serving.problems import Problem
 
 _GENERATING = ("/v1/", "/v2/", "/inference/", "/invocations")
-_NOT_GENERATING = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_OPEN = frozenset({"/health", "/readyz", "/ping"})
+_TAKEN_OVER = {f"/v1/{name}": f"/lora/{name}" for name in ("load_lora_adapter", "unload_lora_adapter")}
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Front:
-    """Wraps vLLM's application, which stays as it is."""
+    """Wraps vLLM's application, which stays as it is.
+
+    Where there are API keys everything but health needs one. vLLM's own routes for adapters are ours: its way of
+    loading in place would read the adapter from its file in every step, and nobody would have to show a token.
+    """
 
     def __init__(
-        self, app: Application, generate: GenerateHandler, door: Door, *, root_path: str, api_keys: list[str]
+        self, app: Application, generate: GenerateHandler, door: Door, *, root_path: str, keys: list[bytes]
     ) -> None:
         self._app = app
         self._generate = generate
         self._door = door
         self._root_path = root_path.rstrip("/")
-        self._api_keys = [key.encode() for key in api_keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] == "OPTIONS":
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(self._root_path)
         try:
-            if path in {"/generate", "/generate/"}:
-                refuse_foreign_page(scope["headers"])
-                refuse_without_key(scope["headers"], self._api_keys)
-                await self._generate(scope, receive, send)
-            elif path.startswith(_GENERATING) and path not in _NOT_GENERATING:
-                await self._through_door(scope, receive, send)
-            else:
-                await self._app(scope, receive, send)
+            if path not in _OPEN:
+                refuse_without_key(scope["headers"], self._keys)
+            await self._answer(path, scope, receive, send)
         except Problem as problem:
             await problem.response()(scope, receive, send)
+
+    async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        posted = scope["method"] == "POST"
+        if path in {"/generate", "/generate/"}:
+            if not posted:
+                raise Problem(405, "method-not-allowed", f"/generate takes POST, not {scope['method']}", allow="POST")
+            refuse_foreign_page(scope["headers"])
+            await self._generate(scope, receive, send)
+        elif path in _TAKEN_OVER:
+            await self._app({**scope, "path": self._root_path + _TAKEN_OVER[path]}, receive, send)
+        elif posted and path.startswith(_GENERATING):
+            await self._through_door(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
     async def _through_door(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._door.enter()
@@ -53,8 +67,9 @@ class Front:
             self._door.leave()
 
 
-def api_keys_of(args: Any) -> list[str]:
-    """The keys that vLLM asks for under `/v1`, asked for under `/generate` as well."""
+def keys_of(args: Any, *, bridge_token: str) -> list[bytes]:
+    """The keys that vLLM asks for under `/v1`, and the bridge token, which may do more; none where there are none."""
     from vllm import envs
 
-    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+    keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+    return [key.encode() for key in (*keys, bridge_token)] if keys else []

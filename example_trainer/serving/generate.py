@@ -111,17 +111,29 @@ class GenerateHandler:
 
     async def _stream(self, exchange: Exchange) -> None:
         started = False
-        with _engine_problems():
-            async for piece in self._outputs(exchange):
-                if not started:  # not before the engine has accepted the request: a refusal needs its own status
-                    started = True
-                    await exchange.send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-                events = b"".join(
-                    self._replies.event(exchange.request, output, self._exact(exchange), exchange.adapter)
-                    for output in piece.outputs
-                )
-                await exchange.send({"type": "http.response.body", "body": events, "more_body": True})
-        await exchange.send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        last = b"data: [DONE]\n\n"
+        try:
+            with _engine_problems():
+                async for piece in self._outputs(exchange):
+                    events = self._events(exchange, piece, first=not started)
+                    if not started:  # not before the engine has accepted the request: a refusal needs its own status
+                        started = True
+                        await exchange.send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                    await exchange.send({"type": "http.response.body", "body": events, "more_body": True})
+        except Problem as problem:
+            if not started:
+                raise
+            last = b"event: error\ndata: " + bytes(problem.response().body) + b"\n\n"
+        await exchange.send({"type": "http.response.body", "body": last})
+
+    def _events(self, exchange: Exchange, piece: Any, *, first: bool) -> bytes:
+        request, exact = exchange.request, self._exact(exchange)
+        head = self._replies.of_prompt(request, exchange.prompt, piece) if first else {}
+        events = []
+        for output in piece.outputs:
+            events.append(self._replies.event(request, output, exact, exchange.adapter, head))
+            head = {}
+        return b"".join(events)
 
     def _outputs(self, exchange: Exchange) -> AsyncIterator[Any]:
         lora_request = exchange.adapter.request if exchange.adapter else None

@@ -1,11 +1,15 @@
-"""`/lora/*`: which adapters are loaded; sending one as tensors, loading one from a directory, and unloading."""
+"""`/lora/*`: which adapters are loaded; sending one as tensors, loading one from a directory, and unloading.
+
+`/v1/load_lora_adapter` and `/v1/unload_lora_adapter` end here too: what they load is asked for by its own name.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.responses import PlainTextResponse
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from example_trainer.serving.bridge_routes import ProblemRoute, State, require_token
 from example_trainer.serving.problems import Problem
@@ -16,10 +20,24 @@ _MEBIBYTE = 1 << 20
 class LoadAdapter(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(min_length=1)
-    path: str
+    name: str = Field(min_length=1, validation_alias=AliasChoices("name", "adapter_name"))
+    path: str = Field(validation_alias=AliasChoices("path", "adapter_path"))
     version: int | None = Field(None, ge=0)
     activate: bool = True
+
+
+class LoadByPath(BaseModel):
+    """VLLM's own form; `load_inplace` changes nothing, as a name is never used for two adapters."""
+
+    lora_name: str = Field(min_length=1)
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadByName(BaseModel):
+    """VLLM's own form."""
+
+    lora_name: str
 
 
 class NamedAdapter(BaseModel):
@@ -62,6 +80,16 @@ def make_lora_router() -> APIRouter:
     @router.post("/unload", dependencies=guarded)
     async def unload(wanted: NamedAdapter, state: State) -> dict[str, Any]:
         return await state.adapters.unload(wanted.name)
+
+    @router.post("/load_lora_adapter", dependencies=guarded, include_in_schema=False)
+    async def load_by_path(wanted: LoadByPath, state: State) -> PlainTextResponse:
+        await state.adapters.load(wanted.lora_name, wanted.lora_path, None, activate=False)
+        return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' added successfully.")
+
+    @router.post("/unload_lora_adapter", dependencies=guarded, include_in_schema=False)
+    async def unload_by_name(wanted: UnloadByName, state: State) -> PlainTextResponse:
+        await state.adapters.unload(wanted.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.")
 
     return router
 

@@ -72,15 +72,13 @@ class Replies:
             "token_ids": [list(output.token_ids) for output in outputs],
             "finish_reasons": [output.finish_reason for output in outputs],
             "policy_versions": spans,
-            "prompt_token_ids": prompt_token_ids,
             "boot_id": self._boot_id,
+            **self.of_prompt(request, prompt_token_ids, final),
         }
         read = chosen_logprobs if request.compact else all_logprobs
         answer["logprobs"] = (
             [read(output.logprobs) for output in outputs] if request.logprob_count is not None else None
         )
-        if request.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(final.prompt_logprobs)
         if request.wants_text:
             answer["text"] = [self.text(request, output) for output in outputs]
         if not request.compact:
@@ -91,10 +89,19 @@ class Replies:
             answer["exact_versions"] = exact
         return orjson.dumps(answer)
 
-    def event(self, request: Any, output: Any, exact: bool | None, adapter: Any = None) -> bytes:
+    def of_prompt(self, request: Any, prompt_token_ids: list[int], told: Any) -> dict[str, Any]:
+        """What an answer, or the first event of a stream, says of the prompt."""
+        said: dict[str, Any] = {"prompt_token_ids": prompt_token_ids}
+        if request.prompt_logprobs is not None:
+            said["prompt_logprobs"] = prompt_logprobs(told.prompt_logprobs)
+        return said
+
+    def event(
+        self, request: Any, output: Any, exact: bool | None, adapter: Any = None, head: dict[str, Any] | None = None
+    ) -> bytes:
         """One event of a stream: what is new in one output, and at its end why and under which versions."""
         read = chosen_logprobs if request.compact else all_logprobs
-        body: dict[str, Any] = {"index": output.index, "token_ids": list(output.token_ids)}
+        body: dict[str, Any] = {"index": output.index, "token_ids": list(output.token_ids), **(head or {})}
         if request.wants_text:
             body["text"] = output.text
         if request.logprob_count is not None:

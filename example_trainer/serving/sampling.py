@@ -10,6 +10,7 @@ import msgspec
 from atropos_api.common.cliconfig import nearest
 from example_trainer.serving.problems import Problem
 
+_LARGEST_BIAS = 100
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<name>[^`]*)`(?: - at `(?P<where>[^`]*)`)?")
 
 
@@ -78,7 +79,7 @@ class RequestParser:
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
             raise Problem(422, "bad-request", _explain(str(error))) from None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Problem(400, "bad-json", f"the body is not JSON: {error}") from None
 
 
@@ -88,6 +89,7 @@ def sampling_params(request: GenerateRequest) -> Any:
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind
 
+    _check_bias(request.logit_bias)
     fields = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
     try:
         return SamplingParams(
@@ -100,6 +102,14 @@ def sampling_params(request: GenerateRequest) -> Any:
         )
     except (TypeError, ValueError, VLLMClientError) as error:
         raise Problem(422, "bad-request", " ".join(str(error).split())) from error
+
+
+def _check_bias(logit_bias: dict[int, float] | None) -> None:
+    """Beyond OpenAI's limits a logit may overflow, and the logprobs with it."""
+    for token, bias in (logit_bias or {}).items():
+        if abs(bias) > _LARGEST_BIAS:
+            limits = f"between -{_LARGEST_BIAS} and {_LARGEST_BIAS}"
+            raise Problem(422, "bad-request", f"logit_bias: {bias} for token {token} is not {limits}")
 
 
 def _explain(message: str) -> str:

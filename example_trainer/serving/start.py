@@ -81,7 +81,7 @@ def _serve(config: ServerConfig, rest: list[str], boot_id: str, cause: Path) -> 
     gc.freeze()
     gc.enable()
     logger.info("imports took %.1f s", time.monotonic() - began)
-    serving = Serving(config, boot_id=boot_id, on_cpu=on_cpu)
+    serving = Serving(config, boot_id=boot_id)
     entry.serve_http = serving.serve
     if config.share_port:
         vllm_compat.share_port(entry)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from example_trainer.serving import adapter_worker, engine_core
+from example_trainer.serving import adapter_worker, engine_core, seeds_on_cpu
 from example_trainer.serving.adapter_worker import AdapterWorker
 from example_trainer.serving.broadcast_worker import BroadcastWorker
 from example_trainer.serving.checkpoint_shapes import read_checkpoint_shapes
@@ -175,3 +175,4 @@ def _device_name(device: torch.device) -> str:
 
 if current_platform.is_cpu():
     keep_linear_weights_unpacked()
+    seeds_on_cpu.install()

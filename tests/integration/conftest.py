@@ -72,8 +72,8 @@ def shared_server(start_server: Callable[..., VllmServer]) -> VllmServer:
 
 @pytest.fixture(scope="session")
 def plain_server(start_server: Callable[..., VllmServer]) -> VllmServer:
-    """A server whose weights do not change, started as version 7."""
-    return start_server("--policy-version", "7")
+    """A server whose weights do not change, started as version 7; it reads long prompts in parts."""
+    return start_server("--policy-version", "7", "--max-num-batched-tokens", "256")
 
 
 @dataclass

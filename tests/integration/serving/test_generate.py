@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import socket
 
 import pytest
 
@@ -115,6 +117,13 @@ def test_a_stop_string_ends_the_output_and_is_cut_from_the_text(plain_server):
         ({"prompt": []}, "empty"),
         ({"prompt": [1] * 5000}, "5000"),
         ({"max_tokens": 5}, "prompt"),
+        ({"prompt": [5], "n": 0}, "n must be at least 1, got 0"),
+        ({"prompt": [5], "min_p": 2}, "min_p"),
+        ({"prompt": [5], "top_k": -7}, "-7"),
+        ({"prompt": [5], "stop": ""}, "stop"),
+        ({"prompt": [5], "logprobs": 900}, "900"),
+        ({"prompt": [5], "logit_bias": {"5": 1e308}}, "logit_bias: 1e+308 for token 5"),
+        ({"prompt": [99999], "stream": True}, "99999"),
     ],
 )
 def test_a_mistake_is_answered_with_422_the_field_and_the_value(plain_server, body, said):
@@ -124,40 +133,78 @@ def test_a_mistake_is_answered_with_422_the_field_and_the_value(plain_server, bo
     assert said in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-def test_a_seed_of_its_own_is_refused_on_a_cpu_because_it_kills_the_engine(plain_server, path):
-    answer = plain_server.post(
-        path,
-        {"prompt": PROMPT, "seed": 3, "model": str(plain_server.model)}
-        if "v1" in path
-        else {"prompt": PROMPT, "seed": 3},
-    )
-    assert answer.status_code in {400, 422}
-    assert "--seed" in answer.text
+@pytest.mark.parametrize("body", [b"", b"no JSON", b'{"prompt": "\xff"}'])
+def test_what_is_no_json_is_answered_with_400(plain_server, body):
+    answer = plain_server.client.post("/generate", content=body)
+    assert (answer.status_code, answer.json()["type"].rpartition(":")[2]) == (400, "bad-json")
+
+
+def test_another_method_is_answered_with_405_and_the_right_one(plain_server):
+    answer = plain_server.client.get("/generate")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
+def test_one_seed_gives_the_same_tokens_however_the_prompt_was_cut_into_parts(plain_server):
+    """On a CPU vLLM's engine dies of this: it reads 256 tokens a step (of all requests), the prompt has 700."""
+    prompt = [5 + number % 290 for number in range(700)]
+
+    def tokens(seed):
+        return plain_server.generate(prompt, max_tokens=12, seed=seed, compact=True)["token_ids"][0]
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        others = [pool.submit(plain_server.generate, [*prompt[:90], n], max_tokens=20) for n in range(5)]
+        together, alone, another = pool.submit(tokens, 3).result(), tokens(3), tokens(4)
+        assert all(other.result() for other in others)
+    assert together == alone != another
+
+
+def events_of(server, **fields):
+    """What a stream sent, read to its end."""
+    with server.client.stream("POST", "/generate", json={"prompt": PROMPT, "stream": True, **fields}) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
 
 
 def test_a_stream_sends_each_token_once_and_ends_with_the_versions(plain_server):
-    body = {"prompt": PROMPT, "max_tokens": 6, "stream": True}
-    with plain_server.client.stream("POST", "/generate", json=body) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    events = [json.loads(line) for line in lines[:-1]]
+    events = events_of(plain_server, max_tokens=6)
     assert sum(len(event["token_ids"]) for event in events) == 6
     assert sum(len(event["logprobs"]) for event in events) == 6
     assert events[-1]["finish_reason"] == "length"
     assert events[-1]["policy_versions"] == [[0, 6, 7]]
 
 
-def test_a_client_that_goes_away_ends_its_request(plain_server):
-    body = {"prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    with plain_server.client.stream("POST", "/generate", json=body) as answer:
-        next(answer.iter_lines())
-    for _ in range(100):
-        debug = plain_server.debug()
-        if debug["requests_inside"] == 0:
-            break
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_stream_says_of_the_prompt_what_a_whole_answer_says_and_each_output_has_its_versions(plain_server, compact):
+    asked = {"prompt": "Hello", "prompt_logprobs": 1, "n": 2, "max_tokens": 4, "ignore_eos": True, "compact": compact}
+    whole = plain_server.generate(**asked)
+    first, *rest = events_of(plain_server, **asked)
+    assert first["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert [place and list(place) for place in first["prompt_logprobs"]] == [
+        place and list(place) for place in whole["prompt_logprobs"]
+    ]
+    assert not any("prompt_logprobs" in event for event in rest)
+    ends = {event["index"]: event["policy_versions"] for event in [first, *rest] if "finish_reason" in event}
+    assert ends == {0: [[0, 4, 7]], 1: [[0, 4, 7]]}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_ends_its_requests_in_the_engine(plain_server, wait_until, stream):
+    def running():
+        return plain_server.debug()["requests_running"]
+
+    before = plain_server.debug()["generated_tokens_total"]
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": stream, "n": 4}).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    url = plain_server.client.base_url
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(head + body)
+        wait_until(lambda: running() == 4)
+    wait_until(lambda: running() == 0)
+    debug = plain_server.debug()
     assert debug["requests_inside"] == 0
     assert plain_server.debug()["generated_tokens_total"] == debug["generated_tokens_total"]
+    assert debug["generated_tokens_total"] - before < 4 * 3000
 
 
 def test_openai_routes_work_as_vllm_made_them(plain_server):
