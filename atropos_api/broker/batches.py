@@ -129,8 +129,8 @@ class Batches:
 
     def unpackable_sizes(self, run: RunRow) -> list[int]:
         """Queued sizes that no batch can ever hold: no sum of sizes registered or queued, in any number, uses them."""
-        sizes = self._state.queue.sizes
-        if run.unit == "groups" or all(run.batch_size % size == 0 for size in sizes):
+        sizes = self._state.queue.groups_by_size.keys()
+        if run.unit == "groups" or not any(map(run.batch_size.__mod__, sizes)):
             return []
         known = self._state.registered_sizes() | sizes
         return sorted(size for size in sizes if not can_fill(known, run.batch_size, containing=size))

@@ -376,8 +376,8 @@ class Broker:
 
     def count_unpackable(self, groups: Sequence[GroupRow]) -> None:
         run = self.state.runs.open
-        stuck = self.batches.unpackable_sizes(run) if run is not None else []
-        self.state.counters.groups_unpackable_total += sum(group.size in stuck for group in groups)
+        if run is not None and (stuck := self.batches.unpackable_sizes(run)):
+            self.state.counters.groups_unpackable_total += sum(group.size in stuck for group in groups)
 
     def under_pressure(self) -> bool:
         """Nine tenths of the room for queued groups are taken."""

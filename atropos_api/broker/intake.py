@@ -101,8 +101,9 @@ class Intake:
         """Write the groups and queue them. Either all of them are kept or none is."""
         state = self._state
         self._check_pressure(groups)
-        for index, group in enumerate(groups):
-            self.check_version(group, f"groups[{index}].")
+        if state.settings.require_versions:
+            for index, group in enumerate(groups):
+                self.check_version(group, f"groups[{index}].")
         version = state.runs.open.policy_version if state.runs.open is not None else None
         sealed = [seal(group, version) for group in groups]
         now = state.clock()
@@ -184,8 +185,10 @@ class Intake:
 
     def _check_pressure(self, groups: Sequence[CheckedGroup]) -> None:
         state = self._state
-        sequences = state.queue.sequences + sum(group.size for group in groups)
-        body_bytes = state.queue.body_bytes + sum(group.byte_count for group in groups)
+        sequences, body_bytes = state.queue.sequences, state.queue.body_bytes
+        for group in groups:
+            sequences += group.size
+            body_bytes += group.byte_count
         if sequences > state.settings.max_queued_sequences or body_bytes > state.settings.max_queued_bytes:
             raise QueueFull(
                 f"the queue holds {state.queue.sequences} sequences ({state.queue.body_bytes} bytes); try again later",
@@ -201,7 +204,8 @@ class Intake:
 
     def _count(self, groups: Sequence[CheckedGroup]) -> None:
         counters = self._state.counters
-        counters.groups_received_total += len(groups)
-        counters.sequences_received_total += sum(group.size for group in groups)
-        counters.tokens_received_total += sum(group.token_count for group in groups)
-        counters.groups_without_version_total += sum(group.oldest_version is None for group in groups)
+        for group in groups:
+            counters.groups_received_total += 1
+            counters.sequences_received_total += group.size
+            counters.tokens_received_total += group.token_count
+            counters.groups_without_version_total += group.oldest_version is None

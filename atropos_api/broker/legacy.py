@@ -15,6 +15,7 @@ import msgspec
 
 from atropos_api.broker.broker import Broker
 from atropos_api.broker.legacy_status import LegacyStatus
+from atropos_api.broker.queue import QueueLane
 from atropos_api.broker.state import State
 from atropos_api.errors import BrokerError, InvalidGroup, StoreUnavailable
 from atropos_api.store.base import LOST, EnvironmentRow, GroupRow, RunRow
@@ -129,9 +130,10 @@ class LegacyContract:
 
     def take_checked(self, checked: Checked, *, key: str | None = None) -> Taken:
         groups = checked.groups
-        fresh, repeated = self._sort_out_repeats(groups, key)
+        owner = self._owner(groups[0]) if key is not None and groups else ""
+        fresh, repeated = self._sort_out_repeats(groups, owner, key)
         try:
-            rows = self._store(fresh, key)
+            rows = self._store(fresh, owner, key)
         except BrokerError:
             # Nothing of the list was taken: it will come again, and what is a repeat now is one then.
             if not key:
@@ -220,25 +222,26 @@ class LegacyContract:
         )
 
     def _sort_out_repeats(
-        self, groups: Sequence[CheckedGroup], key: str | None
+        self, groups: list[CheckedGroup], owner: str, key: str | None
     ) -> tuple[list[CheckedGroup], list[CheckedGroup]]:
         """The groups that are new, and those taken before."""
         if key is not None:
-            used = bool(groups) and self._broker.keys.find(self._owner(groups[0]), key) is not None
-            return ([], list(groups)) if used else (list(groups), [])
+            return (groups, []) if self._broker.keys.find(owner, key) is None else ([], groups)
         return self._broker.intake.repeats.split(groups)
 
-    def _store(self, groups: Sequence[CheckedGroup], key: str | None) -> list[GroupRow]:
+    def _store(self, groups: Sequence[CheckedGroup], owner: str, key: str | None) -> list[GroupRow]:
         if not groups:
             return []
-        known = [self._state.environments.find(group.env_id) for group in groups]
+        broker = self._broker
+        env_ids = [group.env_id for group in groups]
+        known = list(map(broker.state.environments.find, env_ids))
         for row in known:
-            if row is not None:
-                self._broker.touch(row)
-        self._state.counters.groups_unregistered_total += sum(row is None for row in known)
-        key_row = self._broker.keys.make(self._owner(groups[0]), key, len(groups)) if key is not None else None
-        run_id = self._broker.run_for(known[0])
-        return self._broker.intake.take(groups, [group.env_id for group in groups], run_id=run_id, key=key_row)
+            if row is None:
+                broker.state.counters.groups_unregistered_total += 1
+            else:
+                broker.touch(row)
+        key_row = broker.keys.make(owner, key, len(groups)) if key is not None else None
+        return broker.intake.take(groups, env_ids, run_id=broker.run_for(known[0]), key=key_row)
 
     def _owner(self, group: CheckedGroup) -> str:
         row = self._state.environments.find(group.env_id)
@@ -246,18 +249,15 @@ class LegacyContract:
 
     def _count_buffered(self, rows: Sequence[GroupRow]) -> tuple[int, int]:
         """Groups that no batch can use yet, and the sequences of the last one's environment that wait like it."""
-        waiting = []
-        for group in rows:
-            environment = self._state.environments.find(group.env_id)
-            if not self._broker.can_be_used(group.size, environment.group_size if environment else None):
-                waiting.append(group)
+        waiting = [group for group in rows if not self._can_be_used(group)]
         if not waiting:
             return 0, 0
         lanes = self._state.queue.lanes_of(waiting[-1].env_id)
-        environment = self._state.environments.find(waiting[-1].env_id)
-        registered = environment.group_size if environment is not None else None
-        sizes = [lane.size * len(lane) for lane in lanes if not self._broker.can_be_used(lane.size, registered)]
-        return len(waiting), sum(sizes)
+        return len(waiting), sum(lane.size * len(lane) for lane in lanes if not self._can_be_used(lane))
+
+    def _can_be_used(self, group: GroupRow | QueueLane) -> bool:
+        row = self._state.environments.find(group.env_id)
+        return self._broker.can_be_used(group.size, row.group_size if row is not None else None)
 
 
 def _same_trainer(run: RunRow, wanted: LegacyRegistration) -> bool:
