@@ -133,11 +133,13 @@ class Serving:
     async def _share(self, engine: EngineAdapter, token: str) -> BridgeManifest:
         model_config = engine.async_llm.model_config
         refusals.check_quantised_checkpoint(model_config.quantization)
+        refusals.check_shareable(model_config.hf_config.to_dict())
         told = await engine.call_worker("atropos_share", self._boot_id, model_config.model, model_config.revision)
         if told["unmapped"]:
             listed = "; ".join(told["unmapped"][:3]) + (" ..." if len(told["unmapped"]) > 3 else "")
             raise CannotServe(
-                f"{self._config.model} cannot be shared, {len(told['unmapped'])} tensors do not map exactly: {listed}"
+                f"{self._config.model} cannot be shared, {len(told['unmapped'])} tensors do not map exactly: {listed}; "
+                "serve it without --share-weights and train it with --weight-bridge-mode none"
             )
         return BridgeManifest(
             model=self._config.model,

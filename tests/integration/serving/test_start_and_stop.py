@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -79,6 +80,19 @@ def test_a_taken_port_is_told_with_who_has_it_and_the_flag(tiny_qwen2):
 )
 def test_what_cannot_be_shared_is_refused_with_the_reason(tiny_qwen2, flags, said):
     refused(run(["--model", tiny_qwen2, "--port", 0, "--share-weights", *flags]), said, "--share-weights")
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, "8 experts (num_local_experts)"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised (awq)"),
+    ],
+    ids=["experts", "quantised"],
+)
+def test_a_checkpoint_that_cannot_be_shared_is_refused_before_it_is_loaded(tmp_path, described, said):
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    refused(run(["--model", tmp_path, "--port", 0, "--share-weights"]), said, "cannot be shared")
 
 
 def test_an_allocator_that_cannot_be_shared_is_refused(tiny_qwen2):
