@@ -3,18 +3,18 @@
 from functools import cache
 
 
-def first_exact(weights, owners, target, needs):
-    """Places of the first subset in lexicographic order that adds up to `target` and gives each owner its need."""
+def first_exact(rows, weights, target, needs):
+    """The first of the rows, in lexicographic order, that weigh `target` and give each environment its need."""
 
     @cache
     def search(place, missing, owed):
-        if missing <= 0 or place == len(weights):
-            return () if missing == 0 and not any(need > 0 for _, need in owed) else None
-        paid = tuple((owner, need - weights[place] * (owner == owners[place])) for owner, need in owed)
+        if missing <= 0 or place == len(rows):
+            return [] if missing == 0 and all(need <= 0 for _, need in owed) else None
+        paid = tuple((env, need - weights[place] * (env == rows[place].env)) for env, need in owed)
         rest = search(place + 1, missing - weights[place], paid)
-        return (place, *rest) if rest is not None else search(place + 1, missing, owed)
+        return [rows[place], *rest] if rest is not None else search(place + 1, missing, owed)
 
-    return search(0, target, tuple(dict(needs).items()))
+    return search(0, target, tuple(needs.items()))
 
 
 def adds_up(missing, sizes):

@@ -41,7 +41,8 @@ class ExpectedRepeats:
 
     def restart(self, rows, now):
         """What is recorded may come again, and what nobody knows to be answered, as far as it is there."""
-        there = {name for place, name in self.unsure if rows[place].run != "gone"}
+        places = {row.place for row in rows}
+        there = {name for place, name in self.unsure if place in places}
         self.lost = dict.fromkeys(self.recorded | there, now + WINDOW_SECONDS)
         if self.unsure:
             self.record()

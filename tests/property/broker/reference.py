@@ -1,142 +1,131 @@
-"""A broker as naive as can be, for comparison: one list of groups, loops and brute force, no code of the real one."""
+"""A broker as naive as can be, for comparison: lists, loops and brute force, no code of the real one."""
 
+from functools import partial
+from itertools import count
 from types import SimpleNamespace as Thing
 
 from brute_force import adds_up, first_exact
 
 
+def by_arrival(rows):
+    return sorted(rows, key=lambda row: row.place)
+
+
 class Reference:
+    """Each run has a queue, in the order of arrival, and its batches by number, those kept for replay among them.
+
+    Version -1 stands for none: it is older than all.
+    """
+
     def __init__(self, max_staleness, keep, drop_orphaned, patience):
         self.max_staleness, self.keep, self.drop_orphaned, self.patience = max_staleness, keep, drop_orphaned, patience
-        self.now, self.run, self.blocked, self.runs, self.rows, self.envs = 0.0, None, None, [], [], {}
+        self.now, self.run, self.blocked_since, self.places = 0.0, None, None, count()
+        self.runs, self.envs, self.homeless = [], {}, []
 
     def register(self, env, size, minimum):
-        if self.run and not self.fills(size, {*self.sizes(), size}):
-            return False
         self.envs[env] = Thing(size=size, minimum=minimum or 0, run=None)
-        return self.touch(env) or True
+        self.touch(env)
 
     def touch(self, env):
         if known := self.envs.get(env):
             known.seen, known.connected, known.run = self.now, True, self.run or known.run
 
-    def sizes(self):
-        return {env.size for env in self.envs.values() if env.connected}
-
-    def fills(self, size, others):
-        left = self.run.size - size
-        return self.run.unit == "groups" or (left >= 0 and adds_up(left, others))
+    def usable(self, size, queue):
+        """Whether batches can be filled with groups of this size, of those queued and of those registered."""
+        sizes = {size, *(row.size for row in queue), *(env.size for env in self.envs.values() if env.connected)}
+        return self.run.unit == "groups" or adds_up(self.run.size - size, sizes)
 
     def take(self, groups):
         for ident, env, size, said in groups:
             run = self.run or (self.envs[env].run if env in self.envs else None)
-            version = self.run.version if said is None and self.run else said
-            home = run if run and run.state != "closed" else None
-            self.rows.append(Thing(ident=ident, env=env, size=size, version=version, run=home, batch=0))
-
-    def members(self, number=0):
-        return [row for row in self.rows if row.run is self.run and row.batch == number]
-
-    def batches(self, above=0):
-        return sorted({row.batch for row in self.rows if row.run is self.run and row.batch > above})
-
-    def formed(self):
-        return max([self.run.committed, *self.batches()])
-
-    def measure(self, rows):
-        return sum(row.size for row in rows) if self.run.unit == "sequences" else len(rows)
+            home = run.queue if run and run.state != "closed" else self.homeless
+            version = said if said is not None else self.run.version if self.run else -1
+            home.append(Thing(place=next(self.places), ident=ident, env=env, size=size, version=version))
 
     def begin(self, name, size, unit="sequences", legacy=False):
         run = Thing(name=name, size=size, unit=unit, legacy=legacy, committed=0, epoch=0, handed=0, delivered=False)
-        run.step, run.version, run.steps, run.orphans = None, None, {}, set()
+        run.queue, run.batches, run.steps, run.orphans, run.step, run.version = [], {}, {}, set(), None, -1
         self.runs.append(run)
         self.open(run)
 
     def open(self, run):
-        if run is not self.run:
-            self.close("closed")
-        self.run, run.state, run.epoch, self.blocked = run, "open", run.epoch + 1, None
-        for row in self.rows:
-            row.run = row.run or run
+        self.close("closed")
+        self.run, run.state, run.epoch, self.blocked_since = run, "open", run.epoch + 1, None
+        run.queue, self.homeless = by_arrival(run.queue + self.homeless), []
 
     def close(self, end):
-        if self.run:
-            keeps = end == "closed" and not self.run.legacy
-            self.drop([row for row in self.members() if not keeps and not self.usable(row)])
-            self.run.state, self.run = end, None
-
-    def drop(self, rows):
-        for row in rows:
-            row.run = "gone"
-
-    def usable(self, row):
-        return self.fills(row.size, {*self.sizes(), *(other.size for other in self.members())})
+        if run := self.run:
+            if end == "finished" or run.legacy:
+                run.queue = [row for row in run.queue if self.usable(row.size, run.queue)]
+            run.state, self.run = end, None
 
     def resume(self, run, size, unit, point):
         self.open(run)
         self.commit(min(point, self.formed()))
         run.size, run.unit, run.committed = size, unit, point
         self.dissolve()
-        run.orphans |= {version for version, step in run.steps.items() if step > point}
+        run.orphans |= {version for version, step in run.steps.items() if step > point and self.drop_orphaned}
         run.step = None if run.step is None else min(run.step, point)
 
     def dissolve(self):
-        fits = self.run.committed
-        while self.measure(self.members(fits + 1)) == self.run.size:
-            fits += 1
-        for row in self.rows:
-            row.batch = 0 if row.run is self.run and row.batch > fits else row.batch
+        run = self.run
+        last = next(n for n in count(run.committed) if self.weigh(run.batches.get(n + 1, [])) != run.size)
+        for number in [n for n in run.batches if n > last]:
+            run.queue = by_arrival(run.queue + run.batches.pop(number))
+
+    def formed(self):
+        return max([self.run.committed, *self.run.batches])
+
+    def weigh(self, rows):
+        return sum(row.size for row in rows) if self.run.unit == "sequences" else len(rows)
 
     def policy(self, version, step):
         run = self.run
-        if version not in run.steps:
-            run.steps[version], run.version, run.step = step, version, step
-        elif version == run.version and step > (run.step or 0):
-            run.step = step
-        else:
-            return
-        self.expire(self.formed() + 1)
+        if version not in run.steps or (version == run.version and step > run.step):
+            run.steps.setdefault(version, step)
+            run.version, run.step = version, step
+            self.expire(self.formed() + 1)
 
     def expire(self, upcoming):
         run, now = self.run, max(self.run.step or 0, upcoming - 1)
-        for row in self.members():
-            later = row.version is not None and run.version is not None and row.version > run.version
-            step = run.steps.get(row.version, run.step if later else None)
-            old = self.max_staleness is not None and step is not None and now - step > self.max_staleness
-            self.drop([row] if old or (self.drop_orphaned and row.version in run.orphans) else [])
+
+        def is_fresh(row):
+            step = run.steps.get(row.version, run.step if row.version > run.version else None)
+            return row.version not in run.orphans and (step is None or now - step <= self.max_staleness)
+
+        run.queue = [row for row in run.queue if is_fresh(row)]
 
     def batch(self, number):
-        if number > self.formed():
+        run = self.run
+        if number not in run.batches:
             self.expire(number)
-            queue = self.members()
-            for place in self.choose(queue) or ():
-                queue[place].batch = number
-        return [row.ident for row in self.members(number)] or None
+            if chosen := self.choose(run):
+                run.batches[number] = chosen
+                run.queue = [row for row in run.queue if row not in chosen]
+        return [row.ident for row in run.batches.get(number, [])] or None
 
-    def choose(self, queue):
-        def first(needs):
-            return first_exact([self.measure([row]) for row in queue], [row.env for row in queue], self.run.size, needs)
-
+    def choose(self, run):
+        first = partial(first_exact, run.queue, [self.weigh([row]) for row in run.queue], run.size)
         alive = {n: env for n, env in self.envs.items() if env.connected and self.now - env.seen <= 60}
-        needs = {n: int(self.run.size * env.minimum) for n, env in alive.items()}
-        scale = max(1.0, sum(needs.values()) / self.run.size)
-        needs = {n: int(need / scale) for n, need in needs.items() if int(need / scale)}
+        scale = max(1.0, sum(int(run.size * env.minimum) for env in alive.values()) / run.size)
+        needs = {n: int(int(run.size * env.minimum) / scale) for n, env in alive.items()}
         best, without = first(needs), first({})
-        since, self.blocked = self.now if self.blocked is None else self.blocked, None
-        if best or not without:
-            return best
-        if self.now - since < self.patience:
-            self.blocked = since
-            return None
-        had = {n: self.measure([row for row in queue if row.env == n]) for n in needs}
-        return first({n: need for n, need in needs.items() if had[n] >= need}) or without
+        if without and not best:
+            self.blocked_since = self.blocked_since or self.now
+            if self.now - self.blocked_since < self.patience:
+                return None
+            had = {n: self.weigh([row for row in run.queue if row.env == n]) for n in needs}
+            best = first({n: need for n, need in needs.items() if had[n] >= need}) or without
+        self.blocked_since = None
+        return best
 
     def commit(self, number):
         if number > self.run.committed:
             self.run.committed = number
-            self.drop([row for n in self.batches() if n <= number - self.keep for row in self.members(n)])
+            self.run.batches = {n: rows for n, rows in self.run.batches.items() if n > number - self.keep}
 
     def outstanding(self):
-        trained = self.run.committed if self.run.legacy else max(self.run.step or 0, self.run.committed)
-        batched = [row for n in self.batches(trained) for row in self.members(n)]
-        return sum(row.size for row in batched + [row for row in self.members() if self.usable(row)])
+        run = self.run
+        trained = run.committed if run.legacy else max(run.step or 0, run.committed)
+        batched = [row for n, rows in run.batches.items() if n > trained for row in rows]
+        return sum(row.size for row in batched + [row for row in run.queue if self.usable(row.size, run.queue)])
