@@ -239,6 +239,7 @@ class Broker:
 
     def close(self) -> None:
         """Give the store back. What was promised is in it already."""
+        self.intake.close()
         self.state.bodies.close()
         self.state.ledger.close()
 

@@ -156,6 +156,11 @@ class Intake:
         if unanswered:
             self._record()
 
+    def close(self) -> None:
+        """Before an orderly end: what was answered needs no repeat, and the next process should know."""
+        if self._answered or self.repeats.news():
+            self._record()
+
     def _record(self) -> None:
         # What cannot be written now goes with the next submission; until then the rows count as unanswered.
         with suppress(StoreUnavailable):

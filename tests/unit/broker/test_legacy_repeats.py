@@ -107,6 +107,15 @@ def test_a_repeat_is_known_after_any_number_of_crashes_that_came_before_it(legac
     assert [send_one(revived, 1) for _ in range(2)] == [1, 0]
 
 
+def test_after_an_orderly_end_equal_bytes_of_what_was_answered_are_another_group(legacy, store, clock):
+    send_one(legacy, 1)
+    send_one(legacy, 2, answered=False)
+    send_one(legacy, 3)
+    legacy._broker.close()
+    revived = open_legacy(store, clock)
+    assert [send_one(revived, ident) for ident in (1, 3, 2)] == [0, 0, 1]
+
+
 def test_a_lost_answer_is_remembered_over_a_crash_and_its_groups_may_be_trained_on_meanwhile(legacy, store, clock):
     send_one(legacy, 1, answered=False)
     send_one(legacy, 2)
