@@ -43,7 +43,6 @@ from example_trainer.model import PolicyOptions, load_policy
 from example_trainer.running.trackers import METRICS_FILE, read_metrics
 from example_trainer.testing import ServingBridge
 from example_trainer.trainers import Trainer
-from example_trainer.weights.bridge import PublishReport
 
 PROBLEMS, GROUP_SIZE = 16, 8
 LONGEST_ANSWER = 34
@@ -56,27 +55,38 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 
 class Archive(ServingBridge):
-    """Serves every version there ever was: `weights[s]` are those after step s."""
+    """Serves the weights after each step there ever was; a step that taught nothing left those of the one before."""
 
     def __init__(self, options: PolicyOptions) -> None:
         super().__init__(options)
-        self.weights: list[tuple[int, dict[str, Tensor]]] = []
+        self._weights: dict[int, tuple[int, dict[str, Tensor]]] = {}
         self._grew = threading.Condition()
 
-    def publish(self, version: int) -> PublishReport:
-        report = super().publish(version)
+    def keep(self, step: int) -> None:
+        """What is served now is what `step` left."""
         assert self.served is not None
         with self._grew:
-            self.weights.append(self.served)
+            self._weights[step] = self.served
             self._grew.notify_all()
-        return report
 
     def after_step(self, step: int) -> tuple[int, dict[str, Tensor]]:
         """Version and weights after `step`, once they are there."""
         with self._grew:
-            if not self._grew.wait_for(lambda: len(self.weights) > step, timeout=600):
-                raise TimeoutError(f"step {step} was not published in 600 s")
-            return self.weights[step]
+            if not self._grew.wait_for(lambda: step in self._weights, timeout=1800):
+                raise TimeoutError(f"step {step} had not ended after 1800 s")
+            return self._weights[step]
+
+
+class WatchedSession(BrokerSession):
+    """Tells the archive of every step that has ended."""
+
+    def __init__(self, client: BrokerClient, archive: Archive) -> None:
+        super().__init__(client)
+        self._archive = archive
+
+    def announce_policy(self, version: int, step: int, policy_name: str | None = None) -> None:
+        super().announce_policy(version, step, policy_name)
+        self._archive.keep(step)
 
 
 class Sampler:
@@ -176,10 +186,10 @@ class LateEnvironment(threading.Thread):
 
 @dataclass(frozen=True)
 class Run:
-    """Rewards of one run's successive policies, and the age of what it trained on in its last step."""
+    """Rewards of one run's successive policies, and the age of the freshest batch that was as old as it can be."""
 
     rewards: list[float]
-    last_age: float
+    least_age: float
 
     @property
     def mean(self) -> float:
@@ -221,7 +231,7 @@ def train(model: Path, *, correction: str, delay: int, rate: float, seed: int, s
                 "dual_clip": None,
                 "vllm_restart_interval": 1,
                 "checkpoint_interval": 0,
-                "max_staleness": delay + 1,
+                "max_staleness": delay + 4,
                 "prefetch": False,
                 "seed": seed,
                 **CORRECTIONS[correction],
@@ -229,7 +239,7 @@ def train(model: Path, *, correction: str, delay: int, rate: float, seed: int, s
         )
         archive = Archive(PolicyOptions(model_name=str(model), dtype="float32", device="cpu"))
         environment = LateEnvironment(url, archive, model, seed=seed, delay=delay, steps=batches)
-        session = BrokerSession(BrokerClient(url))
+        session = WatchedSession(BrokerClient(url), archive)
         trainer = Trainer(config, session=session, bridge=archive, tracker=lambda step: make_trackers(config, step))
         environment.start()
         try:
@@ -240,7 +250,9 @@ def train(model: Path, *, correction: str, delay: int, rate: float, seed: int, s
         if environment.error is not None:
             raise environment.error
         lines = read_metrics(Path(directory) / METRICS_FILE)
-    return Run([line["reward/mean"] for line in lines[delay:]], lines[-1].get("staleness/max", 0.0))
+    # A version that outlived a step without signal is older than the batch's delay, never younger.
+    ages = [line["staleness/max"] for line in lines[delay:] if "staleness/max" in line]
+    return Run([line["reward/mean"] for line in lines[delay:]], min(ages))
 
 
 def cell(runs: Sequence[Run]) -> str:
@@ -264,16 +276,17 @@ def main() -> None:
     print("mean reward / of the last five steps / step to 0.8 by seed")
     print(f"{'k':3}" + "".join(f"{f'{name}, {rate:g}':>28}" for rate, name in columns), flush=True)
     for delay in arguments.delays:
-        started, cells = time.process_time(), []
+        started = time.process_time()
+        print(f"{delay:<3}", end="", flush=True)
         for rate, correction in columns:
             runs = [
                 train(model, correction=correction, delay=delay, rate=rate, seed=seed, steps=arguments.steps)
                 for seed in arguments.seeds
             ]
-            assert all(run.last_age == delay for run in runs), "tokens of another age"
-            cells.append(cell(runs))
+            assert all(run.least_age == delay for run in runs), f"tokens of another age than {delay}"
+            print(f"{cell(runs):>28}", end="", flush=True)
         spent = (time.process_time() - started) / len(columns) / len(arguments.seeds)
-        print(f"{delay:<3}" + "".join(f"{text:>28}" for text in cells) + f"   {spent:.0f} CPU s a run", flush=True)
+        print(f"   {spent:.0f} CPU s a run", flush=True)
 
 
 if __name__ == "__main__":

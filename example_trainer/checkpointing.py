@@ -80,6 +80,10 @@ class TrainerState:
     run_name: str
     seed: int
     steps_by_version: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the step, as far as they were known before its publish: a crash may come before they are logged."""
+    health: dict[str, Any] = field(default_factory=dict)
+    """What the signs of trouble remembered before that step."""
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -93,6 +97,16 @@ def random_state() -> RandomState:
     import torch
 
     return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def restore_random(state: RandomState, *, rank: int = 0) -> None:
+    """Go on from `random_state`, or from what of several is this rank's."""
+    import torch
+
+    own = dict(enumerate(state.get("ranks", ()))).get(rank, state)
+    torch.set_rng_state(own["cpu"])
+    if torch.cuda.is_available() and own["cuda"]:
+        torch.cuda.set_rng_state_all(own["cuda"])
 
 
 def save_checkpoint(
@@ -213,7 +227,9 @@ def refuse_changed_settings(state: TrainerState, config: TrainingConfig) -> None
             )
 
 
-def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> ObjectiveState | None:
+def restore(
+    checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer, *, rank: int = 0
+) -> ObjectiveState | None:
     """Load weights, optimizer and random state of a checkpoint into a policy that has been prepared.
 
     Gives back the state of the objective, None where the checkpoint has none.
@@ -232,9 +248,7 @@ def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) 
             "--master-weights and the trained layers that it was written with"
         ) from error
     policy.load_masters(tensors)  # last of what may fail: served weights that were half replaced are torn
-    torch.set_rng_state(saved["random"]["cpu"])
-    if torch.cuda.is_available() and saved["random"]["cuda"]:
-        torch.cuda.set_rng_state_all(saved["random"]["cuda"])
+    restore_random(saved["random"], rank=rank)
     objective: ObjectiveState | None = saved.get("objective")
     return objective
 

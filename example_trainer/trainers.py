@@ -40,8 +40,8 @@ from example_trainer.learning.distributed import Ranks
 from example_trainer.learning.stepping import Stepper, make_stepper
 from example_trainer.learning.tail import Progress, Tail
 from example_trainer.running.batch_files import ROLLOUTS, batch_path, write_batch
-from example_trainer.running.health import ANY_SIGN, HealthEvent, HealthMonitor
-from example_trainer.running.trackers import Tracker
+from example_trainer.running.health import ANY_SIGN, HealthEvent, HealthMonitor, parse_limits
+from example_trainer.running.trackers import METRICS_FILE, Tracker, last_line
 from example_trainer.training import StopRequestedError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Trainer:
         self._bridge = bridge
         self._make_tracker = tracker
         self._should_stop = should_stop
-        self._health = HealthMonitor()
+        self._health = HealthMonitor(parse_limits(config.health_limits or ()))
         self._stepper: Stepper
         self._tail: Tail
         self._tracker: Tracker
@@ -108,6 +108,8 @@ class Trainer:
         if checkpoint is not None and state is not None:
             self._stepper.resume(checkpoint, state)
         self._tracker = self._make_tracker(self.progress.step if resumes else None)
+        if state is not None:
+            self._ranks.lead(partial(self._catch_up, state))
         self._tail.publish()
 
     def _build(self) -> None:
@@ -145,6 +147,7 @@ class Trainer:
         metrics = self._stepper.train(
             prepared, clock, before_update=self._tail.make_way, should_stop=self._all_should_stop
         )
+        self.progress.metrics, self.progress.health = dict(metrics), self._health.memory()
         self._tail.run(step)
         whole = prepared.whole
         metrics |= clock.metrics(sampled_tokens=sum(whole.response_lengths), trained_tokens=len(whole.targets))
@@ -183,6 +186,17 @@ class Trainer:
             if {ANY_SIGN, event.sign} & set(self.config.stop_on or ()):
                 stopped_by = stopped_by or event
         return stopped_by
+
+    def _catch_up(self, state: TrainerState) -> None:
+        """Judge the step that was resumed from, and log it where a crash came between its checkpoint and its line."""
+        if state.health:
+            self._health.remember(state.health)
+        line = last_line(self.config.required_run_dir / METRICS_FILE)
+        events = self._health.check(state.step, line if line[names.STEP] == state.step else state.metrics)
+        if line[names.STEP] == state.step - 1:
+            self._tracker.log(state.step, state.metrics)
+            for event in events:
+                self._tracker.event(event)
 
     def _make_feed(self) -> BatchFeed[PreparedBatch]:
         first = self.progress.step + 1

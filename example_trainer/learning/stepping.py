@@ -42,14 +42,16 @@ class Stepper:
 
     def resume(self, checkpoint: Path, state: TrainerState) -> None:
         """Take over weights, optimizer, objective and counts of a checkpoint."""
-        objective = restore(checkpoint, self.learner.policy, self.learner.optimizer)
+        learner = self.learner
+        objective = restore(checkpoint, learner.policy, learner.optimizer, rank=learner.ranks.rank)
         if objective is not None:
-            self.learner.objective.load_state(objective)
+            learner.objective.load_state(objective)
         progress = self.progress
         progress.step = progress.weights_step = progress.committed = progress.checkpointed = state.step
         progress.version = max(progress.version, state.highest_version)
         progress.steps_by_version = {int(version): step for version, step in state.steps_by_version.items()}
-        self.learner.updates = state.updates
+        progress.metrics, progress.health = dict(state.metrics), state.health
+        learner.updates = state.updates
         logger.info("resumed from %s: step %d", checkpoint, state.step)
 
     def prepare(self, batch: Batch, whole: Batch | None = None) -> PreparedBatch:

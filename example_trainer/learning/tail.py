@@ -9,10 +9,11 @@ state) is settled before that thread begins.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from example_trainer.api import BackgroundCall, BrokerSession
 from example_trainer.checkpointing import (
@@ -52,6 +53,10 @@ class Progress:
     checkpointed: int | None = None
     steps_by_version: dict[int, int] = field(default_factory=dict)
     """The step that each published version was made by."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last step, as far as they are known before its publish."""
+    health: dict[str, Any] = field(default_factory=dict)
+    """What the signs of trouble remember of the steps before that one."""
 
 
 class Tail:
@@ -191,7 +196,7 @@ class Tail:
     def _publish_taken(self) -> None:
         version = self._progress.version
         self.report = self._bridge.publish(version)
-        self._session.announce_policy(version, self._progress.step)
+        self._session.announce_policy(version, self._progress.step, self.report.policy_name)
 
     def _commit(self, step: int) -> None:
         self._session.commit(step)
@@ -209,12 +214,16 @@ class Tail:
             run_name=config.name,
             seed=config.seed,
             steps_by_version=remembered(progress.steps_by_version),
+            metrics={name: value for name, value in progress.metrics.items() if math.isfinite(value)},
+            health=progress.health,
             config=config.model_dump(mode="json", exclude={"atropos_token", "bridge_token"}),
         )
 
     def _save(self, state: TrainerState, random: RandomState, objective: ObjectiveState) -> None:
         learner = self._learner
         optimizer, objective = _whole_state(learner, objective)
+        if learner.ranks.world_size > 1:
+            random = random | {"ranks": learner.ranks.gather(random)}
         with learner.policy.gathered():
             learner.ranks.lead(partial(self._write, state, optimizer, random, objective))
         self._progress.checkpointed = state.step

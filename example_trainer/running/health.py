@@ -2,22 +2,28 @@
 
 A sign becomes an event when it appears, not again while it stays: a line in `events.jsonl`, a warning in the log, and
 with `--stop-on` the end of the run. Limits are those that the published guides give; where they give only words
-("drops dramatically") the limit is ours, and `HealthLimits` says which. Importing this module loads no torch.
+("drops dramatically") the limit is ours, and `HealthLimits` says which; `--health-limits` sets others. What a sign
+remembers of earlier steps is plain data, which a checkpoint holds. Importing this module loads no torch.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields
 from functools import partial
 from statistics import fmean, median
 from typing import Any
 
 from atropos_api.common import metric_names as names
 
+Memory = dict[str, Any]
+"""What is remembered of earlier steps, as JSON can hold it."""
+
 ANY_SIGN = "health"
 """What `--stop-on` takes for every sign there is."""
+COMPARED_STEPS = 100
+"""Steps before a window whose rates are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +42,42 @@ class HealthLimits:
     reward_drop: float = 0.5
     """Ours: a fall of the reward's mean over a window, in standard deviations of a batch's rewards."""
     rate_drop: float = 0.5
-    """Ours: tokens per second against the median of the steps before."""
+    """Ours: tokens per second against the median of up to 100 steps before."""
     flat_steps: int = 5
     window_steps: int = 5
+
+
+def parse_limits(given: Sequence[str]) -> HealthLimits:
+    """Limits from `name=value`, a range as `mean_ratio=0.7-1.3`; `inf` is never reached. Raises `ValueError`."""
+    known: dict[str, Any] = {field.name: field.default for field in fields(HealthLimits)}
+    chosen: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if name not in known or not equals:
+            raise ValueError(f"{text} is no limit; write name=value with one of {', '.join(known)}")
+        try:
+            chosen[name] = _like(known[name], value)
+        except ValueError as error:
+            raise ValueError(f"{text}: {value} is not a value like {_text(known[name])}") from error
+    return HealthLimits(**chosen)
+
+
+def limit_table() -> list[tuple[str, str]]:
+    """Every limit and its usual value, as `--health-limits` takes them."""
+    return [(field.name, _text(field.default)) for field in fields(HealthLimits)]
+
+
+def _like(usual: Any, text: str) -> Any:
+    if isinstance(usual, int):
+        return int(text)
+    if not isinstance(usual, tuple):
+        return float(text)
+    low, high = (float(bound) for bound in text.split("-"))
+    return low, high
+
+
+def _text(value: Any) -> str:
+    return "-".join(f"{bound:g}" for bound in value) if isinstance(value, tuple) else f"{value:g}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +115,21 @@ class HealthMonitor:
     def __init__(self, limits: HealthLimits | None = None) -> None:
         self._signs = _make_signs(limits or HealthLimits())
         self._present: set[str] = set()
+
+    def memory(self) -> Memory:
+        """All that later steps are judged by, for a checkpoint."""
+        kept = {name: check.kept for name, check in self._remembering().items()}
+        return deepcopy({"present": sorted(self._present), "signs": kept})
+
+    def remember(self, memory: Memory) -> None:
+        """Go on from what `memory` gave; a sign that it does not know begins anew."""
+        self._present = set(memory["present"])
+        for name, check in self._remembering().items():
+            check.kept.update(deepcopy(memory["signs"].get(name, {})))
+
+    def _remembering(self) -> dict[str, _Remembering]:
+        checks: dict[str, Any] = {sign.name: sign.check for sign in self._signs}
+        return {name: check for name, check in checks.items() if isinstance(check, _Remembering)}
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[HealthEvent]:
         """The signs that appear at this step and did not show at the one before."""
@@ -130,61 +184,68 @@ def _logprob_gap(limit: float, metrics: Mapping[str, float]) -> float | None:
     return gap if abs(gap) > limit else None
 
 
-class _FlatReward:
+class _Remembering:
+    """A check that depends on earlier steps."""
+
+    def __init__(self, **kept: Any) -> None:
+        self.kept: Memory = kept
+
+
+class _FlatReward(_Remembering):
     """Steps in a row in which no group had rewards that differ."""
 
     def __init__(self, steps: int) -> None:
+        super().__init__(in_a_row=0)
         self._steps = steps
-        self._in_a_row = 0
 
     def __call__(self, metrics: Mapping[str, float]) -> float | None:
         flat = metrics.get(names.TRAIN_SKIPPED, 0.0) == 1.0
-        self._in_a_row = self._in_a_row + 1 if flat else 0
-        return float(self._in_a_row) if self._in_a_row >= self._steps else None
+        in_a_row: int = self.kept["in_a_row"] + 1 if flat else 0
+        self.kept["in_a_row"] = in_a_row
+        return float(in_a_row) if in_a_row >= self._steps else None
 
 
-class _RewardDrop:
+class _RewardDrop(_Remembering):
     """The mean reward over a window, against the best such window of the run."""
 
     def __init__(self, limits: HealthLimits) -> None:
+        super().__init__(recent=[], best=None)  # mean and spread of the rewards: of each step, and of the best window
         self._limits = limits
-        self._recent: deque[tuple[float, float]] = deque(maxlen=limits.window_steps)
-        self._best: tuple[float, float] | None = None
-        """Mean and spread of the rewards in the best window."""
 
     def __call__(self, metrics: Mapping[str, float]) -> float | None:
         if names.REWARD_MEAN not in metrics:
             return None
-        self._recent.append((metrics[names.REWARD_MEAN], metrics.get(names.REWARD_STD, 0.0)))
-        if len(self._recent) < self._limits.window_steps:
+        window = self._limits.window_steps
+        recent = [*self.kept["recent"], [metrics[names.REWARD_MEAN], metrics.get(names.REWARD_STD, 0.0)]][-window:]
+        self.kept["recent"] = recent
+        if len(recent) < window:
             return None
-        mean = fmean(reward for reward, _ in self._recent)
-        spread = fmean(std for _, std in self._recent)
-        if self._best is None or mean > self._best[0]:
-            self._best = mean, spread
-        fall = self._best[0] - mean
+        mean, spread = (fmean(column) for column in zip(*recent, strict=True))
+        if self.kept["best"] is None or mean > self.kept["best"][0]:
+            self.kept["best"] = [mean, spread]
+        best_mean, best_spread = self.kept["best"]
+        fall: float = best_mean - mean
         # The spread now counts too: where every answer was right, any answer that is not would be far off.
-        return fall if fall > self._limits.reward_drop * max(self._best[1], spread) and fall > 0 else None
+        return fall if fall > self._limits.reward_drop * max(best_spread, spread) and fall > 0 else None
 
 
-class _RateDrop:
+class _RateDrop(_Remembering):
     """The rate of the last steps, against the median of those before."""
 
     def __init__(self, limits: HealthLimits) -> None:
+        super().__init__(rates=[])
         self._limits = limits
-        self._recent: deque[float] = deque(maxlen=limits.window_steps)
-        self._before: list[float] = []
 
     def __call__(self, metrics: Mapping[str, float]) -> float | None:
         if names.TOKENS_PER_SECOND not in metrics:
             return None
-        if len(self._recent) == self._limits.window_steps:
-            self._before.append(self._recent[0])
-        self._recent.append(metrics[names.TOKENS_PER_SECOND])
-        if len(self._before) < self._limits.window_steps:
+        window = self._limits.window_steps
+        rates: list[float] = [*self.kept["rates"], metrics[names.TOKENS_PER_SECOND]][-window - COMPARED_STEPS :]
+        self.kept["rates"] = rates
+        if len(rates) < 2 * window:
             return None
-        now = median(self._recent)
-        return now if now < self._limits.rate_drop * median(self._before) else None
+        now = median(rates[-window:])
+        return now if now < self._limits.rate_drop * median(rates[:-window]) else None
 
 
 def _make_signs(limits: HealthLimits) -> tuple[_Sign, ...]:

@@ -20,7 +20,7 @@ from example_trainer.cli import TrainerCommand
 from example_trainer.config import TrainingConfig
 from example_trainer.options.course import ENVIRONMENT_OPTIONS
 from example_trainer.options.presets import PRESETS, Preset
-from example_trainer.running.health import sign_table
+from example_trainer.running.health import limit_table, sign_table
 from example_trainer.running.run_file import LAUNCHER_FIELDS, RunConfig
 from example_trainer.serving.config import ServerConfig
 
@@ -74,6 +74,16 @@ the run at any of them, `--stop-on kl loss` at those named.
 |---|---|---|
 """
 
+LIMITS_INTRODUCTION = """\
+`--health-limits` sets other limits than these, by name: `--health-limits mean_ratio=0.7-1.3 reward_drop=inf`.
+`reward_drop` counts in standard deviations of a batch's rewards, `rate_drop` is a share of the median rate of up to 100
+steps before; both look at the last `window_steps` steps. What the signs remember lies in the checkpoints, so a resumed
+run is judged as one that was left alone.
+
+| limit | usual |
+|---|---|
+"""
+
 
 def main() -> None:
     run_cli(run)
@@ -117,7 +127,8 @@ def metrics_page() -> str:
         rows = "".join(f"| `{name}` | {_cell(text)} |\n" for name, text in metrics)
         blocks.append(f"## {heading}\n\n| metric | meaning |\n|---|---|\n{rows}")
     signs = "".join(f"| `{name}` | {_cell(_plain(text))} | {_cell(advice)} |\n" for name, text, advice in sign_table())
-    blocks.append(EVENTS_INTRODUCTION + signs)
+    limits = "".join(f"| `{name}` | {usual} |\n" for name, usual in limit_table())
+    blocks += [EVENTS_INTRODUCTION + signs, LIMITS_INTRODUCTION + limits]
     return "\n".join(blocks)
 
 

@@ -172,6 +172,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def last_line(path: Path) -> dict[str, Any]:
+    """The last line of a metrics file; one of step 0 where there is none."""
+    lines = read_metrics(path) if path.exists() else []
+    return lines[-1] if lines else {names.STEP: 0}
+
+
 def _open_lines(path: Path, resumed_step: int | None) -> TextIO:
     if resumed_step is not None and path.exists():
         _keep_steps_up_to(path, resumed_step)

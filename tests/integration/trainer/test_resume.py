@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from example_trainer.checkpointing import list_checkpoints
 from example_trainer.testing import ServingBridge
+from example_trainer.trainers import Trainer
 from example_trainer.weights.bridge import PublishReport
 
 from .conftest import Workbench
@@ -50,3 +52,33 @@ def test_a_directory_in_which_nothing_has_begun_begins_a_run_of_its_own(bench: W
     bench.submit(bench.record_groups(4, seed=1))
     assert bench.trainer(bench.config(run_dir=tmp_path / "two", **settings), bench.bridge()).run()
     assert bench.sessions[-1].info.run_id != first
+
+
+def test_a_crash_between_checkpoint_and_log_leaves_no_gap_in_the_metrics(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.submit(bench.record_groups(8))
+    config = bench.config(checkpoint_interval=1, resume="auto", health_limits=["clipped_fraction=-1"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_log", _dying_at(2))
+        with pytest.raises(ZeroDivisionError):
+            bench.trainer(config, bench.bridge()).run()
+    assert [line["step"] for line in bench.metrics(config)] == [1]
+    assert bench.trainer(config, bench.bridge()).run()
+    lines = bench.metrics(config)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    of_the_crash = ("time/", "sync/", "perf/", "staleness/age", "policy_version")
+    assert [name for name in lines[2].keys() - lines[1].keys() if not name.startswith(of_the_crash)] == []
+    events = (config.required_run_dir / "events.jsonl").read_text()
+    assert events.count('"sign": "clipped_fraction"') == 1  # it was there before and after: nothing new
+
+
+def _dying_at(last_step: int) -> Any:
+    log = Trainer._log
+
+    def dying(self: Trainer, step: int, metrics: dict[str, float]) -> Any:
+        if step == last_step:
+            raise ZeroDivisionError
+        return log(self, step, metrics)
+
+    return dying

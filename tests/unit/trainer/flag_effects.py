@@ -63,6 +63,10 @@ def _wandb(text: str) -> Callable[[Seen, Seen], bool]:
     return lambda seen, _: text.encode() in wandb_file(seen)
 
 
+def _events(seen: Seen) -> str:
+    return (seen.directory / "events.jsonl").read_text()
+
+
 def _begun(seen: Seen) -> dict[str, Any]:
     """What the server was told when a publish began."""
     return next(body for path, body in seen.recorded.served if path.endswith("publish/begin"))
@@ -297,6 +301,10 @@ _TRACKING = {
         argv="--stop-on clipped_fraction",
         beside=_TWO,
         holds=lambda seen, usual: (seen.code, len(seen.rows), usual.code) == (3, 1, 0),
+    ),
+    "health_limits": Effect(
+        argv="--health-limits clipped_fraction=1",
+        holds=lambda seen, usual: "clipped_fraction" in _events(usual) and "clipped_fraction" not in _events(seen),
     ),
     "benchmark": Effect(
         argv="--benchmark",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from pydantic import ValidationError
 
 from atropos_api.common import metric_names as names
 from example_trainer.config import TrainingConfig
-from example_trainer.running.health import HealthMonitor, sign_names, sign_table
+from example_trainer.running.health import HealthMonitor, parse_limits, sign_names, sign_table
 
 HEALTHY = {
     names.REWARD_MEAN: 0.6,
@@ -105,3 +107,31 @@ def test_stop_on_takes_health_or_the_names_of_signs() -> None:
     assert TrainingConfig(model_name="m", stop_on=["kl", "loss"]).stop_on == ["kl", "loss"]
     with pytest.raises(ValidationError, match="klingon is no sign; there are health, mean_ratio"):
         TrainingConfig(model_name="m", stop_on=["klingon"])
+
+
+def test_a_resumed_run_is_judged_by_what_it_was_before() -> None:
+    """Memory as a checkpoint's JSON holds it: signs that are there are not told again, counts and windows go on."""
+    steps = [HEALTHY | {names.REWARD_MEAN: 0.6 + 0.01 * (step % 3)} for step in range(8)]
+    steps += [HEALTHY | {names.TRAIN_KL: 2.0, names.TRAIN_SKIPPED: 1.0, names.TOKENS_PER_SECOND: 900.0}] * 3
+    steps += [HEALTHY | {names.REWARD_MEAN: 0.05, names.TRAIN_SKIPPED: 1.0, names.TOKENS_PER_SECOND: 300.0}] * 6
+    alone = HealthMonitor()
+    expected = [signs(alone, step, metrics) for step, metrics in enumerate(steps)]
+    assert {sign for found in expected for sign in found} == {"kl", "flat_reward", "reward_drop", "rate_drop"}
+    for stop in (3, 9, 12, 15):
+        before, after = HealthMonitor(), HealthMonitor()
+        found = [signs(before, step, steps[step]) for step in range(stop)]
+        after.remember(json.loads(json.dumps(before.memory())))
+        assert found + [signs(after, step, steps[step]) for step in range(stop, len(steps))] == expected
+
+
+def test_limits_are_set_by_name() -> None:
+    limits = parse_limits(["mean_ratio=0.5-2", "clipped_fraction=0.9", "flat_steps=2", "reward_drop=inf"])
+    assert (limits.mean_ratio, limits.clipped_fraction, limits.flat_steps) == ((0.5, 2.0), 0.9, 2)
+    monitor = HealthMonitor(limits)
+    assert signs(monitor, 1, HEALTHY | {names.MEAN_RATIO: 1.9, names.CLIPPED_FRACTION: 0.8}) == []
+    assert signs(monitor, 2, HEALTHY | {names.MEAN_RATIO: 2.1, names.TRAIN_SKIPPED: 1.0}) == ["mean_ratio"]
+    assert signs(monitor, 3, HEALTHY | {names.TRAIN_SKIPPED: 1.0}) == ["flat_reward"]
+    assert TrainingConfig.model_validate({"model_name": "m", "health_limits": {"kl": 2}}).health_limits == ["kl=2"]
+    for wrong, told in (("klingon=1", "one of mean_ratio, clipped_fraction"), ("kl", "name=value"), ("kl=x", "like 1")):
+        with pytest.raises(ValidationError, match=told):
+            TrainingConfig(model_name="m", health_limits=[wrong])

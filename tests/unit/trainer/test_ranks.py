@@ -230,6 +230,31 @@ def test_a_checkpoint_is_whole_and_any_number_of_ranks_goes_on_from_it(
         np.testing.assert_allclose(one[name].numpy(), tensor.numpy(), rtol=0, atol=TOLERANCE)
 
 
+def train_on_with_dropout(ranks: Ranks, model: Path, groups: list[Group], root: Path) -> list[dict[str, Any]]:
+    """The adapter after two batches, and after the second from a checkpoint of the first."""
+    options, settings = replace(CPU, adapter=AdapterOptions(r=4, dropout=0.3)), {"weight_bridge_mode": "lora_only"}
+    batch = prepare_batch(share(groups, ranks), data_settings(make_config(model, settings)))
+    alone = make_learner(model, ranks, options, settings)
+    alone.train(batch)
+    state = TrainerState(
+        step=1, updates=1, policy_version=1, highest_version=1, run_id="r", run_name="n", seed=0, config={}
+    )
+    random = random_state() | {"ranks": ranks.gather(random_state())}
+    ranks.lead(lambda: save_checkpoint(root, state, alone.policy, alone.optimizer, random))
+    alone.train(batch)
+    resumed = make_learner(model, ranks, options, settings)
+    restore(root / "checkpoint-1", resumed.policy, resumed.optimizer, rank=ranks.rank)
+    resumed.train(batch)
+    return [learner.policy.adapter_tensors() for learner in (alone, resumed)]
+
+
+def test_each_rank_goes_on_with_its_own_random_state(tiny_model: Path, groups: list[Group], tmp_path: Path) -> None:
+    found = run_ranks(2, tmp_path / "meeting", train_on_with_dropout, tiny_model, groups, tmp_path)
+    for alone, resumed in found:
+        assert all(np.array_equal(alone[name], resumed[name]) for name in alone)
+    assert all(np.array_equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
+
+
 def agree(ranks: Ranks) -> dict[str, Any]:
     def fail() -> None:
         raise ValueError("no broker")
