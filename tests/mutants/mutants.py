@@ -322,8 +322,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "batch std of centred rewards under TRL's name",
         _ADVANTAGES,
-        'torch.cat(rewards if settings.std == "sample" else centred)',
-        "torch.cat(centred)",
+        '_tensors(whole) if settings.std == "sample" else _centre_all(whole, settings)',
+        "_centre_all(whole, settings)",
         "test_advantages.py::test_batch_std_in_trls_form_is_that_of_the_raw_rewards_of_the_batch",
     ),
     # Data
