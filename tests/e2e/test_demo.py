@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -139,25 +138,6 @@ def test_the_course_guide_s_test_run_trains_the_tiny_model(demo, traces) -> None
     evaluated = {path.name for path in (launched.run_dir / "evals").glob("step-*")}
     assert len(evaluated) >= 3
     assert traces(launched, tree) == []
-
-
-@pytest.mark.parametrize("victim", ["engine core", "vllm"])
-def test_kill_9_of_the_inference_server_or_its_engine_ends_the_run(
-    demo, traces, shared_memory_left, victim: str
-) -> None:
-    launched = demo("--training-steps", "400")
-    launched.wait_for_steps(2, 300)
-    tree, boot_id = launched.tree(), boot_id_of(launched.run_dir)
-    server = launched.child("vllm_api_server")
-    (server.children()[0] if victim == "engine core" else server).kill()
-    killed_at = time.monotonic()
-    code, _, error = launched.end()
-    assert code == 1
-    assert launched.ended_at - killed_at < LIMIT_SECONDS
-    assert "vllm" in error
-    assert "vllm.log" in error
-    assert traces(launched, tree) == []
-    assert shared_memory_left(boot_id) == []
 
 
 def test_kill_9_of_the_launcher_leaves_nothing(demo, traces, shared_memory_left) -> None:
