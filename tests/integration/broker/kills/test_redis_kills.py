@@ -19,7 +19,7 @@ from atropos_api.store.steps import Step
 from atropos_api.testing_redis import RedisServer, running_redis
 
 EVERY = os.environ.get("ATROPOS_KILLS", "") == "all"
-LEASE = 1.0
+LEASE = float(os.environ.get("ATROPOS_KILLS_PATIENCE", "1"))
 DIRECTORY_ONLY = ("compaction-", "segment-", "bodies-written", "bodies-synced", "ledger-synced")
 STEPS = [step for step in Step if not step.startswith(DIRECTORY_ONLY)]
 
