@@ -166,7 +166,9 @@ class RestartBridge(WeightBridge):
         return load_policy(replace(self._options.policy, model_name=str(directory), sharding=None))
 
     def _remove_all_but(self, kept: Path) -> None:
-        for path in self._options.weights_dir.glob("policy-v*"):
+        """What was served before, and what a trainer that was killed had begun to write."""
+        served = self._options.weights_dir
+        for path in (*served.glob("policy-v*"), *served.glob(".policy-v*.part")):
             if path != kept:
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""A bridge to the shared vLLM server of the session, and a server that a test may kill."""
+"""Bridges: to the shared vLLM server of the session, to a server that a test may kill, with servers of their own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from example_trainer.model import PolicyOptions
+from example_trainer.vllm_manager import VllmOptions
+from example_trainer.weights.restart import RestartBridge, RestartOptions
 from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
 
 
@@ -86,3 +89,44 @@ def restartable_server(tiny_qwen2: Path, tmp_path: Path) -> Iterator[Restartable
     server = RestartableServer(tiny_qwen2, tmp_path)
     yield server
     server.stop()
+
+
+@pytest.fixture
+def neighbours() -> tuple[int, int]:
+    """Two free ports, one next to the other."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except OSError:
+                continue
+        return port, port + 1
+
+
+@pytest.fixture
+def bridge_for(tiny_qwen2: Path, tmp_path: Path, neighbours: tuple[int, int]) -> Iterator[Callable[..., RestartBridge]]:
+    """A function that makes a bridge with servers of its own; they are ended with the test, and nothing is left."""
+    made: list[RestartBridge] = []
+    before = set(psutil.Process().children(recursive=True))
+
+    def make(*, policy: dict[str, Any] | None = None, **settings: Any) -> RestartBridge:
+        vllm = VllmOptions(
+            port=neighbours[0],
+            log_path=tmp_path / "logs" / "vllm.log",
+            served_model_name="policy",
+            tokenizer=str(tiny_qwen2),
+            max_model_len=4096,
+            drain_seconds=1.0,
+            extra_arguments=("--kv-cache-memory-bytes", str(64 << 20)),
+        )
+        options = PolicyOptions(model_name=str(tiny_qwen2), dtype="float32", **(policy or {}))
+        made.append(
+            RestartBridge(RestartOptions(policy=options, vllm=vllm, weights_dir=tmp_path / "served", **settings))
+        )
+        return made[-1]
+
+    yield make
+    for bridge in made:
+        bridge.close()
+    assert set(psutil.Process().children(recursive=True)) <= before
