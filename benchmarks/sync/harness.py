@@ -66,6 +66,10 @@ class Server:
     def cpu_seconds(self) -> float:
         return float(sum(times.user + times.system for times in (each.cpu_times() for each in self.tree())))
 
+    def proportional_bytes(self) -> int:
+        """Memory of these processes, what they share with others divided by those who share it."""
+        return int(sum(each.memory_full_info().pss for each in self.tree()))
+
     def private_bytes(self) -> int:
         """Memory that would be free without these processes."""
         return int(sum(each.memory_full_info().uss for each in self.tree()))
@@ -87,7 +91,8 @@ def server(model: Path, directory: str, *flags: str) -> Iterator[Server]:
         url = f"http://127.0.0.1:{port}"
         while not _healthy(url):
             if process.poll() is not None:
-                raise SystemExit(f"the server ended with {process.returncode}; see {directory}/server.log")
+                last = (Path(directory) / "server.log").read_text(encoding="utf-8", errors="replace")[-2000:]
+                raise SystemExit(f"the server ended with {process.returncode}:\n{last}")
             time.sleep(0.2)
         yield Server(url, psutil.Process(process.pid))
     finally:

@@ -1,17 +1,17 @@
 """Hot-swapping adapters, measured: how fast a publish is, what it takes from decoding, and whether anything piles up.
 
 Two servers of the same adapter run in turns under the same load: one gets a new adapter every 0.25 s, the other never.
-Then one of them gets some hundred adapters in a row. What is promised: a median publish under 50 ms on the tiny model
-(with nothing else on the machine), decoding within a tenth of the server that never swaps, no memory that grows, and no
-adapter read from a disk.
+Then one of them gets some hundred adapters in a row under load, and the memory of its processes is looked at. Each row
+ends with what is promised and whether that was met; the promise of 50 ms is for a machine with nothing else on it.
 
-    python benchmarks/sync/hotswap.py [--windows 6] [--seconds 4] [--swaps 500]
+    python benchmarks/sync/hotswap.py [--windows 5] [--seconds 3] [--swaps 500]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
 import tempfile
 import time
@@ -25,31 +25,36 @@ from example_trainer.weights.lora_hotswap import HotswapOptions, LoraHotswapBrid
 
 SWAP_INTERVAL_SECONDS = 0.25
 MEBIBYTE = 1 << 20
-SETTLED_AFTER = 50
-
-
-KV_CACHE = ("--kv-cache-memory-bytes", str(48 * MEBIBYTE))
-"""Small, so that all its pages have been touched before memory is compared."""
+SETTLED_AFTER = 100
+MOST_SECONDS = 0.05
+LEAST_RATIO = 0.9
+MOST_OF_AN_ADAPTER = 0.01
+"""What may stay behind after a swap: an adapter that were kept, or a copy of it, would be a hundred times that."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=6, help="windows on each server")
-    parser.add_argument("--seconds", type=float, default=4.0, help="length of a window")
+    parser.add_argument("--windows", type=int, default=5, help="windows on each server")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of a window")
     parser.add_argument("--swaps", type=int, default=500)
     asked = parser.parse_args()
     model = base_model()
     with (
         tempfile.TemporaryDirectory() as one,
         tempfile.TemporaryDirectory() as other,
-        server(model, one, *SERVE_ADAPTERS, *KV_CACHE) as swapping,
-        server(model, other, *SERVE_ADAPTERS, *KV_CACHE) as still,
+        server(model, one, *SERVE_ADAPTERS) as swapping,
+        server(model, other, *SERVE_ADAPTERS) as still,
         contextlib.closing(Swapper(model, swapping, one)) as swapper,
         contextlib.closing(Swapper(model, still, other)),
     ):
         idle(swapper, swapping)
         decoding(swapper, swapping, still, windows=asked.windows, seconds=asked.seconds)
         many(swapper, swapping, swaps=asked.swaps)
+
+
+def row(what: str, measured: str, promised: str = "", met: bool = True) -> None:
+    verdict = f"{promised:34} {'met' if met else 'MISSED'}" if promised else ""
+    print(f"{what:58} {measured:46} {verdict}".rstrip(), flush=True)
 
 
 class Swapper:
@@ -84,7 +89,9 @@ def idle(swapper: Swapper, swapping: Server, *, times: int = 30) -> None:
         told = httpx.post(f"{swapping.url}/generate", json=body).json()
         firsts.append(time.monotonic() - began)
         assert told["policy_versions"] == [[[0, 1, version]]]
-    print(f"idle, {times} swaps: publish {spread(publishes)}, to the first token of the new policy {spread(firsts)}")
+    met = statistics.median(publishes) <= MOST_SECONDS
+    row(f"publish, idle server, {times} swaps", spread(publishes), f"median at most {MOST_SECONDS * 1e3:.0f} ms", met)
+    row("optimizer's step to the first token of the new policy", spread(firsts))
 
 
 def decoding(swapper: Swapper, swapping: Server, still: Server, *, windows: int, seconds: float) -> None:
@@ -95,9 +102,13 @@ def decoding(swapper: Swapper, swapping: Server, still: Server, *, windows: int,
         rates["still"].append(window(still, seconds, None, took))
         rates["swapping"].append(window(swapping, seconds, swapper, took))
     with_swaps, without = (statistics.median(rates[name]) for name in ("swapping", "still"))
-    print(
-        f"under load, {len(took)} swaps: publish {spread(took)}; decoding {with_swaps:.0f} tokens per CPU second with "
-        f"swaps, {without:.0f} without: ratio {with_swaps / without:.3f} (promised: at least 0.9)"
+    ratio = with_swaps / without
+    row(f"publish, decoding server, {len(took)} swaps", spread(took))
+    row(
+        "tokens per CPU second, a swap every 0.25 s to none",
+        f"{with_swaps:.0f} to {without:.0f}: {ratio:.3f}",
+        f"at least {LEAST_RATIO}",
+        ratio >= LEAST_RATIO,
     )
 
 
@@ -117,22 +128,26 @@ def window(on: Server, seconds: float, swapper: Swapper | None, took: list[float
 
 def many(swapper: Swapper, swapping: Server, *, swaps: int) -> None:
     """Swap in a row under load; memory is looked at once everything has been in use for a while."""
+    marks = sorted({SETTLED_AFTER, swaps // 2, swaps})
+    seen: list[int] = []
     with Load(swapping.url):
-        for _ in range(SETTLED_AFTER):
+        for number in range(1, swaps + 1):
             swapper.publish()
-        seen = [swapping.private_bytes()]
-        for number in range(swaps - SETTLED_AFTER):
-            swapper.publish()
-            if number in {(swaps - SETTLED_AFTER) // 2, swaps - SETTLED_AFTER - 1}:
+            if number in marks:
                 seen.append(swapping.private_bytes())
     told = swapping.debug()
-    first, middle, last = (each / MEBIBYTE for each in seen)
-    print(
-        f"{swaps} swaps in a row: {first:.0f} MiB after {SETTLED_AFTER}, {middle - first:+.1f} MiB half way and "
-        f"{last - middle:+.1f} MiB from there to the end; "
-        f"an adapter has {told['adapter_bytes'] / told['adapters_in_memory'] / MEBIBYTE:.2f} MiB; "
-        f"{told['adapters_in_memory']} kept; read from a disk: {told['adapter_disk_loads_total']}"
+    adapter_bytes = told["adapter_bytes"] / told["adapters_in_memory"]
+    shown = ", ".join(f"{(after - before) / MEBIBYTE:+.1f}" for before, after in itertools.pairwise(seen))
+    left = (seen[-1] - seen[0]) / max(1, marks[-1] - marks[0]) / adapter_bytes
+    row(f"MiB of memory after {', '.join(map(str, marks))} swaps", f"{seen[0] / MEBIBYTE:.0f}, {shown}")
+    row(
+        f"left behind by a swap, of an adapter's {adapter_bytes / MEBIBYTE:.2f} MiB",
+        f"{left:.2%}",
+        f"at most {MOST_OF_AN_ADAPTER:.0%}",
+        left <= MOST_OF_AN_ADAPTER,
     )
+    loads = told["adapter_disk_loads_total"]
+    row("adapters read from a disk", str(loads), "none", loads == 0)
 
 
 def spread(seconds: Sequence[float]) -> str:
