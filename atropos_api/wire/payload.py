@@ -29,6 +29,7 @@ _PREFIXES: Final = tuple(f'{"," if index else "{"}"{key}":'.encode() for index, 
 _NULLS: Final = dict.fromkeys(WIRE_KEYS, _NULL)
 _OPEN_KEYS: Final = frozenset({*WIRE_KEYS, "received_version"})
 _FREE_KEYS: Final = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_DISTILLED: Final = ("distill_token_ids", "distill_logprobs")
 _OBJECTS: Final = frozenset({"generation_params", "group_overrides"})
 _STAMP: Final = b',"received_version":'
 
@@ -107,7 +108,8 @@ def check_fields(
     """
     if "masks" in texts:
         masks, texts["masks"] = check_ids(texts["masks"], f"{where}masks", signed=True)
-        _compare(masks, lengths, f"{where}masks")
+        if masks != lengths:
+            raise _shaped_otherwise(masks, lengths, f"{where}masks")
     scores, texts["scores"] = check_numbers(texts["scores"], f"{where}scores")
     if scores != len(lengths):
         raise InvalidGroup(f"{where}scores", scores, f"one score for each of {len(lengths)} sequences is needed")
@@ -150,7 +152,10 @@ def _check_arrays(texts: dict[str, bytes], lengths: list[int], where: str) -> No
     for key in ("advantages", "ref_logprobs", "inference_logprobs"):
         if texts.get(key, _NULL) not in _EMPTY:
             found, texts[key] = check_floats(texts[key], where + key)
-            _compare(found, lengths, where + key)
+            if found != lengths:
+                raise _shaped_otherwise(found, lengths, where + key)
+    if texts.keys().isdisjoint(_DISTILLED):
+        return
     ids = _check_distilled(texts, "distill_token_ids", lengths, where)
     logprobs = _check_distilled(texts, "distill_logprobs", lengths, where)
     if ids is not None and logprobs is not None and ids != logprobs:
@@ -161,12 +166,13 @@ def _check_distilled(texts: dict[str, bytes], key: str, lengths: list[int], wher
     if texts.get(key, _NULL) in _EMPTY:
         return None
     found, texts[key] = check_nested(texts[key], where + key, ids=key == "distill_token_ids")
-    _compare([len(row) for row in found], lengths, where + key)
+    if list(map(len, found)) != lengths:
+        raise _shaped_otherwise(list(map(len, found)), lengths, where + key)
     return found
 
 
 def _check_free_fields(texts: dict[str, bytes], size: int, where: str) -> None:
-    for key in (*_FREE_KEYS, *_unknown_keys(texts)):
+    for key in (*_FREE_KEYS, *sorted(texts.keys() - _OPEN_KEYS)):
         text = texts.get(key, _NULL)
         if text in _EMPTY:
             # No list to a trainer that decodes by type, though some write one for nothing.
@@ -230,14 +236,11 @@ def _check_spans(text: bytes, lengths: list[int], field: str) -> int | None:
     return min(known) if known and None not in versions else None
 
 
-def _compare(found: list[int], lengths: list[int], field: str) -> None:
-    if found == lengths:
-        return
+def _shaped_otherwise(found: list[int], lengths: list[int], field: str) -> InvalidGroup:
     if len(found) != len(lengths):
-        raise InvalidGroup(field, len(found), f"{len(lengths)} rows are needed, as in tokens")
-    for index, (length, wanted) in enumerate(zip(found, lengths, strict=True)):
-        if length != wanted:
-            raise InvalidGroup(f"{field}[{index}]", length, f"{wanted} values are needed, as in tokens[{index}]")
+        return InvalidGroup(field, len(found), f"{len(lengths)} rows are needed, as in tokens")
+    index = next(index for index, wanted in enumerate(lengths) if found[index] != wanted)
+    return InvalidGroup(f"{field}[{index}]", found[index], f"{lengths[index]} values are needed, as in tokens[{index}]")
 
 
 def _read_env_id(text: bytes, where: str) -> int | None:
@@ -260,14 +263,12 @@ def _decode_free(text: bytes, field: str) -> Any:
         raise InvalidGroup(field, text[:80].decode("utf-8", "replace"), str(error) or "too deeply nested") from None
 
 
-def _unknown_keys(texts: Mapping[str, bytes]) -> list[str]:
-    return [key for key in texts if key not in _OPEN_KEYS]
-
-
 def _join(texts: Mapping[str, bytes]) -> bytes:
     known = chain.from_iterable(zip(_PREFIXES, _in_order({**_NULLS, **texts}), strict=True))
-    unknown = [b",%b:%b" % (msgspec.json.encode(key), texts[key]) for key in _unknown_keys(texts)]
-    return b"".join([*known, *unknown])
+    if texts.keys() <= _OPEN_KEYS:
+        return b"".join(known)
+    unknown = (b",%b:%b" % (msgspec.json.encode(key), text) for key, text in texts.items() if key not in _OPEN_KEYS)
+    return b"".join((*known, *unknown))
 
 
 def _decode(decoder: msgspec.json.Decoder[DecodedT], body: bytes) -> DecodedT:

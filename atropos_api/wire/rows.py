@@ -102,17 +102,17 @@ def _outlined_lengths(raw: bytes, *, signed: bool) -> list[int] | None:
     if _TEN_DIGITS in raw.translate(_DIGITS_ALIKE):
         return None
     outline = raw.translate(None, _SIGNED_IDS if signed else _IDS)
-    lengths = [len(row) + 1 for row in outline[2:-2].split(b"],[")]
-    only_commas = sum(lengths) == outline.count(b",") + 1
-    framed = outline.startswith(b"[[") and outline.endswith(b"]]")
+    commas = list(map(len, outline[2:-2].split(b"],[")))
+    only_commas = sum(commas) + len(commas) == outline.count(b",") + 1
+    framed = outline[:2] == b"[[" and outline[-2:] == b"]]"
     # A row of one id leaves the same as an empty row.
-    return lengths if framed and only_commas and min(lengths) > 1 else None
+    return [count + 1 for count in commas] if framed and only_commas and min(commas) > 0 else None
 
 
 def _decoded_lengths(decoder: _RowsDecoder, raw: bytes) -> list[int] | None:
     """Row lengths of a small array, which is decoded for it: that is faster than looking at it from many sides."""
     try:
-        return [len(row) for row in decoder.decode(raw)]
+        return list(map(len, decoder.decode(raw)))
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 
