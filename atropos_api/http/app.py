@@ -42,7 +42,12 @@ ANSWERS: Final = {
 
 
 class BrokerApp(FastAPI):
-    """FastAPI, with the connection's transport noted before any middleware hides it."""
+    """FastAPI, with the connection's transport noted before any middleware hides it.
+
+    `calls` are what connections may ask directly.
+    """
+
+    calls: PromptCalls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[TRANSPORT_KEY] = find_transport(send)
@@ -50,8 +55,7 @@ class BrokerApp(FastAPI):
 
     def prompt_calls(self) -> PromptCalls:
         """What connections may ask directly."""
-        calls: PromptCalls = self.state.prompt_calls
-        return calls
+        return self.calls
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -67,7 +71,7 @@ def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
     app = BrokerApp(title="Atropos broker", version="1", redirect_slashes=False, openapi_url=None)
     app.state.services = make_services(config, broker)
     door, syncs = Door(config), needs_sync(config.store, config.fsync)
-    app.state.prompt_calls = make_prompt_calls(app.state.services, door, syncs=syncs)
+    app.calls = make_prompt_calls(app.state.services, door, syncs=syncs)
     app.add_middleware(HotRoutes)
     if syncs:
         app.add_middleware(SyncBeforeAnswer, sync=broker.sync)

@@ -55,6 +55,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._since = self.loop.time()
         self._moved_bytes = 0
         self._unparsed_bytes = 0
+        self.begun_at_once = 0
+        """Requests that began in the piece of input being read."""
         self.has_asked = False
         self._unread_since: float | None = None
         self._unread_bytes = 0
@@ -99,6 +101,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
+        self.begun_at_once = 0
         self._unparsed_bytes += len(data)
         super().data_received(data)
         if self._unparsed_bytes and self._owes is _Owes.NOTHING:
@@ -108,7 +111,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self.close_with(431, "headers-too-large", f"more than {MOST_UNPARSED_BYTES} bytes of headers")
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        # As uvicorn's but for the scope, which `take_head` makes for those requests that need one.
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
+        self.begun_at_once += 1
         self._owe(_Owes.HEADERS)
 
     def on_headers_complete(self) -> None:
@@ -128,6 +135,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def take_head(self) -> None:
         """A request begins: what is owed is noted, what is done with it is uvicorn's matter, or a subclass'."""
+        url, headers, expected = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expected
+        self.scope["headers"] = self.headers = headers
         super().on_headers_complete()
 
     def take_piece(self, piece: bytes) -> None:

@@ -28,9 +28,9 @@ SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 PREFIX: Final = "/t/"
 BEARER: Final = b"bearer "
 OWN_SITES: Final = frozenset({b"same-origin", b"none"})
-WANTED_HEADERS: Final = frozenset(
-    {b"authorization", b"host", b"origin", b"referer", b"sec-fetch-site", b"sec-purpose", b"purpose"}
-)
+PAGE_HEADERS: Final = frozenset({b"origin", b"referer", b"sec-fetch-site", b"sec-purpose", b"purpose"})
+"""What browsers add."""
+WANTED_HEADERS: Final = PAGE_HEADERS | {b"authorization", b"host"}
 MOST_HOSTS: Final = 64
 
 Shown = Mapping[bytes, bytes]
@@ -77,7 +77,7 @@ class Door:
             name = host.decode("latin-1")[:80]
             detail = f"the host name {name!r} is not one of this broker's; allow it with --allowed-hosts"
             return problem_response(403, "cross-site-request", detail, field="Host", value=name)
-        if not changes_something(method, path) and path not in TOUCHING_GETS:
+        if PAGE_HEADERS.isdisjoint(shown) or not (changes_something(method, path) or path in TOUCHING_GETS):
             return None
         return self._check_page(shown, host)
 

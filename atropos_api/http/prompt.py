@@ -49,16 +49,11 @@ class PromptProtocol(GuardedProtocol):
     def __init__(self, *args: Any, find_calls: FindCalls, **options: Any) -> None:
         super().__init__(*args, **options)
         self._find_calls = find_calls
-        self._in_a_row = 0
         self._call: PromptCall | None = None
         self._query = b""
         self._pieces: list[bytes] = []
         self._answered_promptly = False
         self._closing = False
-
-    def data_received(self, data: bytes) -> None:
-        self._in_a_row = 0
-        super().data_received(data)
 
     def current_cycle(self) -> RequestResponseCycle | None:
         return None if self._call is not None or self._answered_promptly else self.cycle
@@ -96,22 +91,17 @@ class PromptProtocol(GuardedProtocol):
     def _find_call(self) -> PromptCall | None:
         path, _, self._query = self.url.partition(b"?")
         call = self._find_calls().get((self.parser.get_method(), path))
-        if call is None or self._in_a_row >= MOST_IN_A_ROW or self.flow.write_paused or self._closing:
+        if call is None or self.begun_at_once > MOST_IN_A_ROW or self.flow.write_paused or self._closing:
             return None
         if self.cycle is not None and not self.cycle.response_complete:
             return None
         if self.parser.get_http_version() != "1.1" or not self._is_ordinary(call):
             return None
-        self._in_a_row += 1
         return call
 
     def _is_ordinary(self, call: PromptCall) -> bool:
-        for name, value in self.headers:
-            if name in LONG_WAY_HEADERS:
-                return False
-            if name == b"content-length" and int(value) > call.most_bytes:
-                return False
-        return True
+        shown = dict(self.headers)
+        return LONG_WAY_HEADERS.isdisjoint(shown) and int(shown.get(b"content-length", 0)) <= call.most_bytes
 
     def _ask(self, call: PromptCall, body: bytes) -> Response | None:
         try:
