@@ -77,9 +77,18 @@ class BrokerSession:
         """The batch that `batch` is the part of that this process trains on."""
         return batch
 
-    def announce_policy(self, version: int, step: int) -> None:
-        """Tell the broker that servers now sample under `version`, made by `step`."""
-        self._client.update_policy(self._update(version, step))
+    def announce_policy(self, version: int, step: int, policy_name: str | None = None) -> None:
+        """Tell the broker that servers now sample under `version`, made by `step`, and by which name if by another."""
+        self._client.update_policy(
+            PolicyUpdate(
+                run_id=self.info.run_id,
+                version=version,
+                step=step,
+                published_at=time.time(),
+                epoch=self.info.epoch,
+                policy_name=policy_name,
+            )
+        )
 
     def held_seconds(self, wait_seconds: float = 0.0) -> float:
         """For how long evaluations ask that no other policy be published; waits for their end up to `wait_seconds`."""
@@ -97,10 +106,6 @@ class BrokerSession:
     def close(self) -> None:
         self._client.close()
 
-    def _update(self, version: int, step: int) -> PolicyUpdate:
-        return PolicyUpdate(
-            run_id=self.info.run_id, version=version, step=step, published_at=time.time(), epoch=self.info.epoch
-        )
 
 
 class BackgroundCall(Generic[ResultT]):

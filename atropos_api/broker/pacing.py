@@ -40,6 +40,7 @@ class Pacer:
             policy_version=run.policy_version if run else None,
             policy_step=run.policy_step if run else None,
             policy_held_seconds=self._holds.seconds(run) if run else 0.0,
+            policy_name=run.policy_name if run else None,
         )
 
     def environment_state(self, row: EnvironmentRow) -> PacingState:

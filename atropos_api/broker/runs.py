@@ -104,7 +104,13 @@ class Runs:
         row = PolicyRow(run_id=run.run_id, version=update.version, step=update.step, published_at=update.published_at)
         with self._ledger.transaction():
             self._ledger.put_policy(row)
-            self.change(run, policy_version=update.version, policy_step=update.step, published_at=update.published_at)
+            self.change(
+                run,
+                policy_version=update.version,
+                policy_step=update.step,
+                published_at=update.published_at,
+                policy_name=update.policy_name,
+            )
         self._policies[run.run_id, update.version] = row
         return True
 

@@ -70,6 +70,8 @@ class RunRow(msgspec.Struct, kw_only=True):
     unit: Literal["sequences", "groups"] = "sequences"
     """What `batch_size` counts."""
     holds: tuple[HoldRow, ...] = ()
+    policy_name: str | None = None
+    """The model to ask for to get the published policy; None: any."""
 
 
 class EnvironmentRow(msgspec.Struct, kw_only=True):

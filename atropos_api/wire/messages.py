@@ -62,6 +62,8 @@ class PolicyUpdate(msgspec.Struct, kw_only=True):
     """The trainer step the weights come from."""
     published_at: float
     epoch: int | None = None
+    policy_name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)] | None = None
+    """The model that clients have to ask for to get this policy; None: the one they ask for anyway."""
 
 
 class HoldRequest(msgspec.Struct, kw_only=True):
@@ -128,6 +130,8 @@ class Pacing(msgspec.Struct, kw_only=True):
     policy_step: int | None
     policy_held_seconds: float = 0.0
     """How long evaluations ask that no other policy be published; 0: they do not."""
+    policy_name: str | None = None
+    """The model to ask for to get this policy, where a plain server has each version under a name of its own."""
 
 
 class EnvironmentInfo(msgspec.Struct, kw_only=True):

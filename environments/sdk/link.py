@@ -38,6 +38,7 @@ class BrokerLink:
         self.info: EnvironmentInfo | None = None
         self.pending_sequences = 0
         self.on_step: Callable[[Pacing], None] = lambda _: None
+        self.on_policy: Callable[[Pacing], None] = lambda _: None
         self._client = client
         self._request = request
         self._wait_timeout_seconds = wait_timeout_seconds
@@ -142,6 +143,8 @@ class BrokerLink:
             return
         self.pacing = pacing
         self._adoptions += 1
+        if known is None or known.policy_version != pacing.policy_version:
+            self.on_policy(pacing)
         if known is not None and known.current_step != pacing.current_step:
             self.on_step(pacing)
         if known != pacing:

@@ -50,6 +50,7 @@ class EnvironmentWorker:
         env.worker = self
         self._link = BrokerLink(client, request, wait_timeout_seconds=config.wait_timeout)
         self._link.on_step = self._note_step
+        self._link.on_policy = lambda pacing: env.server.follow(pacing.policy_name, pacing.policy_version)
         self._changed = self._link.changed
         self._delivery = Delivery(env, self._rules, self._link.hand_in)
         self._collector = Collector(env, self._delivery)

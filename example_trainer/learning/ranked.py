@@ -42,8 +42,8 @@ class RankedSession(BrokerSession):
         self._info = self._ranks.lead(partial(super().begin, request))
         return self._info
 
-    def announce_policy(self, version: int, step: int) -> None:
-        self._ranks.lead(partial(super().announce_policy, version, step))
+    def announce_policy(self, version: int, step: int, policy_name: str | None = None) -> None:
+        self._ranks.lead(partial(super().announce_policy, version, step, policy_name))
 
     def held_seconds(self, wait_seconds: float = 0.0) -> float:
         return self._ranks.lead(partial(super().held_seconds, wait_seconds))

@@ -39,6 +39,8 @@ class PublishReport:
     generated_tokens: int = 0
     """Tokens the server has generated since the publish before."""
     paused_requests: int = 0
+    policy_name: str | None = None
+    """The model that clients have to ask for to get this version; None: the one they ask for anyway."""
 
 
 class WeightBridge(Protocol):

@@ -115,7 +115,10 @@ LEGACY: Final = (
     Operation(
         method="GET",
         path="/info",
-        answers=ok(object_of(batch_size=INTEGER, max_token_len=INTEGER), "-1 before a trainer registered"),
+        answers=ok(
+            object_of(batch_size=INTEGER, max_token_len=INTEGER),
+            "-1 before a trainer registered; policy_name besides, where the newest policy has a model name of its own",
+        ),
     ),
     Operation(
         method="GET",

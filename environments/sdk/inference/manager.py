@@ -13,7 +13,7 @@ from environments.sdk.inference.openai import OpenAIServer
 from environments.sdk.inference.pool import Pinned, ServerPool
 from environments.sdk.inference.reasoning import Reasoning
 from environments.sdk.inference.sampling import Sampling
-from environments.sdk.inference.server import HttpServer
+from environments.sdk.inference.server import HttpServer, NamedPolicy
 from environments.sdk.inference.sglang import SglangServer
 from environments.sdk.inference.transport import Transport
 from environments.sdk.inference.trl import TrlServer
@@ -131,6 +131,12 @@ class ServerManager:
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """The logprobs of a given `prompt`, `messages` or `input_ids`: `top_k` at each position."""
         return await self._untracked(self.pool.pinned()).get_logprobs(**kwargs)
+
+    def follow(self, policy_name: str | None, version: int | None) -> None:
+        """From now on ask for the model of this name; None: for the one that each server's settings name."""
+        policy = None if policy_name is None else NamedPolicy(policy_name, version)
+        for server in self.servers:
+            server.policy = policy
 
     def update_weight(self, weight: float) -> None:
         """Use only this share of the training requests that each server may have in flight."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgspec
@@ -15,6 +16,14 @@ from environments.sdk.inference.sampling import OPENAI_ONLY, Sampling
 from environments.sdk.inference.transport import Transport
 
 
+@dataclass(frozen=True, slots=True)
+class NamedPolicy:
+    """The newest policy where a plain server has each version under a name of its own, as the broker tells it."""
+
+    name: str
+    version: int | None
+
+
 class HttpServer:
     """One server over HTTP; the kinds differ in `generate`."""
 
@@ -24,8 +33,14 @@ class HttpServer:
         self.config = config
         self.channel = Channel(config, wait_timeout_seconds=wait_timeout_seconds, transport=transport)
         self.reasoning = Reasoning()
+        self.policy: NamedPolicy | None = None
         self.in_flight = 0
         """Requests under way, those that wait for a place among them; the pool counts."""
+
+    @property
+    def model_name(self) -> str:
+        """The model to ask for."""
+        return self.config.model_name if self.policy is None else self.policy.name
 
     async def generate(
         self,
@@ -59,7 +74,7 @@ class HttpServer:
         elsewhere: Elsewhere = None,
     ) -> dict[str, Any]:
         """The server's own chat completion, in OpenAI's form."""
-        fields = _openai_fields(kwargs, {"messages": messages, "model": self.config.model_name})
+        fields = _openai_fields(kwargs, {"messages": messages, "model": self.model_name})
         if not kwargs.get("skip_reasoning"):
             fields = self.reasoning.applied(fields, self.config.base_url)
         return await self._post(f"{self.config.base_url.rstrip('/')}/chat/completions", fields, split, elsewhere)
@@ -68,7 +83,7 @@ class HttpServer:
         self, prompt: str, kwargs: dict[str, Any], split: Split, *, elsewhere: Elsewhere = None
     ) -> dict[str, Any]:
         """The server's own text completion, in OpenAI's form."""
-        fields = _openai_fields(kwargs, {"prompt": prompt, "model": self.config.model_name})
+        fields = _openai_fields(kwargs, {"prompt": prompt, "model": self.model_name})
         return await self._post(f"{self.config.base_url.rstrip('/')}/completions", fields, split, elsewhere)
 
     def metrics(self, index: int) -> dict[str, float]:

@@ -1,8 +1,10 @@
-"""The `/generate` protocol: token ids and logprobs in compact form from our server, Atropos' form from any other."""
+"""Token ids and logprobs: in compact form from our server, in Atropos' form from others with a `/generate` route, and
+from a plain vLLM, which has none, by way of its `/v1/completions`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import msgspec
@@ -15,6 +17,8 @@ from environments.sdk.inference.generation import PromptLogprobs, Sample, Split
 from environments.sdk.inference.sampling import Sampling
 from environments.sdk.inference.server import HttpServer
 from environments.sdk.inference.transport import Transport
+
+Dialect = Literal["compact", "atropos", "plain"]
 
 
 class CompactReply(msgspec.Struct):
@@ -39,6 +43,24 @@ class AtroposReply(msgspec.Struct):
     policy_versions: list[list[Span]] | None = None
 
 
+class PlainLogprobs(msgspec.Struct):
+    token_logprobs: list[float]
+
+
+class PlainChoice(msgspec.Struct):
+    """One sample of a plain vLLM."""
+
+    token_ids: list[int]
+    logprobs: PlainLogprobs
+    finish_reason: str | None = None
+
+
+class PlainReply(msgspec.Struct):
+    """What vLLM's own completions route answers when token ids are asked for."""
+
+    choices: list[PlainChoice]
+
+
 class PromptReply(msgspec.Struct):
     """What is read of an answer with prompt logprobs; some servers nest the positions in one more list."""
 
@@ -46,25 +68,27 @@ class PromptReply(msgspec.Struct):
 
 
 class VllmServer(HttpServer):
-    """One vLLM server with a `/generate` route."""
+    """One vLLM server, with a `/generate` route or plain."""
 
     def __init__(
         self, config: APIServerConfig, *, wait_timeout_seconds: float = 600.0, transport: Transport | None = None
     ) -> None:
         super().__init__(config, wait_timeout_seconds=wait_timeout_seconds, transport=transport)
         self._url = f"{config.root_url}/generate"
-        self._compact: bool | None = None
+        self._dialect: Dialect | None = None
         self._asking = anyio.Lock()
         self._encoder = msgspec.json.Encoder()
-        self._decoders = msgspec.json.Decoder(CompactReply), msgspec.json.Decoder(AtroposReply)
+        self._compact_decoder = msgspec.json.Decoder(CompactReply)
+        self._atropos_decoder = msgspec.json.Decoder(AtroposReply)
 
     async def generate(
         self, prompt_tokens: list[int], sampling: Sampling, split: Split, *, elsewhere: Elsewhere = None
     ) -> list[Sample]:
-        if self._compact is None:
-            await self._learn_dialect(elsewhere)
+        dialect = self._dialect or await self._learn_dialect(elsewhere)
+        if dialect == "plain":
+            return await self._generate_plainly(prompt_tokens, sampling, split, elsewhere)
         fields: dict[str, Any] = {"prompt": {"prompt_token_ids": prompt_tokens}, "logprobs": 0, **sampling.payload()}
-        if self._compact:
+        if dialect == "compact":
             fields["compact"] = True
         body = await self.channel.post(self._url, self._encoder.encode(fields), split, elsewhere=elsewhere)
         return self._read(body)
@@ -87,18 +111,49 @@ class VllmServer(HttpServer):
             raise InferenceRefused(f"{self._url} answered without prompt_logprobs; that server cannot be a teacher")
         return top_of_prompt(prompt_tokens, found, top_k, self._url)
 
-    async def _learn_dialect(self, elsewhere: Elsewhere) -> None:
-        """Find out whether the server knows the compact form: only ours does, and only ours tells a boot id."""
+    async def _learn_dialect(self, elsewhere: Elsewhere) -> Dialect:
+        """Only our server tells a boot id; a plain vLLM describes its routes, and `/generate` is none of them."""
         async with self._asking:
-            if self._compact is not None:
-                return
-            info = await self.channel.get(f"{self.config.root_url}/bridge/info", elsewhere=elsewhere)
-            self._compact = info is not None and b'"boot_id"' in info
+            if self._dialect is None:
+                root = self.config.root_url
+                info = await self.channel.get(f"{root}/bridge/info", elsewhere=elsewhere)
+                if info is not None and b'"boot_id"' in info:
+                    self._dialect = "compact"
+                else:
+                    routes = await self.channel.get(f"{root}/openapi.json", elsewhere=elsewhere) or b""
+                    is_plain = b'"/v1/completions"' in routes and b'"/generate"' not in routes
+                    self._dialect = "plain" if is_plain else "atropos"
+            return self._dialect
+
+    async def _generate_plainly(
+        self, prompt_tokens: list[int], sampling: Sampling, split: Split, elsewhere: Elsewhere
+    ) -> list[Sample]:
+        """The name that was asked for says which version has answered."""
+        policy = self.policy
+        fields = {"model": self.model_name, "prompt": prompt_tokens, "logprobs": 0, "return_token_ids": True}
+        url = f"{self.config.root_url}/v1/completions"
+        body = self._encoder.encode({**sampling.payload(), **fields})
+        answer = await self.channel.post(url, body, split, elsewhere=elsewhere)
+        try:
+            choices = msgspec.json.decode(answer, type=PlainReply).choices
+        except msgspec.ValidationError as error:
+            raise InferenceRefused(f"{url} answered something unexpected: {error}") from error
+        version = None if policy is None else policy.version
+        return [
+            Sample(
+                choice.token_ids,
+                choice.logprobs.token_logprobs,
+                choice.finish_reason or "stop",
+                [] if version is None else [(0, len(choice.token_ids), version)],
+            )
+            for choice in choices
+        ]
 
     def _read(self, body: bytes) -> list[Sample]:
-        compact, atropos = self._decoders
         try:
-            return _from_compact(compact.decode(body)) if self._compact else _from_atropos(atropos.decode(body))
+            if self._dialect == "compact":
+                return _from_compact(self._compact_decoder.decode(body))
+            return _from_atropos(self._atropos_decoder.decode(body))
         except msgspec.ValidationError as error:
             raise InferenceRefused(f"{self._url} answered something unexpected: {error}") from error
 

@@ -1,16 +1,17 @@
-"""The broker counts a step that moved no weights: the version keeps its own step, the run goes on."""
+"""What a publish is announced with: the step its weights come from, and the model name that has to be asked for."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from atropos_api.client import BrokerClient
 from atropos_api.client.errors import BrokerRefused
 from atropos_api.testing import served_broker
-from atropos_api.wire import PolicyUpdate, RunRequest
+from atropos_api.wire import EnvironmentRequest, PolicyUpdate, RunRequest
 
 
 @pytest.fixture
@@ -19,8 +20,9 @@ def client() -> Iterator[BrokerClient]:
         yield client
 
 
-def announce(client: BrokerClient, run_id: str, *, version: int, step: int) -> tuple[int, int]:
-    client.update_policy(PolicyUpdate(run_id=run_id, version=version, step=step, published_at=time.time()))
+def announce(client: BrokerClient, run_id: str, *, version: int, step: int, name: str | None = None) -> tuple[int, int]:
+    update = PolicyUpdate(run_id=run_id, version=version, step=step, published_at=time.time(), policy_name=name)
+    client.update_policy(update)
     run = client.status()["run"]
     return run["policy_version"], run["policy_step"]
 
@@ -33,3 +35,12 @@ def test_a_version_may_stand_for_later_steps_but_never_for_an_earlier_one(client
     assert announce(client, run_id, version=4, step=2) == (4, 2)
     with pytest.raises(BrokerRefused, match="never used"):
         announce(client, run_id, version=3, step=3)
+
+
+def test_r23_environments_old_and_new_are_told_the_name_of_a_policy_that_has_one(client: BrokerClient) -> None:
+    run_id = client.begin_run(RunRequest(name="r", batch_size=4, max_token_length=64, num_steps=9)).run_id
+    known = client.register_environment(EnvironmentRequest(name="e", group_size=4, max_token_length=64))
+    for version, name in ((1, None), (2, "policy-v2"), (3, "policy-v3"), (4, None)):
+        announce(client, run_id, version=version, step=version - 1, name=name)
+        assert client.heartbeat(known.environment_id).policy_name == name
+        assert httpx.get(f"{client.url}/info").json().get("policy_name") == name

@@ -1,12 +1,15 @@
 """Servers of every kind over real sockets: what is asked of them, what is read, and how several are used at once."""
 
 import anyio
+import msgspec
 import pytest
 
 from environments.sdk.config import APIServerConfig, BaseEnvConfig
 from environments.sdk.errors import InferenceRefused, InferenceUnavailable, TokensUnavailable
 from environments.sdk.inference.manager import ServerManager
 from environments.sdk.inference.reasoning import Reasoning
+from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.transport import Response
 from environments.sdk.session.journal import keep_journal
 from environments.sdk.testing import FakeInference, InProcess, logprob_of, served
 from environments.sdk.testing_servers import FakeOpenAI, FakeSglang, FakeTrl
@@ -60,6 +63,52 @@ async def test_a_foreign_server_that_tells_no_version_leaves_it_unknown(tokenize
         answer = await session.chat_completion(messages=[QUESTION], max_tokens=2)
     assert session.nodes[0].policy_versions == []
     assert answer.choices[0].finish_reason == "length"
+
+
+class PlainVllm:
+    """vLLM's own server: no `/generate`, its routes described, one adapter for each name it is asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def request(self, method, url, body):
+        path = url.removeprefix("http://fake")
+        if path == "/openapi.json":
+            return Response(200, b'{"paths": {"/v1/completions": {}}}')
+        if method == "GET":
+            return Response(404, b'{"detail": "Not Found"}')
+        fields = msgspec.json.decode(body)
+        self.asked.append((path, fields))
+        choice = {"token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -0.25]}, "finish_reason": "length"}
+        message = {"role": "assistant", "content": "ok"}
+        return Response(200, msgspec.json.encode({"choices": [{**choice, "index": 0, "message": message}]}))
+
+    async def aclose(self):
+        pass
+
+
+async def test_r23_a_plain_vllm_is_asked_for_the_policys_name_which_tells_the_version_of_what_it_samples(tokenizer):
+    plain = PlainVllm()
+    servers = manager(tokenizer, config("vllm", model_name="base"), transport=plain)
+    (before,) = await servers.servers[0].generate([3, 4], Sampling(max_tokens=2), "train")
+    servers.follow("policy-v6", 6)
+    (sample,) = await servers.servers[0].generate([3, 4], Sampling(max_tokens=2, stop=("x",)), "train")
+    servers.follow(None, 7)
+    await servers.servers[0].generate([3, 4], Sampling(max_tokens=2), "train")
+    assert (sample.tokens, sample.logprobs, sample.finish_reason) == ([7, 8], [-0.5, -0.25], "length")
+    assert (before.versions, sample.versions) == ([], [(0, 2, 6)])
+    assert [fields["model"] for _, fields in plain.asked] == ["base", "policy-v6", "base"]
+    path, fields = plain.asked[1]
+    assert path == "/v1/completions"
+    assert (fields["prompt"], fields["stop"], fields["return_token_ids"]) == ([3, 4], ["x"], True)
+
+
+async def test_r23_what_is_asked_of_a_chat_provider_goes_to_the_policys_name_too(tokenizer):
+    plain = PlainVllm()
+    servers = manager(tokenizer, config("openai", model_name="base"), transport=plain)
+    servers.follow("policy-v6", 6)
+    await servers.chat_completion(messages=[QUESTION])
+    assert [(path, fields["model"]) for path, fields in plain.asked] == [("/v1/chat/completions", "policy-v6")]
 
 
 async def test_trl_is_asked_with_text_and_refused_for_training_without_logprobs(tokenizer):

@@ -225,7 +225,7 @@ class _RecordedSession(api.BrokerSession):
         self._note("batch", number)
         return self._recorded.batches[number - 1] if number <= len(self._recorded.batches) else None
 
-    def announce_policy(self, version: int, step: int) -> None:
+    def announce_policy(self, version: int, step: int, policy_name: str | None = None) -> None:
         self._note("announce", (version, step))
 
     def held_seconds(self, wait_seconds: float = 0.0) -> float:
