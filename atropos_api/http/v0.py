@@ -184,14 +184,16 @@ async def wandb_info(request: Request) -> Response:
     return json_response({"group": run.wandb_group if run else None, "project": run.wandb_project if run else None})
 
 
-@router.get("/info", summary="Batch size and longest sequence")
+@router.get("/info", summary="Batch size and longest sequence, and the model to ask for where that changes")
 async def info(request: Request) -> Response:
     services = services_of(request)
     run = services.broker.state.runs.open
+    named = {"policy_name": run.policy_name} if run and run.policy_name else {}
     return json_response(
         {
             "batch_size": services.legacy.status.batch_sequences(run) if run else -1,
             "max_token_len": run.max_token_length if run else -1,
+            **named,
         }
     )
 
