@@ -269,7 +269,6 @@ def _answer(services: Services, taken: Taken, answer: bytes, status_code: int) -
 
     if not taken.repeatable:
         # Under a key, or with nothing taken, it does not matter whether the answer arrives.
-        services.legacy.settle(taken)
         return PiecesResponse([answer], status_code=status_code, media_type=JSON)
     return TrackedResponse([answer], on_result=note, status_code=status_code, media_type=JSON)
 

@@ -20,6 +20,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 
+from example_trainer.serving.freed_memory import FreedMemory
 from example_trainer.weights.adapter_payload import MEMORY_PATH, AdapterPayload
 
 _KEPT = "atropos_kept"
@@ -34,6 +35,7 @@ class Kept:
 
     payloads: dict[str, bytes] = field(default_factory=dict)
     disk_loads: int = 0
+    freed: FreedMemory = field(default_factory=FreedMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,11 @@ class AdapterWorker:
     def atropos_drop_adapter(self, number: int, path: str) -> str:
         """Forget an adapter that no request uses any more."""
         manager = self.model_runner.lora_manager
-        kept_by(manager).payloads.pop(path, None)
-        return json.dumps({"removed": bool(manager.remove_adapter(number))})
+        kept = kept_by(manager)
+        kept.payloads.pop(path, None)
+        removed = manager.remove_adapter(number)
+        kept.freed.note_drop()
+        return json.dumps({"removed": bool(removed)})
 
     def atropos_adapter_counters(self) -> str:
         manager = self.model_runner.lora_manager

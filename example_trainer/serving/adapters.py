@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections import Counter, UserDict
+from collections.abc import Awaitable, Callable, Iterator, ValuesView
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from example_trainer.serving.engine import EngineAdapter
+from example_trainer.serving.freed_memory import FreedMemory
 from example_trainer.serving.problems import Problem
 from example_trainer.weights.adapter_payload import MEMORY_PATH, AdapterPayload
 from example_trainer.weights.versions import PolicyVersion
@@ -38,6 +39,13 @@ class Adapter:
     digest: str | None = None
 
 
+class RequestsByName(UserDict[str, Any]):
+    """VLLM's table of what it serves under which name: the model's own names mean an adapter, but are none to list."""
+
+    def values(self) -> ValuesView[Any]:
+        return {request.lora_name: request for request in self.data.values()}.values()
+
+
 class Adapters:
     """The loaded adapters. `models` is vLLM's table of what `/v1` serves under which name; `keep` counts versions."""
 
@@ -54,6 +62,7 @@ class Adapters:
     ) -> None:
         self._engine = engine
         self._models = models
+        self._models.lora_requests = RequestsByName(models.lora_requests)
         self._model_names = model_names
         self._boot_id = boot_id
         self._keep = keep
@@ -63,6 +72,7 @@ class Adapters:
         self._loaded: dict[str, Adapter] = {}
         self._retired: dict[str, Adapter] = {}
         self._users: Counter[str] = Counter()
+        self._freed = FreedMemory()
         self._lock = asyncio.Lock()
         self._dropping: asyncio.Task[None] | None = None
         self.enabled = enabled
@@ -126,13 +136,13 @@ class Adapters:
                 raise Problem(422, "bad-adapter", str(error)) from error
             known = self._loaded.get(name)
             if known is not None and (known.version, known.digest) == (version, digest):
-                return self.status() | {"digest": digest}
+                return self.status() | {"digest": digest, "boot_id": self._boot_id}
             self._check(name, version)
             request = self._request(name, f"{MEMORY_PATH}{self._boot_id}/{name}")
             adding = self._engine.call_worker("atropos_add_adapter", name, request.adapter_id, request.path, body)
             told = await self._try(adding, f"adapter {name}")
             self._register(Adapter(name, request.path, version, request, told["digest"]), activate=activate)
-        return self.status() | {"digest": told["digest"]}
+        return self.status() | {"digest": told["digest"], "boot_id": self._boot_id}
 
     async def unload(self, name: str) -> dict[str, Any]:
         """Serve an adapter no more; it is dropped when its last request has ended."""
@@ -219,6 +229,7 @@ class Adapters:
         except Exception as error:  # noqa: BLE001  it costs a slot of memory; serving goes on
             logger.warning("adapter %s could not be dropped: %s", adapter.name, error)
         self._engine.forget_adapter(adapter.name)
+        self._freed.note_drop()
         del self._retired[adapter.name]
         del self._users[adapter.name]
 

@@ -2,7 +2,7 @@
 
 A stock vLLM (started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`) loads an adapter by path at
 `/v1/load_lora_adapter`; Atropos' old server does at `/lora/load`. Neither lets the model's own name mean the adapter,
-so clients have to ask for the adapter's name, which is logged with each publish.
+so clients have to ask for the adapter's name: the trainer tells it to the broker, and the broker to environments.
 
 Loading in place under one name is never
 used: vLLM would read such an adapter from its file again on every step, and keep cached prefixes of the old one.
@@ -48,7 +48,7 @@ class ForeignServer:
         version = max((each for each in self._versions if f"policy-v{each}" in loaded), default=None)
         return SwapServer("", version, int(listed[0].get("max_model_len") or 0))
 
-    def send(self, version: int, payload: AdapterPayload) -> None:
+    def send(self, version: int, payload: AdapterPayload) -> str:
         name = f"policy-v{version}"
         path = write_adapter(payload, self._directory / name)
         body = {"lora_name": name, "lora_path": str(path.absolute())}
@@ -62,6 +62,10 @@ class ForeignServer:
         logger.info("loaded %s; clients of this server ask for it by that name", name)
         while len(self._versions) > self._keep:
             self._forget(self._versions.pop(0))
+        return ""
+
+    def policy_name(self, version: int) -> str | None:
+        return f"policy-v{version}"
 
     def check(self, version: int, payload: AdapterPayload) -> None:
         """Such a server tells nothing of its tensors; the logprobs have to do."""

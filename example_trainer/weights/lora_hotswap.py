@@ -67,8 +67,15 @@ class Swappable(Protocol):
 
     def identify(self) -> SwapServer: ...
 
-    def send(self, version: int, payload: AdapterPayload) -> None:
-        """Make the adapter the policy; raises `ServerRefused` where the old one goes on serving."""
+    def send(self, version: int, payload: AdapterPayload) -> str:
+        """Make the adapter the policy, and tell which start of the server took it.
+
+        Raises `ServerRefused` where the old one goes on serving.
+        """
+        ...
+
+    def policy_name(self, version: int) -> str | None:
+        """The model to ask for to get this version; None where the model's own name means the newest."""
         ...
 
     def check(self, version: int, payload: AdapterPayload) -> None:
@@ -96,10 +103,14 @@ class OwnServer:
         info = self._client.info()
         return SwapServer(info.boot_id, info.policy_version, info.max_model_len)
 
-    def send(self, version: int, payload: AdapterPayload) -> None:
+    def send(self, version: int, payload: AdapterPayload) -> str:
         told = self._client.upload_adapter(adapter_name(version), version, payload.body)
         if told["digest"] != payload.digest():
             raise ProofFailed(f"version {version} arrived with checksum {told['digest']}, not {payload.digest()}")
+        return str(told["boot_id"])
+
+    def policy_name(self, version: int) -> str | None:  # noqa: ARG002 - all of them by the model's own name
+        return None
 
     def check(self, version: int, payload: AdapterPayload) -> None:
         told = self._client.check_adapter(adapter_name(version))
@@ -197,15 +208,16 @@ class LoraHotswapBridge(WeightBridge):
         for attempt in range(_ATTEMPTS):
             try:
                 self._revive()
-                self._server.send(version, payload)
+                boot_id = self._server.send(version, payload)
                 break
             except (ServerUnavailable, ServerRefused) as error:
                 lasting = isinstance(error, ServerRefused) and error.status not in _PASSING
                 if lasting or attempt == _ATTEMPTS - 1:
                     raise PublishFailed(f"version {version} was not published: {error}") from error
                 logger.warning("publish of version %d is tried again: %s", version, error)
-        report = PublishReport(version=version, seconds=time.monotonic() - started)
-        self._verify(version, payload)
+        seconds = time.monotonic() - started
+        report = PublishReport(version=version, seconds=seconds, policy_name=self._server.policy_name(version))
+        self._verify(version, payload, boot_id)
         return report
 
     def _revive(self) -> None:
@@ -217,12 +229,11 @@ class LoraHotswapBridge(WeightBridge):
         manager.start(self._options.policy.model_name, version=None)
         manager.wait_until_ready(None)
 
-    def _verify(self, version: int, payload: AdapterPayload) -> None:
+    def _verify(self, version: int, payload: AdapterPayload, boot_id: str) -> None:
         """Prove the first publish to each start of the server, and as often as asked from then on."""
         assert self._server is not None
         assert self._policy is not None
-        server = self._server.identify()
-        first = server.boot_id != self._boot_id
+        first = boot_id != self._boot_id
         try:
             if self._check.is_due() or first:
                 self._server.check(version, payload)
@@ -230,8 +241,8 @@ class LoraHotswapBridge(WeightBridge):
                     self._policy,
                     self._server.generate,
                     version=version,
-                    boot_id=server.boot_id,
-                    max_model_len=server.max_model_len,
+                    boot_id=boot_id,
+                    max_model_len=self._server.identify().max_model_len,
                     limit=self._limit,
                 )
                 self._limit = agreement.limit
@@ -239,7 +250,7 @@ class LoraHotswapBridge(WeightBridge):
             if self._good_version is not None and self._server.restore(version, self._good_version):
                 logger.exception("version %d is not what it should be; serving %d again", version, self._good_version)
             raise
-        self._boot_id, self._good_version = server.boot_id, version
+        self._boot_id, self._good_version = boot_id, version
 
 
 def adapter_name(version: int) -> str:
