@@ -30,7 +30,7 @@ def test_killed_at_each_step_a_directory_loses_and_duplicates_nothing(tmp_path, 
     kill_at_steps(broker, load, list(steps_for(mode)))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES if EVERY else ["interval"])
 def test_a_submission_without_a_key_is_known_again_after_two_kills(tmp_path, killed_broker, mode):
     """R9: its sender repeats it late; others were taken and answered between the kills."""
     broker = killed_broker("--store", str(tmp_path / "store"), "--fsync", mode)
