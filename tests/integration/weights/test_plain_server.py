@@ -33,6 +33,7 @@ from example_trainer.weights.proof import _Sample, compare
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.anyio,
+    pytest.mark.timeout(1800),
     pytest.mark.skipif("ATROPOS_STOCK_VLLM" not in os.environ, reason="ATROPOS_STOCK_VLLM=1 starts a stock vLLM"),
 ]
 
@@ -43,6 +44,7 @@ VARIABLES = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
