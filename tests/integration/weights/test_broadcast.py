@@ -133,7 +133,7 @@ def test_r27_servers_that_await_weights_serve_nothing_before_the_first_broadcast
 def test_r1_on_both_servers_each_token_is_of_the_version_stamped_on_it(
     bridge, servers, reference, publishes_under, errors_of, load
 ):
-    if load != "decoding" and "ATROPOS_PUBLISHES" not in os.environ:
+    if load != "long shared prompts" and "ATROPOS_PUBLISHES" not in os.environ:
         pytest.skip("ATROPOS_PUBLISHES=100 runs every kind of load")
     weights = {}
 
