@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 
@@ -89,6 +90,25 @@ def test_names_are_not_reused_and_mistakes_are_told(lora_server, adapters, tmp_p
     assert lora_server.post("/lora/unload", {"name": "policy-v1"}).status_code == 401
 
 
+def test_vllms_own_routes_load_under_a_name_of_its_own_and_read_the_file_once(lora_server, adapters):
+    """R28: with a token alone. Loading in place under one name would read the file again in each step."""
+    before = lora_server.debug()["adapter_disk_loads_total"]
+    body = {"lora_name": "mine", "lora_path": str(adapters[1][0]), "load_inplace": True}
+    assert lora_server.post("/v1/load_lora_adapter", body).status_code == 401
+    loaded = post(lora_server, "/v1/load_lora_adapter", **body)
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'mine' added successfully.")
+    asked = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "model": "mine", "return_token_ids": True}
+    completion = lora_server.post("/v1/completions", asked).json()
+    reply = lora_server.generate(PROMPT, max_tokens=20, temperature=0, compact=True, model="policy-v1")
+    assert completion["choices"][0]["token_ids"] == reply["token_ids"][0]
+    assert lora_server.info()["policy_version"] == 2, "the model's own name still means the newest policy"
+    assert lora_server.debug()["adapter_disk_loads_total"] == before + 1
+    listed = [model["id"] for model in lora_server.get("/v1/models")["data"]]
+    assert listed == [str(lora_server.model), "policy-v1", "policy-v2", "mine"]
+    assert post(lora_server, "/v1/unload_lora_adapter", lora_name="mine").status_code == 200
+    assert lora_server.post("/v1/completions", asked).status_code == 404
+
+
 def test_unloading_the_active_adapter_brings_the_model_back(lora_server):
     assert post(lora_server, "/lora/unload", name="policy-v2").json()["active"] is None
     assert lora_server.generate(PROMPT, max_tokens=2, compact=True)["policy_versions"] == [[[0, 2, None]]]
@@ -157,6 +177,12 @@ def test_r5_successive_adapters_differ_clearly_so_that_exactness_is_decided(send
     assert statistics.fmean(abs(a - b) >= 1e-2 for a, b in zip(first, second, strict=True)) >= 0.9
 
 
+def in_metrics(server):
+    """The names of all adapters that `/metrics` tells of."""
+    rows = re.findall(r"^vllm:lora_requests_info{(.*)}", server.client.get("/metrics").text, re.MULTILINE)
+    return {name for row in rows for names in re.findall(r'_lora_adapters="(.*?)"', row) for name in names.split(",")}
+
+
 def loaded(server):
     return [adapter["name"] for adapter in server.get("/lora/status")["adapters"]]
 
@@ -192,7 +218,10 @@ def test_r23_running_requests_end_on_the_adapter_they_began_with_and_old_ones_go
             pool.submit(lora_server.generate, prompt, max_tokens=700, ignore_eos=True, compact=True)
             for prompt in [PROMPT, shared] * 4
         ]
-        wait_until(lambda: lora_server.debug()["requests_inside"] == len(pending))
+        other = {"model": str(lora_server.model), "prompt": PROMPT, "max_tokens": 700, "ignore_eos": True}
+        told = pool.submit(lora_server.post, "/v1/completions", other)
+        wait_until(lambda: lora_server.debug()["requests_inside"] == len(pending) + 1)
+        wait_until(lambda: f"policy-v{oldest}" in in_metrics(lora_server))
         for _ in range(4):
             assert sender.send().status_code == 200
         later = lora_server.generate(shared, max_tokens=30, ignore_eos=True, compact=True)
@@ -200,6 +229,7 @@ def test_r23_running_requests_end_on_the_adapter_they_began_with_and_old_ones_go
         assert status["retired"] == [f"policy-v{oldest}"], "it is kept for the requests that run with it"
         assert f"policy-v{oldest}" not in loaded(lora_server)
         replies = [each.result() for each in pending]
+        assert told.result().json()["model"] == f"policy-v{oldest}"
     assert {reply["policy_versions"][0][0][2] for reply in replies} == {oldest}
     assert later["policy_versions"][0][0][2] == sender.version, "and its prefix is not that of the old adapter"
     errors = [error for reply in [*replies, later] for error in sender.errors(reply)]
@@ -209,7 +239,8 @@ def test_r23_running_requests_end_on_the_adapter_they_began_with_and_old_ones_go
     wait_until(lambda: lora_server.get("/lora/status")["retired"] == [])
     counters = lora_server.debug()
     assert counters["adapters_in_memory"] == len(loaded(lora_server)) == 3
-    assert counters["adapter_disk_loads_total"] == 2, "those that were loaded by path, once each"
+    assert counters["adapter_disk_loads_total"] == 3, "those that were loaded by path, once each"
+    assert in_metrics(lora_server) <= {"", *loaded(lora_server)}, "a row for each set ever seen would pile up"
     assert lora_server.post("/generate", {"prompt": PROMPT, "model": f"policy-v{oldest}"}).status_code == 404
 
 

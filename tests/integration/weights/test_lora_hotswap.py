@@ -118,7 +118,7 @@ def test_a_sync_that_is_not_what_was_sent_is_found_within_one_publish_and_taken_
         name = next(name for name in tensors if "lora_B" in name and "v_proj" in name)
         tensors[name][0] += 1.0
         send_wrong = type(payload).write(tensors, payload.config)
-        server._client.upload_adapter(f"policy-v{version}", version, send_wrong.body)
+        return server._client.upload_adapter(f"policy-v{version}", version, send_wrong.body)["boot_id"]
 
     server.send = lossy
     shift(bridge._policy, 50)
