@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from atropos_api.broker.packing import adds_up, can_fill, choose_groups
@@ -257,7 +258,8 @@ class Batches:
     def _count_formed(self, run: RunRow, number: int, groups: Sequence[GroupRow]) -> None:
         state = self._state
         state.counters.batches_formed_total += 1
-        orphaned = sum(state.runs.is_orphaned(run, version_of(group)) for group in groups)
+        versions = Counter(map(version_of, groups))
+        orphaned = sum(count for version, count in versions.items() if state.runs.is_orphaned(run, version))
         state.counters.groups_orphaned_total += orphaned
         state.events.add("batch-formed", run_id=run.run_id, number=number, groups=len(groups), orphaned_groups=orphaned)
 

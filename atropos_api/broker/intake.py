@@ -8,7 +8,7 @@ from contextlib import suppress
 from atropos_api.broker.repeats import Repeats
 from atropos_api.broker.state import State
 from atropos_api.errors import InvalidGroup, QueueFull, StoreUnavailable
-from atropos_api.store.base import NO_RUN, Answers, GroupRow, KeyRow
+from atropos_api.store.base import NO_NEWS, NO_RUN, Answers, GroupRow, KeyRow
 from atropos_api.store.steps import Step
 from atropos_api.wire.payload import CheckedGroup, seal
 
@@ -168,10 +168,12 @@ class Intake:
             self._forget_news()
 
     def _news(self) -> Answers:
-        return Answers(self._answered, self.repeats.news())
+        changed = self.repeats.news()
+        return Answers(self._answered, changed) if self._answered or changed else NO_NEWS
 
     def _forget_news(self) -> None:
-        self._answered = []
+        if self._answered:
+            self._answered = []
         self.repeats.forget_news()
 
     def _enqueue(self, rows: Sequence[GroupRow], run_id: str, key: KeyRow | None) -> None:

@@ -12,11 +12,14 @@ What can be made of some groups is a set of sums, kept as the bits of one intege
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
 from atropos_api.store.base import GroupRow
+
+_seq_of = operator.attrgetter("seq")
 
 
 class Lane(Protocol):
@@ -56,7 +59,7 @@ def _choose_oldest(lanes: Sequence[Lane], target: int, size: int) -> list[GroupR
     count, rest = divmod(target, size)
     if rest or count > sum(map(len, lanes)):
         return None
-    return list(islice(heapq.merge(*lanes, key=lambda group: group.seq), count))
+    return list(islice(heapq.merge(*lanes, key=_seq_of), count))
 
 
 def can_fill(sizes: Iterable[int], target: int, *, containing: int, at_most: Mapping[int, int] | None = None) -> bool:

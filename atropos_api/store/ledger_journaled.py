@@ -111,12 +111,12 @@ class JournaledLedger(SqliteLedger):
         self._stage((Kind.GROUPS, [values_of_group(row) for row in rows], *answers))
 
     def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_NEWS) -> None:
-        groups = (Kind.GROUPS, [values_of_group(row) for row in rows], *answers)
-        staged: list[Write | Direct] = [groups] if key is None else [groups, (Kind.KEY, values_of_key(key))]
+        groups = (Kind.GROUPS, list(map(values_of_group, rows)), *answers)
+        writes: list[Write] = [groups] if key is None else [groups, (Kind.KEY, values_of_key(key))]
         if self._staged is None:
-            self._keep(staged)
+            self._append(writes)
         else:
-            self._staged += staged
+            self._staged += writes
 
     def put_answers(self, answers: Answers) -> None:
         self._stage((Kind.ANSWERS, *answers))

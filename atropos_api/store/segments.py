@@ -95,10 +95,11 @@ class SegmentLog:
             pieces += (HEADER.pack(MAGIC, len(body), isal_zlib.crc32(body)), body)
             refs.append(BodyRef(self._active, offset + HEADER.size, len(body)))
             offset += HEADER.size + len(body)
-        self._write(segment, pieces, offset - segment.size_bytes)
+        size = offset - segment.size_bytes
+        self._write(segment, pieces, size)
         segment.size_bytes = offset
         segment.live_count += len(bodies)
-        segment.live_bytes += sum(ref.length for ref in refs)
+        segment.live_bytes += size - HEADER.size * len(bodies)
         return refs
 
     def read(self, refs: Sequence[BodyRef]) -> list[bytes]:
