@@ -58,7 +58,7 @@ def readiness(broker):
 
 def wait_for_word_of(standby, active):
     """Until the one names the other as the active broker."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 5 * LEASE
     while (readiness(standby)[1].get("active") or {}).get("pid") != active.pid:
         assert time.monotonic() < deadline
         time.sleep(0.02)
