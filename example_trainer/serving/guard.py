@@ -44,7 +44,8 @@ def refuse_without_key(headers: Headers, keys: Sequence[bytes]) -> None:
         return
     given = bearer(headers)
     if not any(secrets.compare_digest(given, key) for key in keys):
-        raise Problem(401, "key-needed", "this server was started with --api-key; send 'Authorization: Bearer <key>'")
+        detail = "this server was started with --api-key; send 'Authorization: Bearer <key>', or the bridge token so"
+        raise Problem(401, "key-needed", detail)
 
 
 def bearer(headers: Headers) -> bytes:

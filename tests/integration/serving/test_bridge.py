@@ -157,6 +157,8 @@ def test_r26_torn_weights_are_refused_until_a_complete_publish(shared_server, re
         answer = shared_server.post(path, body)
         problem_of(answer, 503, "weights-torn")
         assert int(answer.headers["retry-after"]) >= 1
+    problem_of(shared_server.client.get("/readyz"), 503, "weights-torn")
+    assert shared_server.client.get("/health").status_code == 200
     assert shared_server.info()["paused"] is True
 
     publish = shared_server.begin(drain_seconds=0)["publish_id"]  # a new trainer
@@ -174,8 +176,10 @@ def test_pausing_by_hand_refuses_and_resuming_serves(shared_server):
     shared_server.bridge("pause")
     assert shared_server.get("/bridge/is_paused") == {"is_paused": True}
     problem_of(shared_server.post("/generate", {"prompt": [5]}), 503, "paused")
+    problem_of(shared_server.client.get("/readyz"), 503, "paused")
     shared_server.bridge("resume")
     assert shared_server.get("/bridge/is_paused") == {"is_paused": False}
+    assert shared_server.get("/readyz") == {"status": "ready", "policy_version": shared_server.version}
     assert shared_server.generate([5], max_tokens=1)["token_ids"]
 
 

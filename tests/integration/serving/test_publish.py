@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import statistics
@@ -61,6 +62,30 @@ def test_r1_a_lone_sequence_recomputes_just_what_it_had(shared_server, wait_unti
     assert answer["paused_requests"] == 1
     assert answer["recomputed_tokens"] == 10 + boundary - 1  # the last token sampled has not been computed on
     assert shared_server.debug()["recomputed_tokens_total"] - before == answer["recomputed_tokens"]
+
+
+def test_r6_the_spans_of_a_crossing_request_are_the_same_in_each_form_of_the_answer(shared_server, wait_until):
+    """Whole, compact or streamed: two versions, and every token under one of them."""
+    body = {"prompt": [5, 6], "max_tokens": 1500, "ignore_eos": True}
+
+    def streamed():
+        with shared_server.client.stream("POST", "/generate", json={**body, "stream": True}) as answer:
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        last = json.loads(lines[-2])
+        return {"policy_versions": [last["policy_versions"]], "streamed": len(lines) - 1}
+
+    with ThreadPoolExecutor(3) as pool:
+        pending = [
+            pool.submit(streamed),
+            *(pool.submit(shared_server.generate, **body, compact=compact) for compact in (False, True)),
+        ]
+        wait_until(lambda: shared_server.debug()["requests_running"] == 3)
+        old, new = shared_server.version, shared_server.publish(in_flight="recompute")["version"]
+        answers = [each.result() for each in pending]
+    for answer in answers:
+        ((first, boundary, before), (again, end, after)) = answer["policy_versions"][0]
+        assert (first, again, end, before, after) == (0, boundary, 1500, old, new)
+    assert answers[0]["streamed"] > 100, "and the stream told its tokens as they came"
 
 
 def test_r1_short_outputs_drain_and_recompute_nothing(shared_server, reference, decode_under_publishes, errors_of):

@@ -112,13 +112,17 @@ def test_r27_nothing_is_served_before_the_first_publish_and_old_files_are_swept(
     other = Path("/dev/shm/atropos-of-somebody-else")
     other.write_bytes(b"not ours")
     try:
-        server = start_server(environ={"NUM_INFERENCE_NODES": "0", "VLLM_USE_V1": "0"})
+        server = start_server(environ={"NUM_INFERENCE_NODES": "0", "VLLM_USE_V1": "0", "VLLM_API_KEY": "sesam"})
         assert not dead.exists()
         assert other.exists()
     finally:
         other.unlink()
         dead.unlink(missing_ok=True)
     assert "VLLM_USE_V1 is ignored" in server.log_path.read_text()
+    for path in ("/bridge/info", "/bridge/debug", "/lora/status", "/metrics", "/v1/models"):
+        assert server.client.get(path).status_code == 401, "with a key everything but health asks for it"
+    assert server.post("/generate", {"prompt": [5]}).status_code == 401
+    server.client.headers["Authorization"] = "Bearer sesam"
     info = server.info()
     assert (info["sharing"], info["policy_version"], info["torn"]) == (True, None, False)
     for path, body in (("/generate", {"prompt": [5]}), ("/v1/completions", {"model": info["model"], "prompt": [5]})):
