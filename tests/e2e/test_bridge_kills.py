@@ -201,7 +201,7 @@ def check_history(run: Run) -> None:
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     versions = [row["policy_version"] for row in rows]
-    assert versions == sorted(set(versions))
+    assert versions == sorted(versions)
     compared = [row["alignment/diff_max"] for row in rows if "alignment/diff_max" in row]
     logger.info("%s: %d steps, %d compared, largest difference %.1e", run.mode, len(rows), len(compared), max(compared))
     assert max(compared) <= 1e-4
