@@ -100,6 +100,7 @@ class BroadcastBridge(WeightBridge):
         self._budget = SyncBudget(options.sync_budget, most_steps=options.max_staleness)
         self._check = SyncCheck(every=options.sync_check_every)
         self._limit: Difference | None = None
+        self._has_published = False
         self._pool = ThreadPoolExecutor(len(options.server_urls), thread_name_prefix="servers")
 
     def prepare(self) -> Policy:
@@ -126,6 +127,7 @@ class BroadcastBridge(WeightBridge):
             paused_requests=cost.paused_requests,
         )
         self._budget.note(report)
+        self._has_published = True
         self._verify(version)
         return report
 
@@ -137,9 +139,7 @@ class BroadcastBridge(WeightBridge):
 
     def needs_publish(self) -> bool:
         """Whether a server serves nothing: it has restarted, or could not be told how the last publish ended."""
-        return any(member.proven_boot for member in self._members) and any(
-            self._pool.map(_serves_nothing, self._members)
-        )
+        return self._has_published and any(self._pool.map(_serves_nothing, self._members))
 
     def close(self) -> None:
         self._leave()
@@ -274,21 +274,26 @@ class BroadcastBridge(WeightBridge):
 
     def _verify(self, version: int) -> None:
         """Prove the first publish to each start of a server, and as often as asked from then on."""
-        assert self._policy is not None
         due = self._check.is_due()
         for member in self._members:
-            boot = member.info.boot_id
-            if due or boot != member.proven_boot:
-                agreement = prove(
-                    self._policy,
-                    member.client.generate,
-                    version=version,
-                    boot_id=boot,
-                    max_model_len=member.info.max_model_len,
-                    limit=self._limit,
-                )
-                self._limit = agreement.limit
-                member.proven_boot = boot
+            if due or member.info.boot_id != member.proven_boot:
+                try:
+                    self._prove(member, version)
+                except (ServerRefused, ServerUnavailable) as error:  # when it is back, it waits for a publish
+                    logger.warning("version %d is not proven at %s: %s", version, member.client.url, error)
+
+    def _prove(self, member: _Member, version: int) -> None:
+        assert self._policy is not None
+        agreement = prove(
+            self._policy,
+            member.client.generate,
+            version=version,
+            boot_id=member.info.boot_id,
+            max_model_len=member.info.max_model_len,
+            limit=self._limit,
+        )
+        self._limit = agreement.limit
+        member.proven_boot = member.info.boot_id
 
     def _each(self, members: Sequence[_Member], call: Callable[[_Member], T]) -> list[T]:
         """The answers of these servers, asked at once; raises what the first failing one raised, when all are done."""
