@@ -20,6 +20,8 @@ KEPT_PER_LAYER = 1.0
 """With activation checkpointing each layer keeps its input: hidden-size values a token."""
 WORKING_SET = 18.0
 """Values a token that one recomputed layer holds, in hidden sizes beside its feed-forward's three."""
+ROUNDED_AT_ONCE = 1 << 26
+"""Weights that stochastic rounding holds in fp32 at one time, with their gradients; a larger tensor is held whole."""
 LOGIT_COPIES = 3
 """fp32 arrays of the size chunk x vocabulary that the chunked head holds at its peak."""
 
@@ -174,6 +176,8 @@ def budget(shape: ModelShape, setting: Setting, load: Load) -> Budget:
     activations = shape.hidden * load.micro_batch_tokens * SERVED_BYTES * shape.layers * KEPT_PER_LAYER
     activations += (WORKING_SET * shape.hidden + 3 * shape.intermediate) * load.micro_batch_tokens * SERVED_BYTES
     activations += LOGIT_COPIES * 4 * load.chunk_tokens * shape.vocabulary
+    if setting.master_weights == "none":  # the step comes when the activations are gone
+        activations = max(activations, 2.0 * 4 * max(ROUNDED_AT_ONCE, shape.vocabulary * shape.hidden))
     return Budget(
         served=SERVED_BYTES * shape.parameters,
         cache=shape.kv_bytes_per_token * load.cached_tokens,

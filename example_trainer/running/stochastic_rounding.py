@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 CHUNK_ELEMENTS = 1 << 26
-"""Weights held in fp32 at one time while a step is computed (256 MiB)."""
+"""Weights held in fp32 while a step is computed, and their gradients (512 MiB); a larger tensor is held whole."""
+PIECE_ELEMENTS = 1 << 22
+"""Weights rounded at one time, which takes some four arrays of that size (64 MiB)."""
 
 _LOW_BITS = 16
 _SPREAD = (0x9E3779B1, 0x85EBCA77)
@@ -88,8 +90,9 @@ class StochasticRounding(torch.optim.Optimizer):
             stand_in = self._stand_ins[parameter]
             if parameter.device not in generators:
                 generators[parameter.device] = self._generator(parameter.device)
-            parameter.copy_(round_stochastically(stand_in.data, generators[parameter.device]))
             stand_in.grad = None
+            for rows, values in zip(_pieces(parameter), _pieces(stand_in.data), strict=True):
+                rows.copy_(round_stochastically(values, generators[parameter.device]))
             stand_in.data = torch.empty(0, dtype=torch.float32, device=parameter.device)
 
     def _generator(self, device: torch.device) -> torch.Generator:
@@ -103,3 +106,10 @@ class StochasticRounding(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._inner.load_state_dict(state_dict["inner"])
         self._steps = state_dict["rounding_steps"]
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Views of a tensor, some rows each; the same rows for tensors of one shape."""
+    rows = tensor if tensor.ndim else tensor.view(1)
+    pieces: tuple[Tensor, ...] = torch.split(rows, max(1, PIECE_ELEMENTS * len(rows) // max(1, rows.numel())))
+    return pieces

@@ -42,6 +42,14 @@ def test_full_fine_tuning_takes_18_bytes_a_parameter_with_fp32_masters_and_adamw
     assert weights / shape.parameters == pytest.approx(18.0)
 
 
+def test_without_masters_there_is_one_copy_of_the_weights_and_the_step_needs_room_for_the_largest_tensor() -> None:
+    shape = REFERENCE_SHAPES["8B"]
+    needed = budget(shape, Setting(optimizer="adamw_8bit", master_weights="none"), LOAD)
+    assert (needed.served, needed.masters, needed.base_copy) == (2 * shape.parameters, 0.0, 0.0)
+    assert needed.gradients + needed.states == pytest.approx(4 * shape.parameters)
+    assert needed.activations >= 8 * shape.vocabulary * shape.hidden  # in fp32 with its gradient
+
+
 @pytest.mark.parametrize(("size", "gpu_gb"), [("8B", 80.0), ("14B", 80.0), ("24B", 192.0)])
 def test_a_documented_row_that_does_not_fit_names_one_that_does(size: str, gpu_gb: float) -> None:
     shape = REFERENCE_SHAPES[size]

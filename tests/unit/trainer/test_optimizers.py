@@ -201,6 +201,22 @@ def test_large_models_are_stepped_in_parts_with_the_same_result(monkeypatch: pyt
     assert all(torch.equal(left, right) for left, right in zip(whole, step(), strict=True))
 
 
+def test_every_weight_is_rounded_once_where_a_tensor_is_rounded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("example_trainer.running.stochastic_rounding.PIECE_ELEMENTS", 10)
+    torch.manual_seed(0)
+    start = [torch.randn(7, 3), torch.randn(3, 8).t(), torch.randn(25), torch.randn(())]
+    rounded = [torch.nn.Parameter(values.bfloat16()) for values in start]
+    exact = [torch.nn.Parameter(parameter.detach().float()) for parameter in rounded]
+    for left, right in zip(rounded, exact, strict=True):
+        right.grad = torch.ones_like(right)
+        left.grad = right.grad.bfloat16()
+    settings = OptimizerSettings(name="adamw", lr=0.1)
+    make_optimizer(rounded, settings).step()
+    make_optimizer(exact, settings).step()
+    for left, right in zip(rounded, exact, strict=True):
+        assert (left.float() - right).abs().max() <= right.abs().max() * 2**-7, "within the spacing of bf16"
+
+
 def test_warmup_is_linear_from_zero_and_then_constant() -> None:
     assert [LearningRate(peak=1.0, warmup_steps=4).at(update) for update in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
     assert LearningRate(peak=1.0).at(1) == 1.0
