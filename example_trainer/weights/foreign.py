@@ -1,11 +1,12 @@
 """A vLLM server that is not ours: adapters reach it as files, under a name that says the version.
 
 A stock vLLM (started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`) loads an adapter by path at
-`/v1/load_lora_adapter`; Atropos' old server does at `/lora/load`. Neither lets the model's own name mean the adapter,
-so clients have to ask for the adapter's name: the trainer tells it to the broker, and the broker to environments.
+`/v1/load_lora_adapter`. It does not let the model's own name mean the adapter, so clients have to ask for the adapter's
+name: the trainer tells it to the broker, and the broker to environments. Atropos' old server takes a path at
+`/lora/load` and serves that adapter by any name.
 
-Loading in place under one name is never
-used: vLLM would read such an adapter from its file again on every step, and keep cached prefixes of the old one.
+Loading in place under one name is never used: vLLM would read such an adapter from its file again on every step, and
+keep cached prefixes of the old one.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class ForeignServer:
         self._model = model
         self._keep = keep
         self._versions: list[int] = []
+        self._by_name = True
         self.close = client.close
 
     def identify(self) -> SwapServer:
@@ -58,6 +60,7 @@ class ForeignServer:
             if error.status not in _UNKNOWN_ROUTE:
                 raise
             self._client.call("POST", "/lora/load", {"adapter_path": str(path.absolute()), "adapter_name": name})
+            self._by_name = False
         self._versions.append(version)
         logger.info("loaded %s; clients of this server ask for it by that name", name)
         while len(self._versions) > self._keep:
@@ -65,7 +68,8 @@ class ForeignServer:
         return ""
 
     def policy_name(self, version: int) -> str | None:
-        return f"policy-v{version}"
+        """Under which clients have to ask for it, where the model's name does not mean the newest adapter."""
+        return f"policy-v{version}" if self._by_name else None
 
     def check(self, version: int, payload: AdapterPayload) -> None:
         """Such a server tells nothing of its tensors; the logprobs have to do."""
