@@ -6,7 +6,7 @@ long nothing was answered; copies of the weights beside the trainer's own; token
 asked for again. The figures that the trainers' guides give for their modes stand beside ours; those were measured on
 GPUs with models of billions of parameters, ours on the demo's base on a CPU: the order of the modes can be compared.
 
-    python benchmarks/sync/modes.py [--syncs 5] [--modes shared_vllm lora_only lora_restart none reload]
+    python benchmarks/sync/modes.py [--syncs 3] [--modes shared_vllm lora_only lora_restart none reload]
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ MODES: dict[str, Callable[[Path, str], contextlib.AbstractContextManager[tuple[W
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--syncs", type=int, default=5)
+    parser.add_argument("--syncs", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     asked = parser.parse_args()
     logging.getLogger().setLevel(logging.ERROR)

@@ -20,7 +20,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from example_trainer.serving.freed_memory import FreedMemory
+from example_trainer.serving.freed_memory import return_freed_memory
 from example_trainer.weights.adapter_payload import MEMORY_PATH, AdapterPayload
 
 _KEPT = "atropos_kept"
@@ -35,7 +35,6 @@ class Kept:
 
     payloads: dict[str, bytes] = field(default_factory=dict)
     disk_loads: int = 0
-    freed: FreedMemory = field(default_factory=FreedMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +116,9 @@ class AdapterWorker:
     def atropos_drop_adapter(self, number: int, path: str) -> str:
         """Forget an adapter that no request uses any more."""
         manager = self.model_runner.lora_manager
-        kept = kept_by(manager)
-        kept.payloads.pop(path, None)
+        kept_by(manager).payloads.pop(path, None)
         removed = manager.remove_adapter(number)
-        kept.freed.note_drop()
+        return_freed_memory()
         return json.dumps({"removed": bool(removed)})
 
     def atropos_adapter_counters(self) -> str:

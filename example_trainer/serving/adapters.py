@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from example_trainer.serving.engine import EngineAdapter
-from example_trainer.serving.freed_memory import FreedMemory
+from example_trainer.serving.freed_memory import return_freed_memory
 from example_trainer.serving.problems import Problem
 from example_trainer.weights.adapter_payload import MEMORY_PATH, AdapterPayload
 from example_trainer.weights.versions import PolicyVersion
@@ -72,7 +72,6 @@ class Adapters:
         self._loaded: dict[str, Adapter] = {}
         self._retired: dict[str, Adapter] = {}
         self._users: Counter[str] = Counter()
-        self._freed = FreedMemory()
         self._lock = asyncio.Lock()
         self._dropping: asyncio.Task[None] | None = None
         self.enabled = enabled
@@ -229,7 +228,7 @@ class Adapters:
         except Exception as error:  # noqa: BLE001  it costs a slot of memory; serving goes on
             logger.warning("adapter %s could not be dropped: %s", adapter.name, error)
         self._engine.forget_adapter(adapter.name)
-        self._freed.note_drop()
+        return_freed_memory()
         del self._retired[adapter.name]
         del self._users[adapter.name]
 
