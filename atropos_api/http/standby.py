@@ -1,7 +1,8 @@
 """One active broker per Redis: this process serves while it holds the lease, and says who does while it does not.
 
-A thread acquires and renews the lease. Whenever it acquires it, the broker is built anew from what Redis holds; when it
-loses it, or an answer of Redis was lost and so what Redis holds is uncertain, the broker built before is dropped.
+A thread acquires and renews the lease. Whenever it acquires it, the broker is built anew from what Redis holds, while
+another thread renews; when it loses it, or an answer of Redis was lost and so what Redis holds is uncertain, the broker
+built before is dropped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 from starlette.responses import JSONResponse, Response
@@ -115,7 +118,8 @@ class Standby:
                 self._holder, self._failure = self._session.holder(), None
                 return
             self._session.check_promises()
-            app, self._broker = self._activate(fresh=fresh)
+            with self._renewing():
+                app, self._broker = self._activate(fresh=fresh)
         except AtroposError as error:
             if self._failure is None:
                 logger.warning("not active: %s", error)
@@ -128,6 +132,23 @@ class Standby:
         else:
             self._failure = None
             self._app = app
+
+    @contextmanager
+    def _renewing(self) -> Iterator[None]:
+        """Keep the lease meanwhile: to read a long queue may take longer than it lasts."""
+        ended = threading.Event()
+
+        def renew() -> None:
+            while not ended.wait(self._session.lease_seconds / 3):
+                self._renew()
+
+        thread = threading.Thread(target=renew, name="redis-renewal", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def _renew(self) -> None:
         try:
