@@ -20,7 +20,7 @@ KEPT_PER_LAYER = 1.0
 """With activation checkpointing each layer keeps its input: hidden-size values a token."""
 WORKING_SET = 18.0
 """Values a token that one recomputed layer holds, in hidden sizes beside its feed-forward's three."""
-ROUNDED_AT_ONCE = 1 << 26
+ROUNDED_AT_ONCE = 1 << 24
 """Weights that stochastic rounding holds in fp32 at one time, with their gradients; a larger tensor is held whole."""
 LOGIT_COPIES = 3
 """fp32 arrays of the size chunk x vocabulary that the chunked head holds at its peak."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-CHUNK_ELEMENTS = 1 << 26
-"""Weights held in fp32 while a step is computed, and their gradients (512 MiB); a larger tensor is held whole."""
+CHUNK_ELEMENTS = 1 << 24
+"""Weights held in fp32 while a step is computed, and their gradients (128 MiB); a larger tensor is held whole."""
 PIECE_ELEMENTS = 1 << 22
 """Weights rounded at one time, which takes some four arrays of that size (64 MiB)."""
 

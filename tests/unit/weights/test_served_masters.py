@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from example_trainer.config import TrainingConfig
 from example_trainer.errors import CheckpointError, PublishFailed
+from example_trainer.learning.tail import Progress, Tail
 from example_trainer.model import PolicyOptions
 from example_trainer.running.optimizers import OptimizerSettings, make_optimizer
 from example_trainer.weights import proof
@@ -218,3 +222,27 @@ def test_a_write_outside_of_a_publish_is_found_at_the_next_one(shared, masters):
         policy.served["model.layers.0.mlp.up_proj.weight"][1].neg_()
     with pytest.raises(ProofFailed, match="outside of a publish"):
         bridge.publish(3)
+
+
+@pytest.mark.parametrize(("masters", "asked"), [("none", 3), ("fp32", 0)])
+def test_a_step_that_changes_what_is_served_waits_for_an_evaluation_that_holds_the_policy(masters, asked):
+    """Afterwards nothing could be sampled for it: the fence stays up from the step to its publish."""
+    held = iter([5.0, 3.0, 0.0])
+    answers = []
+
+    def held_seconds(_=0.0):
+        answers.append(next(held))
+        return answers[-1]
+
+    config = TrainingConfig(model_name="m", weight_bridge_mode="shared_vllm", master_weights=masters)
+    tail = Tail(
+        config,
+        Progress(),
+        learner=None,
+        alignment=None,
+        session=SimpleNamespace(held_seconds=held_seconds),
+        bridge=None,
+        should_stop=lambda: False,
+    )
+    tail.make_way()
+    assert len(answers) == asked

@@ -301,13 +301,19 @@ def test_what_a_server_cannot_share_is_refused_at_start(shared, monkeypatch):
         bridge.prepare()
 
 
-def test_host_masters_train_and_publish(shared):
-    _, bridge = shared("qwen2", policy={"master_weights": "host"})
-    policy = bridge.prepare()
-    bridge.publish(1)
-    train_one_step(policy)
-    bridge.publish(2)
-    assert served_equals_masters(policy)
+def test_masters_on_the_host_train_and_publish_as_those_beside_the_model_do(shared):
+    served = []
+    for where in ("host", "fp32"):
+        _, bridge = shared("qwen2", policy={"master_weights": where})
+        policy = bridge.prepare()
+        bridge.publish(1)
+        for version in (2, 3):
+            train_one_step(policy)
+            bridge.publish(version)
+        assert {master.device.type for master in policy.masters.values()} == {"cpu"}
+        assert served_equals_masters(policy)
+        served.append({name: view.clone() for name, view in policy.served.items()})
+    assert all(torch.equal(served[0][name], served[1][name]) for name in served[0])
 
 
 def test_the_lease_is_renewed_while_a_long_copy_runs(shared):
