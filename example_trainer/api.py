@@ -107,7 +107,6 @@ class BrokerSession:
         self._client.close()
 
 
-
 class BackgroundCall(Generic[ResultT]):
     """One call in a daemon thread; `result` hands over what it returned or raised.
 
