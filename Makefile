@@ -39,6 +39,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.learner_speed
 	$(BIN)/python -m benchmarks.head_memory
 	$(BIN)/python benchmarks/sync/hotswap.py
+	$(BIN)/python benchmarks/sync/generate.py
 
 # Needs torch, transformers and peft alone, so it runs where vLLM cannot be had; every test skips without a GPU.
 gpu:
