@@ -32,5 +32,5 @@ def overlong_penalty(length: int, settings: OverlongSettings) -> float:
     if settings.limit is None or not settings.penalty:
         return 0.0
     beyond = length - (settings.limit - settings.buffer)
-    share = 0.0 if beyond <= 0 else 1.0 if length >= settings.limit else beyond / settings.buffer
+    share = 1.0 if length >= settings.limit else 0.0 if beyond <= 0 else beyond / settings.buffer
     return -settings.penalty * share

@@ -39,6 +39,11 @@ def test_lengths_count_what_was_sampled_and_what_is_trained() -> None:
     assert found[names.NO_SIGNAL_FRACTION] == 0.5
 
 
+def test_what_length_takes_from_the_rewards_is_logged_beside_them() -> None:
+    limits = {"max_response_tokens": 3, "overlong_penalty": 2.0}
+    assert facts(group([[1], [1, 2, 3]], [0.0, 1.0], 0), **limits)[names.REWARD_OVERLONG_PENALTY] == -1.0
+
+
 def test_each_environment_is_counted_by_itself() -> None:
     found = facts(
         group([[1], [1, 2]], [0.0, 1.0], 3), group([[1], [2]], [2.0, 4.0], 5), group([[9], [9]], [0.0, 1.0], None)
