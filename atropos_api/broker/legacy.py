@@ -21,6 +21,7 @@ from atropos_api.errors import BrokerError, InvalidGroup, StoreUnavailable
 from atropos_api.store.base import LOST, EnvironmentRow, GroupRow, RunRow
 from atropos_api.wire.messages import EnvironmentRequest, NotNegative, Positive
 from atropos_api.wire.payload import CheckedGroup, Fields, check_group
+from atropos_api.wire.small import check_body
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,15 @@ class LegacyContract:
             except InvalidGroup as error:
                 checked.refused.append((index, error))
         return checked
+
+    def check_one(self, body: bytes) -> Checked:
+        """As `check`, for a group that is a body of its own."""
+        try:
+            group = check_body(body)
+            self._broker.intake.check_version(group, "")
+        except InvalidGroup as error:
+            return Checked(groups=[], refused=[(0, error)])
+        return Checked(groups=[group], refused=[])
 
     def take(self, items: Sequence[Fields], *, key: str | None = None, where: str = "") -> Taken:
         """Take every valid group of a list; an invalid one costs its neighbours nothing."""

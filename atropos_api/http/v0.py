@@ -22,7 +22,7 @@ from atropos_api.http.problems import describe_invalid
 from atropos_api.http.services import Services, services_of
 from atropos_api.http.waiting import Wait
 from atropos_api.store.base import GroupRow, RunRow
-from atropos_api.wire.payload import decode_fields, decode_list
+from atropos_api.wire.payload import decode_list
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +79,13 @@ def answer_status_env(services: Services, asked: Asked) -> Response:
 async def scored_data(request: Request) -> Response:
     services = services_of(request)
     asked = Asked.of(request, await read_body(request))
-    checked = await beside_the_loop(functools.partial(_check_one, services), asked.body)
+    checked = await beside_the_loop(services.legacy.check_one, asked.body)
     return await _take_with_patience(request, functools.partial(_take_one, services, asked, checked))
 
 
 def answer_scored_data(services: Services, asked: Asked) -> Response | None:
     with suppress(QueueFull):
-        return _take_one(services, asked, _check_one(services, asked.body))
+        return _take_one(services, asked, services.legacy.check_one(asked.body))
     return None
 
 
@@ -218,10 +218,6 @@ async def latest_example(request: Request) -> Response:
 async def reset_data(request: Request) -> Response:
     services_of(request).legacy.reset()
     return Response("Reset successful", media_type="text/plain")
-
-
-def _check_one(services: Services, body: bytes) -> Checked:
-    return services.legacy.check([decode_fields(body)])
 
 
 def _check_list(services: Services, body: bytes) -> Checked:

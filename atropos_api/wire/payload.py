@@ -181,14 +181,14 @@ def _check_free_fields(texts: dict[str, bytes], size: int, where: str) -> None:
             continue
         value = _decode_free(text, where + key)
         if key == "messages":
-            _check_messages(value, where + key)
+            check_messages(value, where + key)
         elif key == "overrides":
-            _check_overrides(value, size, where + key)
+            check_overrides(value, size, where + key)
         elif key in _OBJECTS and not isinstance(value, dict):
             raise InvalidGroup(where + key, value, "an object or null is needed")
 
 
-def _check_messages(value: Any, field: str) -> None:
+def check_messages(value: Any, field: str) -> None:
     if not isinstance(value, list):
         raise InvalidGroup(field, value, "an array of conversations is needed")
     for index, conversation in enumerate(value):
@@ -199,7 +199,7 @@ def _check_messages(value: Any, field: str) -> None:
                 raise InvalidGroup(f"{field}[{index}][{place}]", message, "an object with role and content is needed")
 
 
-def _check_overrides(value: Any, size: int, field: str) -> None:
+def check_overrides(value: Any, size: int, field: str) -> None:
     if not isinstance(value, list):
         raise InvalidGroup(field, value, "an array of objects is needed")
     if len(value) != size:
@@ -219,6 +219,11 @@ def _check_spans(text: bytes, lengths: list[int], field: str) -> int | None:
         raise InvalidGroup(
             field, text[:80].decode("utf-8", "replace"), f"spans [start, end, version]: {error}"
         ) from None
+    return oldest_version(sequences, lengths, field)
+
+
+def oldest_version(sequences: list[list[Span]], lengths: list[int], field: str) -> int | None:
+    """The oldest version in the spans; None when one of them is unknown. Raises `InvalidGroup`."""
     if len(sequences) != len(lengths):
         raise InvalidGroup(field, len(sequences), f"spans for each of {len(lengths)} sequences are needed")
     versions: set[int | None] = set()

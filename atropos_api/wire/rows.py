@@ -23,7 +23,7 @@ from atropos_api.errors import InvalidGroup
 ID_LIMIT: Final = 2**31
 """Token ids travel as int32 to every trainer."""
 
-_SPACE: Final = b" \t\r\n"
+SPACE: Final = b" \t\r\n"
 _COMMA: Final = ord(",")
 _MINUS: Final = ord("-")
 _CLOSING: Final = ord("]")
@@ -35,7 +35,7 @@ _FEW_IDS_BYTES: Final = 1 << 12
 _FEW_FLOATS_BYTES: Final = 1 << 14
 """Below this much text, numpy costs more than it saves."""
 
-_IDS: Final = b"0123456789" + _SPACE
+_IDS: Final = b"0123456789" + SPACE
 _SIGNED_IDS: Final = _IDS + b"-"
 _DIGITS_ALIKE: Final = bytes.maketrans(b"123456789", b"000000000")
 _TEN_DIGITS: Final = b"0" * 10
@@ -142,7 +142,7 @@ def _holds_finite(raw: bytes) -> bool:
 def _row_lengths(raw: bytes) -> list[int] | None:
     """Row lengths of a valid JSON text of numbers if it is an array of arrays, and no deeper; else None."""
     opening = raw.find(b"[", 1)
-    if opening < 0 or raw[:opening].strip(_SPACE) != b"[":
+    if opening < 0 or raw[:opening].strip(SPACE) != b"[":
         return None
     commas = np.frombuffer(raw, np.uint8) == _COMMA
     lengths = []
@@ -151,11 +151,11 @@ def _row_lengths(raw: bytes) -> list[int] | None:
         if raw.find(b"[", opening + 1, end) >= 0:
             return None
         count = int(np.count_nonzero(commas[opening:end]))
-        lengths.append(count + 1 if count or raw[opening + 1 : end].strip(_SPACE) else 0)
+        lengths.append(count + 1 if count or raw[opening + 1 : end].strip(SPACE) else 0)
         opening = raw.find(b"[", end)
         if opening < 0:
-            return lengths if raw[end + 1 :].strip(_SPACE) == b"]" else None
-        if raw[end + 1 : opening].strip(_SPACE) != b",":
+            return lengths if raw[end + 1 :].strip(SPACE) == b"]" else None
+        if raw[end + 1 : opening].strip(SPACE) != b",":
             return None
 
 
