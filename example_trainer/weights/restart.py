@@ -59,6 +59,7 @@ class RestartBridge(WeightBridge):
         self._version = 0
         self._check = SyncCheck(every=options.sync_check_every)
         self._limit: Difference | None = None
+        self._proven = False
 
     def prepare(self) -> Policy:
         policy = load_policy(self._options.policy)
@@ -79,8 +80,8 @@ class RestartBridge(WeightBridge):
         logger.info(
             "version %d is served after %.1f s, %.1f s of them without a server", version, report.seconds, gap_seconds
         )
-        if self._check.is_due() or not self._version:
-            self._prove(info, version, directory)
+        if self._check.is_due() or not self._proven:
+            self._prove_or_put_off(info, version, directory)
         self._version = version
         self._remove_all_but(directory)
         return report
@@ -140,6 +141,16 @@ class RestartBridge(WeightBridge):
             return client.info(), float(told["fence_seconds"])
         finally:
             client.close()
+
+    def _prove_or_put_off(self, info: ServerInfo, version: int, directory: Path) -> None:
+        """A server that dies meanwhile is missed soon (`needs_publish`); what takes its place is proven instead."""
+        self._proven = False
+        try:
+            self._prove(info, version, directory)
+        except (ServerRefused, ServerUnavailable) as error:
+            logger.warning("version %d could not be proven: %s", version, error)
+        else:
+            self._proven = True
 
     def _prove(self, info: ServerInfo, version: int, directory: Path) -> None:
         assert self._policy is not None
