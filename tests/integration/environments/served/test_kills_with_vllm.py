@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
 KILLS = int(os.environ.get("FAULT_KILLS", "1"))
 GROUP_SIZE = 4
-GROUPS_BETWEEN_KILLS = 8
+GROUPS_BETWEEN_KILLS = 8 if KILLS > 1 else 3
 QUESTIONS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(100) for b in range(100)]
 
 
