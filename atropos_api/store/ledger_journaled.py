@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from atropos_api.errors import StoreDamaged
+from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.base import (
     NO_NEWS,
     Answers,
@@ -181,6 +181,11 @@ class JournaledLedger(SqliteLedger):
         self._made += 1
         self._pending.apply(writes)
         self._note_write()
+        if self._pending.count >= MOST_PENDING:
+            # Now rather than with the next write, which may be a batch somebody waits for. This one is kept already, so
+            # a failure is for the next to meet.
+            with suppress(StoreUnavailable):
+                self._flush()
 
     def _write_through(self, staged: list[Write | Direct]) -> None:
         with super().transaction():

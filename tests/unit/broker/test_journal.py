@@ -209,14 +209,20 @@ def test_a_transaction_of_which_the_database_alone_can_make_a_part_is_whole_or_n
 
 def test_a_database_that_takes_nothing_costs_nothing_that_was_kept(ledger, directory, monkeypatch):
     monkeypatch.setattr("atropos_api.store.ledger_journaled.MOST_PENDING", 4)
-    submit(ledger, 1, 2)
     ledger._db.execute("PRAGMA query_only = ON")
+    submit(ledger, 1, 2)
     with pytest.raises(StoreUnavailable):
         submit(ledger, 3)
     assert seqs(ledger.load()) == seqs(found_in(left_by_a_kill(directory))) == [1, 2]
     ledger._db.execute("PRAGMA query_only = OFF")
     submit(ledger, 3)
     assert seqs(ledger.load()) == seqs(found_in(left_by_a_kill(directory, "later"))) == [1, 2, 3]
+
+
+def test_the_write_that_makes_it_many_takes_them_to_the_database_so_that_no_batch_has_to(ledger, monkeypatch):
+    monkeypatch.setattr("atropos_api.store.ledger_journaled.MOST_PENDING", 4)
+    submit(ledger, 1, 2)
+    assert ledger._db.execute("SELECT count(*) FROM groups").fetchone() == (2,)
 
 
 def test_a_journal_of_another_release_is_not_guessed_at(directory):
