@@ -138,7 +138,7 @@ def many(swapper: Swapper, swapping: Server, *, swaps: int) -> None:
     left = (whole - half) / (swaps - swaps // 2) / adapter_bytes
     row(
         f"memory after {swaps // 2} swaps, and after {swaps}",
-        f"{half / MEBIBYTE:.0f} MiB, {(whole - half) / MEBIBYTE:+.1f}: {left:.1%} of {adapter_bytes / MEBIBYTE:.2f} each",
+        f"{half / MEBIBYTE:.0f} MiB, {(whole - half) / MEBIBYTE:+.1f}: {left:.1%} of the adapters",
         f"at most {MOST_OF_THE_ADAPTERS:.0%}",
         left <= MOST_OF_THE_ADAPTERS,
     )

@@ -1,10 +1,11 @@
 """What a sync costs in each mode: from the optimizer's step to the first token of the new policy, and to decoding.
 
 One server after the other, the same load on each. For each mode: seconds from the change of the masters to the first
-token sampled under the new version; tokens per CPU second of the server in a window of three seconds without a sync, and
-in one with it (longer where the sync is); for how long nothing was answered; copies of the weights beside the trainer's own; tokens wasted, that is computed again or
-asked for again. The figures that the trainers' guides give for their modes stand beside ours; those were measured on
-GPUs with models of billions of parameters, ours on the demo's base on a CPU: the order of the modes can be compared.
+token sampled under the new version; tokens per CPU second of the server in a window of three seconds without a sync,
+and in one with it (longer where the sync is); for how long nothing was answered; copies of the weights beside the
+trainer's own; tokens wasted, that is computed again or asked for again. The figures that the trainers' guides give for
+their modes stand beside ours; those were measured on GPUs with models of billions of parameters, ours on the demo's
+base on a CPU: the order of the modes can be compared.
 
     python benchmarks/sync/modes.py [--syncs 3] [--modes shared_vllm lora_only lora_restart none reload]
 """
