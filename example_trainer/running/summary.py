@@ -60,7 +60,9 @@ def summarise(run_dir: Path, *, timeline: Mapping[str, float] | None = None) -> 
     rewards, lengths = _series(rows, names.REWARD_MEAN), _series(rows, names.RESPONSE_LENGTH_MEAN)
     accuracies = [accuracy for _, accuracy in read_accuracies(run_dir / "evals")]
     good = first_good_row(rows)
-    started_at = (timeline or {}).get("start")
+    started_at = (timeline or {}).get("start", 0.0)
+    # A resumed run's rows begin with those of the launches before.
+    launched = [row for row in rows if (_timestamp(row) or 0.0) >= started_at]
     return Summary(
         steps=int(rows[-1].get(names.STEP, len(rows))),
         accuracy_base=accuracies[0] if accuracies else None,
@@ -72,11 +74,11 @@ def summarise(run_dir: Path, *, timeline: Mapping[str, float] | None = None) -> 
         tokens_per_second=overall_rate(rows),
         step_seconds=_median(_series(rows, names.TIME_STEP)),
         alignment_max=max(_series(rows, names.ALIGNMENT_DIFF_MAX), default=None),
-        first_step_after_seconds=_since(started_at, rows[0]),
+        first_step_after_seconds=_since(started_at, launched[0] if timeline and launched else None),
         good_reward_step=int(good[names.STEP]) if good else None,
-        good_reward_after_seconds=_since(started_at, good),
+        good_reward_after_seconds=_since(started_at, good if timeline and good in launched else None),
         signs=read_signs(run_dir),
-        split_seconds=split_times(timeline, rows) if timeline else {},
+        split_seconds=split_times(timeline, launched) if timeline and launched else {},
     )
 
 
@@ -203,9 +205,9 @@ def _first_batch_at(rows: Sequence[Mapping[str, Any]]) -> float | None:
     return None if ended is None else ended - float(rows[0].get(names.TIME_STEP, 0.0))
 
 
-def _since(started_at: float | None, row: Mapping[str, Any] | None) -> float | None:
+def _since(started_at: float, row: Mapping[str, Any] | None) -> float | None:
     at = _timestamp(row) if row is not None else None
-    return None if at is None or started_at is None else at - started_at
+    return None if at is None else at - started_at
 
 
 def _find(content: Any, name: str) -> float | None:

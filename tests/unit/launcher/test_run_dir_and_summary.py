@@ -83,6 +83,14 @@ def test_the_summary_tells_before_and_after(tmp_path: Path) -> None:
     assert summary.split_seconds == {"imports": 6.0, "engine": 3.0, "first batch": 1.7, "steps": 9.3, "end": 5.0}
 
 
+def test_times_are_those_of_the_last_launch_whose_steps_come_after_a_resume(tmp_path: Path) -> None:
+    write_run(tmp_path, [0.25, 0.5, 0.9, 0.95, 0.95, 0.95])
+    summary = summarise(tmp_path, timeline={"start": 104.5, "end": 110.0})
+    assert summary.first_step_after_seconds == pytest.approx(0.5)
+    assert summary.split_seconds == {"first batch": 0.2, "steps": 1.3, "end": 4.0}
+    assert (summary.good_reward_step, summary.steps) == (5, 6)
+
+
 def test_the_table_leaves_out_what_is_not_known(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     text = shown(summarise(tmp_path))

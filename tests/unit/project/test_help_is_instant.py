@@ -1,10 +1,10 @@
-"""`--help` of every command answers within a second and loads no heavy library."""
+"""`--help` of every command takes under a second of computing and loads no heavy library."""
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,11 +31,17 @@ sys.exit(f"imported {{loaded}}" if loaded else code)
 """
 
 
+def _children_seconds() -> float:
+    """CPU time of the children that have ended: the clock would tell of what else the machine does."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_takes_under_a_second_and_imports_nothing_heavy(command: str) -> None:
+def test_help_takes_under_a_second_of_computing_and_imports_nothing_heavy(command: str) -> None:
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
+        before = _children_seconds()
         result = subprocess.run(
             [sys.executable, "-c", PROBE.format(heavy=HEAVY), *COMMANDS[command], "--help"],
             capture_output=True,
@@ -44,7 +50,7 @@ def test_help_takes_under_a_second_and_imports_nothing_heavy(command: str) -> No
             timeout=60,
             cwd=ROOT,
         )
-        seconds.append(time.perf_counter() - started)
+        seconds.append(_children_seconds() - before)
         assert result.returncode == 0, result.stderr
         assert result.stdout.startswith("usage: ")
     assert min(seconds) < 1.0
