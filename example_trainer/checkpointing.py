@@ -172,22 +172,28 @@ def find_checkpoint(resume: str | None, root: Path) -> Path | None:
     return path
 
 
-def note_begun(config: TrainingConfig, run_id: str) -> None:
-    """Remember where the checkpoints will lie that the broker knows this run, so that it can go on without any."""
+def note_begun(config: TrainingConfig, run_id: str, version: int) -> None:
+    """Remember, where the checkpoints lie, that the broker knows this run, and the newest version it has ever taken.
+
+    Written before anybody is given weights under `version`. A trainer and server that are killed in the middle of a
+    publish leave tokens of a version that neither the broker nor a checkpoint has heard of.
+    """
     root = config.checkpoint_root
     root.mkdir(parents=True, exist_ok=True)
     beside = root / f".{BEGUN_FILE}.part"
-    beside.write_text(json.dumps({"name": config.name, "run_id": run_id}) + "\n", encoding="utf-8")
+    content = {"name": config.name, "run_id": run_id, "version": version}
+    beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    _sync(beside)
     beside.rename(root / BEGUN_FILE)
 
 
-def has_begun(config: TrainingConfig) -> bool:
-    """Whether a run of this name has begun here before."""
+def begun_version(config: TrainingConfig) -> int | None:
+    """The newest version that a run of this name has taken here; None if none has begun."""
     try:
         begun = json.loads((config.checkpoint_root / BEGUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(begun, dict) and begun.get("name") == config.name
+        return int(begun["version"]) if begun["name"] == config.name else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def fault_of(checkpoint: Path) -> str | None:

@@ -27,8 +27,8 @@ from atropos_api.wire import Batch, RunRequest
 from example_trainer.api import BatchFeed, BrokerSession
 from example_trainer.checkpointing import (
     TrainerState,
+    begun_version,
     find_checkpoint,
-    has_begun,
     note_begun,
     read_state,
     refuse_changed_settings,
@@ -100,11 +100,12 @@ class Trainer:
         state = None if checkpoint is None else read_state(checkpoint)
         if state is not None:
             refuse_changed_settings(state, config)
-        resumes = state is not None or self._ranks.lead(lambda: config.resume is not None and has_begun(config))
+        taken = None if config.resume is None else self._ranks.lead(lambda: begun_version(config))
+        resumes = state is not None or taken is not None
         info = self._session.begin(_run_request(config, state, resumes=resumes))
-        self._ranks.lead(lambda: note_begun(config, info.run_id))
+        self._ranks.lead(lambda: note_begun(config, info.run_id, taken or 0))
         self._build()
-        self.progress.version = max(info.highest_policy_version, self._bridge.highest_version())
+        self.progress.version = max(info.highest_policy_version, self._bridge.highest_version(), taken or 0)
         if checkpoint is not None and state is not None:
             self._stepper.resume(checkpoint, state)
         self._tracker = self._make_tracker(self.progress.step if resumes else None)

@@ -22,6 +22,7 @@ from example_trainer.checkpointing import (
     Stateful,
     TrainerState,
     link_as_course,
+    note_begun,
     random_state,
     remembered,
     save_checkpoint,
@@ -189,6 +190,8 @@ class Tail:
         """Name the masters as they are now; the version is never used for others."""
         progress = self._progress
         progress.version += 1
+        note = partial(note_begun, self._config, self._session.info.run_id, progress.version)
+        self._learner.ranks.lead(note)
         progress.published_step = progress.weights_step
         progress.steps_by_version[progress.version] = progress.step
         self._alignment.published(progress.version)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from example_trainer.serving.fence import InFlight
 from example_trainer.serving.guard import bearer, refuse_foreign_host, refuse_foreign_page
-from example_trainer.serving.problems import Problem
+from example_trainer.serving.problems import Problem, engine_problems
 from example_trainer.serving.state import ServerState
 
 
@@ -73,7 +73,8 @@ class ProblemRoute(APIRoute):
 
         async def answer(request: Request) -> Response:
             try:
-                return await handle(request)
+                with engine_problems():
+                    return await handle(request)
             except Problem as problem:
                 return problem.response()
             except RequestValidationError as error:

@@ -7,8 +7,7 @@ routing and models would cost tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from example_trainer.serving.adapters import Adapter, Adapters
 from example_trainer.serving.door import Door
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.fence import Fence
-from example_trainer.serving.problems import Problem
+from example_trainer.serving.problems import Problem, engine_problems
 from example_trainer.serving.replies import Replies
 from example_trainer.serving.sampling import GenerateRequest, RequestParser, TokenPrompt, sampling_params
 
@@ -97,7 +96,7 @@ class GenerateHandler:
 
     async def _answer(self, exchange: Exchange) -> None:
         final = None
-        with _engine_problems():
+        with engine_problems():
             async for output in self._outputs(exchange):
                 final = output
         exchange.leave()  # the engine is done with it; a publish need not wait for the answer to be written
@@ -113,7 +112,7 @@ class GenerateHandler:
         started = False
         last = b"data: [DONE]\n\n"
         try:
-            with _engine_problems():
+            with engine_problems():
                 async for piece in self._outputs(exchange):
                     events = self._events(exchange, piece, first=not started)
                     if not started:  # not before the engine has accepted the request: a refusal needs its own status
@@ -187,17 +186,3 @@ def _once(action: Callable[[], None]) -> Callable[[], None]:
             action()
 
     return act
-
-
-@contextmanager
-def _engine_problems() -> Iterator[None]:
-    """VLLM's errors as answers for the client."""
-    from vllm.exceptions import VLLMClientError
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    try:
-        yield
-    except EngineDeadError as error:
-        raise problems.engine_dead() from error
-    except VLLMClientError as error:
-        raise Problem(422, "bad-request", " ".join(str(error).split())) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,3 +67,17 @@ def engine_dead() -> Problem:
     return Problem(
         503, "engine-dead", "vLLM's engine has died; the server is stopping, see its log", retry_after_seconds=5
     )
+
+
+@contextmanager
+def engine_problems() -> Iterator[None]:
+    """VLLM's errors as answers for the client."""
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise engine_dead() from error
+    except VLLMClientError as error:
+        raise Problem(422, "bad-request", " ".join(str(error).split())) from error

@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FAILURES = (ServerRefused, ServerUnavailable, RuntimeError, ProofFailed)
-_PASSING = frozenset({404, 409, 410, 503})
+_PASSING = frozenset({404, 409, 410, 500, 503})
+"""500: what a server may say whose engine is just dying."""
 _ATTEMPTS = 3
 _END_PAUSE_SECONDS = 0.5
 
