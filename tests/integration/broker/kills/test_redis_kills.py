@@ -139,6 +139,13 @@ def stop_and_repeat(killed_broker, store, step, waits):
     def post(broker, body, seconds=20):
         return httpx.post(broker.url + "/scored_data", json=body, timeout=seconds).status_code
 
+    def repeat(broker, body):
+        """While it is not its turn, as any sender does: on a busy machine a lease passes on by itself."""
+        until = time.monotonic() + 20
+        while (status := post(broker, body)) == 503 and time.monotonic() < until:
+            time.sleep(0.2)
+        assert status == 200
+
     def count(broker):
         return httpx.get(broker.url + "/v1/status").json()["queue"]["groups"]
 
@@ -153,13 +160,13 @@ def stop_and_repeat(killed_broker, store, step, waits):
         if not waits:
             with pytest.raises(httpx.ReadTimeout):
                 sent.result()
-            assert post(standby, first) == 200
+            repeat(standby, first)
         active.go_on()
         if waits and sent.result() == 503:
-            assert post(standby, first) == 200
+            repeat(standby, first)
     assert active.wait_until(503)
     assert count(standby) == 1
-    assert post(standby, other) == 200
+    repeat(standby, other)
     # The one that woke finds the same when it is in charge again.
     standby.kill(signal.SIGTERM)
     assert active.wait_until(200)
