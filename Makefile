@@ -13,6 +13,8 @@ INSTALL_cpu = $(BIN)/pip install --quiet --no-deps --requirement $(LOCK) || \
 INSTALL_gpu = $(BIN)/pip install --quiet --requirement $(LOCK)
 INSTALL_LOCK = $(INSTALL_$(PLATFORM))
 DEMO_FLAGS ?=
+# Two files at a time: most tests wait for processes that they started.
+TEST_FLAGS ?= --numprocesses 2 --dist loadfile
 
 .PHONY: demo test check format bench gpu clean
 
@@ -20,7 +22,7 @@ demo: $(INSTALLED)
 	$(BIN)/atropos-grpo-run --config configs/demo.yaml $(DEMO_FLAGS)
 
 test: $(INSTALLED_DEV)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TEST_FLAGS)
 
 check: $(INSTALLED_DEV)
 	$(BIN)/ruff format --check .
