@@ -63,6 +63,7 @@ def test_the_limit_is_exact():
         gzip.compress(b"") * (MOST_MEMBERS + 1),
         zlib.compress(b"a"),
     ],
+    ids=["no header", "cut off", "more behind it", "too many members", "zlib"],
 )
 def test_what_is_no_gzip_is_refused(body):
     with pytest.raises(InvalidEncoding, match="Invalid gzip payload"):
