@@ -332,7 +332,11 @@ def test_b22_an_invalid_group_in_a_list_costs_its_neighbours_nothing(legacy, mak
     assert legacy.idents() == [1, 3]
 
 
-@pytest.mark.parametrize("body", [b"abc", gzip.compress(b"{}" * 500)[:-9], b"\x1f\x8b\x08\x00" + b"\xff" * 40])
+@pytest.mark.parametrize(
+    "body",
+    [b"abc", gzip.compress(b"{}" * 500)[:-9], b"\x1f\x8b\x08\x00" + b"\xff" * 40],
+    ids=["no header", "cut off", "broken"],
+)
 def test_b23_a_broken_gzip_body_is_the_clients_fault(legacy, body):
     response = legacy.http.post("/scored_data", content=body, headers={"Content-Encoding": "gzip"})
     assert response.status_code == 400
