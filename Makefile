@@ -13,8 +13,8 @@ INSTALL_cpu = $(BIN)/pip install --quiet --no-deps --requirement $(LOCK) || \
 INSTALL_gpu = $(BIN)/pip install --quiet --requirement $(LOCK)
 INSTALL_LOCK = $(INSTALL_$(PLATFORM))
 DEMO_FLAGS ?=
-# Two files at a time: most tests wait for processes that they started.
-TEST_FLAGS ?= --numprocesses 2 --dist loadfile
+# Two files at a time, for most tests wait for processes that they started; the long ones come first in their order.
+TEST_FLAGS ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test check format bench gpu clean
 

@@ -125,7 +125,7 @@ class BreakingEngine:
 
 
 async def test_a_stream_that_breaks_ends_with_the_reason(door, monkeypatch):
-    monkeypatch.setattr(generate, "_engine_problems", contextlib.nullcontext)
+    monkeypatch.setattr(generate, "engine_problems", contextlib.nullcontext)
     monkeypatch.setattr(generate, "sampling_params", lambda _: None)
     engine = BreakingEngine()
     adapters = Adapters(
