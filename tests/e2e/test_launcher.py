@@ -19,7 +19,7 @@ import pytest
 from example_trainer.running.ports import free_port
 from example_trainer.running.process_tree import wait_until
 
-LIMIT_SECONDS = 10.0
+LIMIT_SECONDS = 30.0
 STANDINS = str(Path(__file__).with_name("standins.py"))
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
