@@ -104,8 +104,8 @@ def test_a_child_that_will_not_stop_is_stopped(standins, traces) -> None:
 
 
 def test_of_several_servers_one_that_dies_is_started_again_and_the_run_goes_on(standins, traces) -> None:
-    launched = standins("--training-steps", "60", "--num-inference-nodes", "2")
-    launched.wait_for_steps(3)
+    launched = standins("--training-steps", "240", "--num-inference-nodes", "2")
+    launched.wait_for_steps(60)  # three seconds: the launcher has seen both servers come up
     first, second = launched.child("standins.py", "vllm.yaml"), launched.child("standins.py", "vllm-2.yaml")
     pid_path = launched.run_dir / "bridge/vllm-2/worker.pid"
     before = pid_path.read_text()
