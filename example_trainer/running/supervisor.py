@@ -233,6 +233,8 @@ class Supervisor:
         """End every process of the run, remove what they left, dismiss the guardian. May be called again."""
         self._note_shared_memory()
         end_processes(self._living, grace_seconds=grace_seconds)
+        for child in self:
+            child.process.poll()  # one that died after the last look is a zombie, which is not among the living
         self._children.clear()
         self._shared_memory.sweep()
         shutil.rmtree(self._temporary_dir, ignore_errors=True)

@@ -76,7 +76,8 @@ def test_p2_packing_and_micro_batches_change_neither_loss_nor_gradient(
     chosen: dict[str, Any] = {"loss_aggregation": aggregation}
     whole = loss_and_gradients(policy, batch, "rows", token_budget=100_000, **chosen)
     split = loss_and_gradients(policy, batch, layout, token_budget=budget, pad_to=pad_to, **chosen)
-    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-6)
+    rounding = 2e-6 * max(1.0, float(whole.abs().max()))  # of sums over tokens, which may be small by cancellation
+    torch.testing.assert_close(split, whole, rtol=1e-5, atol=rounding)
 
 
 class _Told(Ranks):
