@@ -41,8 +41,11 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.trl_losses
 	$(BIN)/python -m benchmarks.learner_speed
 	$(BIN)/python -m benchmarks.head_memory
+	$(BIN)/python benchmarks/sync/modes.py
+	$(BIN)/python benchmarks/sync/publishing.py
 	$(BIN)/python benchmarks/sync/hotswap.py
 	$(BIN)/python benchmarks/sync/generate.py
+	$(BIN)/python benchmarks/sync/copies.py
 
 # Needs torch, transformers and peft alone, so it runs where vLLM cannot be had; every test skips without a GPU.
 gpu:

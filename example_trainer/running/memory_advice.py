@@ -179,6 +179,6 @@ def _cached_config(name: str, flag: str) -> Path:
         sizes = f"not one of the sizes {', '.join(REFERENCE_SHAPES)}, " if flag == "--memory" else ""
         raise ModelNotFound(
             f"{flag} {name}: {sizes}not a directory, and not in the "
-            f"local Hugging Face cache; huggingface-cli download {name} config.json brings it there"
+            f"local Hugging Face cache; hf download {name} config.json brings it there"
         )
     return Path(found)
