@@ -12,6 +12,8 @@ INSTALL_cpu = $(BIN)/pip install --quiet --no-deps --requirement $(LOCK) || \
 	$(BIN)/pip install --quiet --no-deps --requirement $(LOCK) --extra-index-url $(TORCH_CPU_INDEX)
 INSTALL_gpu = $(BIN)/pip install --quiet --requirement $(LOCK)
 INSTALL_LOCK = $(INSTALL_$(PLATFORM))
+# The environment of the other targets where there is one, unless PYTHON names another.
+GPU_PYTHON = $(if $(and $(wildcard $(BIN)/python),$(filter file,$(origin PYTHON))),$(BIN)/python,$(PYTHON))
 DEMO_FLAGS ?=
 # Most tests wait for processes that they started, so two files run at a time; whole runs have the machine to themselves.
 TEST_FLAGS ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -47,9 +49,12 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/sync/generate.py
 	$(BIN)/python benchmarks/sync/copies.py
 
-# Needs torch, transformers and peft alone, so it runs where vLLM cannot be had; every test skips without a GPU.
+# Needs pytest, torch, transformers and peft alone, so it runs where vLLM cannot be had; skips, with the reason, without a GPU.
 gpu:
-	$(PYTHON) -m pytest -p no:cacheprovider tests/gpu -q -s
+	@if $(GPU_PYTHON) -c 'import peft, pytest, torch, transformers' 2>/dev/null; then \
+		$(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu; \
+	elif [ $(PLATFORM) = cpu ]; then echo "make gpu: skipped, nvidia-smi finds no NVIDIA GPU here"; \
+	else echo "make gpu needs pytest, torch, transformers and peft; $(GPU_PYTHON) lacks one. Try: make gpu PYTHON=..." >&2; exit 2; fi
 
 clean:
 	rm -rf $(VENV)

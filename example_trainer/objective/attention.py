@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -213,18 +214,13 @@ def _varlen(rows: list[Tensor], lengths: tuple[Tensor, int], scaling: float, win
     value = rows[2]
     # Rotary embedding leaves queries and keys in fp32 under autocast; the kernel wants one half-precision dtype.
     query, key = (tensor.to(value.dtype) for tensor in rows[:2])
-    mixed = varlen_attn(
-        query,
-        key,
-        value,
-        cumulative,
-        cumulative,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(left, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0)}
+    shared = query.shape[1] // key.shape[1]
+    if shared > 1 and "enable_gqa" in signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    elif shared > 1:  # torch before 2.12 has no such argument
+        key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
+    mixed = varlen_attn(query, key, value, cumulative, cumulative, longest, longest, **options)
     assert isinstance(mixed, Tensor)
     return mixed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class ServerState:
         told["checksum_seconds"] = time.monotonic() - began
         told["segment"] = {
             "header_path": self.manifest.header_path,
-            "storages": [storage.model_dump() for storage in self.manifest.storages],
+            "storages": [asdict(storage) for storage in self.manifest.storages],
             "device": self.manifest.device,
         }
         return told

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from example_trainer.serving.adapter_worker import AdapterWorker
 from example_trainer.serving.broadcast_worker import BroadcastWorker
 from example_trainer.serving.checkpoint_shapes import read_checkpoint_shapes
 from example_trainer.serving.tracing import Copy, Trace, trace_load_weights
-from example_trainer.weights.manifest import ParamMapping, Piece, TensorMap
+from example_trainer.weights.layout import ParamMapping, Piece, TensorMap
 from example_trainer.weights.segment import Exported, Placement, SharedSegment, make_segment
 from example_trainer.weights.versions import SegmentHeader, SharedFile
 
@@ -65,7 +66,7 @@ class SharedWeightsWorker(AdapterWorker, BroadcastWorker):
             {
                 "device": _device_name(self.device),
                 "header_path": str(header_file.path),
-                "storages": [storage.model_dump() for storage in exported.storages],
+                "storages": [asdict(storage) for storage in exported.storages],
                 "param_mappings": _describe_parameters(shared, exported),
                 "tensors": _describe_tensors(trace, shared, before, exported),
                 "tied": tied,
@@ -103,11 +104,13 @@ def _address(tensor: torch.Tensor) -> tuple[int, int]:
 def _describe_parameters(shared: dict[str, torch.Tensor], exported: Exported) -> dict[str, Any]:
     handles = {storage.id: storage.handle for storage in exported.storages}
     return {
-        name: ParamMapping(
-            ipc_handle={**handles[place.storage], "offset": place.offset, "stride": list(place.stride)},
-            shape=list(place.shape),
-            dtype=_dtype_name(shared[name].dtype),
-        ).model_dump()
+        name: asdict(
+            ParamMapping(
+                ipc_handle={**handles[place.storage], "offset": place.offset, "stride": list(place.stride)},
+                shape=list(place.shape),
+                dtype=_dtype_name(shared[name].dtype),
+            )
+        )
         for name, place in exported.placements.items()
     }
 
@@ -127,7 +130,7 @@ def _describe_tensors(
         dtype = bases[copies[0].target_storage][2]
         pieces = [_describe_piece(copy, *bases[copy.target_storage][:2]) for copy in copies]
         entry = TensorMap(pieces=pieces, shape=list(trace.shapes[name]), dtype=_dtype_name(dtype))
-        described[name] = entry.model_dump()
+        described[name] = asdict(entry)
     return described
 
 

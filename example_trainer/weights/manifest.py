@@ -13,11 +13,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from example_trainer.errors import TrainerError
+from example_trainer.weights.layout import ParamMapping, Storage, TensorMap
 
 MANIFEST_NAME = "vllm_bridge_config.json"
 
@@ -32,42 +32,6 @@ class ManifestStale(TrainerError):
 
 class ManifestUnsafe(TrainerError):
     """Somebody else could have written or read the manifest."""
-
-
-class ParamMapping(BaseModel):
-    """One parameter of the server, by the server's own name for it."""
-
-    ipc_handle: dict[str, Any]
-    shape: list[int]
-    dtype: str
-
-
-class Storage(BaseModel):
-    """One block of shared memory: its handle is all that is needed to map it."""
-
-    id: str
-    handle: dict[str, Any]
-    nbytes: int
-
-
-class Piece(BaseModel):
-    """A part of a checkpoint tensor: which of its elements lie where in a storage. All counts are of elements."""
-
-    storage: str
-    offset: int
-    shape: list[int]
-    stride: list[int]
-    source_offset: int
-    source_shape: list[int]
-    source_stride: list[int]
-
-
-class TensorMap(BaseModel):
-    """Where a checkpoint tensor lies; vocabulary padding is left out."""
-
-    pieces: list[Piece]
-    shape: list[int]
-    dtype: str
 
 
 class BridgeManifest(BaseModel):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from example_trainer.weights.manifest import Storage
+from example_trainer.weights.layout import Storage
 from example_trainer.weights.versions import SharedFile, SharedMemoryError
 
 _ALIGNMENT_BYTES = 64
@@ -102,7 +102,9 @@ class CudaSegment(SharedSegment):
         storages: dict[tuple[str, int], Storage] = {}
         placements: dict[str, Placement] = {}
         for name, tensor in tensors.items():
-            storage = storages.setdefault(_key(tensor), _describe_cuda_storage(tensor, str(len(storages))))
+            if _key(tensor) not in storages:  # a handle can be asked for once a storage
+                storages[_key(tensor)] = _describe_cuda_storage(tensor, str(len(storages)))
+            storage = storages[_key(tensor)]
             placements[name] = Placement(
                 storage=storage.id,
                 offset=int(tensor.storage_offset()),

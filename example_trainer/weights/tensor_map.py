@@ -12,13 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from example_trainer.weights.checkpoint_names import checkpoint_names, merged_parameters
 from example_trainer.weights.errors import CannotShare
-from example_trainer.weights.manifest import BridgeManifest, Piece, TensorMap
+from example_trainer.weights.layout import Piece, TensorMap
+
+if TYPE_CHECKING:
+    from example_trainer.weights.manifest import BridgeManifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,15 +22,8 @@ from typing import Any
 import torch
 
 from example_trainer.model import PolicyOptions, load_policy
-from example_trainer.weights.manifest import (
-    BridgeManifest,
-    ParamMapping,
-    Piece,
-    Storage,
-    TensorMap,
-    process_start_time,
-    write_manifest,
-)
+from example_trainer.weights.layout import ParamMapping, Piece, TensorMap
+from example_trainer.weights.manifest import BridgeManifest, process_start_time, write_manifest
 from example_trainer.weights.segment import PosixSegment
 from example_trainer.weights.tensor_map import map_parameters
 from example_trainer.weights.versions import SegmentHeader, SharedFile
@@ -180,7 +173,7 @@ class FakeServer:
             device="cpu",
             dtype=dtype,
             header_path=str(self._header_file.path),
-            storages=[Storage.model_validate(storage.model_dump()) for storage in exported.storages],
+            storages=exported.storages,
             tensors=tensors,
             tied={"lm_head.weight": "model.embed_tokens.weight"} if "lm_head.weight" not in weights else {},
             unmapped=[],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from dataclasses import asdict
 
 import torch
 
@@ -56,7 +57,7 @@ class Exporter:
         if command == "export":
             exported = make_segment(str(torch.cuda.get_device_properties(0).uuid)).export(self.weights)
             return {
-                "storages": [storage.model_dump() for storage in exported.storages],
+                "storages": [asdict(storage) for storage in exported.storages],
                 "placements": {
                     name: [place.storage, place.offset, list(place.shape), list(place.stride)]
                     for name, place in exported.placements.items()
@@ -68,6 +69,8 @@ class Exporter:
             return {"replayed": digest(self.output), "eager": digest(self.forward())}
         if command == "checksum":
             return {name: digest(weight) for name, weight in self.weights.items()}
+        if command == "memory":
+            return {"nbytes": torch.cuda.memory_allocated()}
         return {"nbytes": sum(weight.nbytes for weight in self.weights.values())}
 
 

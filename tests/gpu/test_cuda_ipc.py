@@ -37,7 +37,10 @@ class ExporterProcess:
     def ask(self, command):
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the exporter ended when asked to {command}; its own error is above")
+        return json.loads(answer)
 
     def attach(self):
         exported = self.ask("export")
@@ -82,13 +85,28 @@ def random_masters(views):
     return {name: torch.randn(view.shape, device="cuda") * view.shape[-1] ** -0.5 for name, view in views.items()}
 
 
-def test_a_captured_graph_computes_with_the_published_weights_bit_for_bit(exporter):
+def seconds_of(action, repeats=5):
+    """Of the fastest of some, after one to warm up."""
+    times = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        action()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
+def test_a_captured_graph_computes_with_the_published_weights_bit_for_bit(exporter, report):
     server = exporter()
     before = server.ask("replay")
     segment, views = server.attach()
     publish(views, random_masters(views), segment)
     after = server.ask("replay")
-    assert after["replayed"] == after["eager"] != before["replayed"]
+    same = after["replayed"] == after["eager"]
+    report("a captured graph after a publish, to a fresh forward", "bit-equal" if same else "another", "bit-equal")
+    assert same
+    assert after["replayed"] != before["replayed"]
 
 
 def test_views_are_unfused_slices_of_the_servers_memory(exporter):
@@ -102,7 +120,7 @@ def test_views_are_unfused_slices_of_the_servers_memory(exporter):
     assert {name for name in before if before[name] != after[name]} == {"layers.0.qkv"}
 
 
-def test_attaching_a_model_adds_no_copy_of_it(exporter, capsys):
+def test_attaching_a_model_adds_no_copy_of_it(exporter, report):
     server = exporter(LARGE)
     nbytes = server.ask("size")["nbytes"]
     free_before = torch.cuda.mem_get_info()[0]
@@ -112,30 +130,28 @@ def test_attaching_a_model_adds_no_copy_of_it(exporter, capsys):
     taken = free_before - torch.cuda.mem_get_info()[0]
     assert sum(view.nbytes for view in views.values()) == nbytes
     assert taken < 0.1 * nbytes
-    with capsys.disabled():
-        sys.stdout.write(f"\nattach: {nbytes / 1e9:.2f} GB in {seconds * 1e3:.1f} ms, {taken / 1e6:.0f} MB taken by it")
+    own = server.ask("memory")["nbytes"]
+    report(f"attach to {nbytes / 1e9:.2f} GB", f"{seconds * 1e3:.1f} ms")
+    report("memory that attaching takes, of the weights", f"{taken / nbytes:.3f}", "below 0.1")
+    report("memory of the process that owns them, of the weights", f"{own / nbytes:.3f}")
 
 
-def test_a_publish_runs_at_memory_speed(exporter, capsys):
+def test_a_publish_runs_at_the_speed_of_a_cast_in_one_process(exporter, report):
     server = exporter(LARGE)
     segment, views = server.attach()
     masters = random_masters(views)
-    publish(views, masters, segment)
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        publish(views, masters, segment)
-        times.append(time.perf_counter() - started)
     written = sum(view.nbytes for view in views.values())
-    rate = written / min(times) / 1e9
-    with capsys.disabled():
-        sys.stdout.write(
-            f"\npublish: {written / 1e9:.2f} GB of bf16 from fp32 in {min(times) * 1e3:.1f} ms, {rate:.0f} GB/s"
-        )
-    assert rate > 20, "slower than a copy over PCIe"
+    rate = written / seconds_of(lambda: publish(views, masters, segment)) / 1e9
+    own = {name: torch.empty_like(view) for name, view in views.items()}
+    cast = written / seconds_of(lambda: publish(own, masters, segment)) / 1e9
+    copied = written / seconds_of(lambda: publish(own, views, segment)) / 1e9
+    report(f"publish of {written / 1e9:.2f} GB of bf16 from fp32", f"{rate:.0f} GB/s written", "half of the next row")
+    report("the same cast within one process", f"{cast:.0f} GB/s written")
+    report("a copy of bf16 out of the shared memory", f"{copied:.0f} GB/s written")
+    assert rate >= 0.5 * cast
 
 
-def test_the_masters_survive_the_death_of_the_server(exporter):
+def test_the_masters_survive_the_death_of_the_server(exporter, report):
     server = exporter()
     _, views = server.attach()
     masters = random_masters(views)
@@ -145,11 +161,12 @@ def test_the_masters_survive_the_death_of_the_server(exporter):
     segment, fresh = again.attach()
     publish(fresh, masters, segment)
     assert {name: master.double().sum().item() for name, master in masters.items()} == sums
+    report("masters after the server's death", "whole, and published to its successor", "whole")
     assert again.ask("replay")["replayed"] == again.ask("replay")["eager"]
     del views
 
 
-def test_expandable_segments_are_told_apart_from_a_working_export(exporter, capsys):
+def test_expandable_segments_are_told_apart_from_a_working_export(exporter, report):
     server = exporter(SMALL, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     try:
         segment, views = server.attach()
@@ -158,6 +175,5 @@ def test_expandable_segments_are_told_apart_from_a_working_export(exporter, caps
         outcome = "works" if answer["replayed"] == answer["eager"] else "computes something else"
     except (RuntimeError, ValueError) as error:
         outcome = f"fails: {str(error).splitlines()[0]}"
-    with capsys.disabled():
-        sys.stdout.write(f"\nexport with expandable_segments {outcome}")
+    report("export with expandable_segments", outcome, "works, or fails with a reason")
     assert outcome != "computes something else"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from example_trainer.weights.errors import CannotShare
-from example_trainer.weights.manifest import Piece, TensorMap
+from example_trainer.weights.layout import Piece, TensorMap
 from example_trainer.weights.segment import PosixSegment
 from example_trainer.weights.tensor_map import Place, map_parameters, place_of, view_at
 from example_trainer.weights.testing import FakeServer
@@ -106,7 +108,7 @@ def test_pieces_with_gaps_holes_or_overlaps_are_refused(rows, reason):
 
 def test_pieces_in_different_storages_and_reshaped_ones_are_refused():
     source, memory = torch.rand(8, 4), torch.zeros(8, 4)
-    apart = [piece(memory[:4], source[:4]), piece(memory[4:], source[4:]).model_copy(update={"storage": "1"})]
+    apart = [piece(memory[:4], source[:4]), replace(piece(memory[4:], source[4:]), storage="1")]
     with pytest.raises(ValueError, match="different storages"):
         place_of(tensor_of(source, *apart))
     interleaved = source.view(4, 2, 4).transpose(0, 1)[0]
@@ -136,8 +138,8 @@ def test_vocabulary_padding_is_sliced_off_when_the_manifest_has_it(serve):
     server, model, storages = serve("llama")
     entry = server.manifest.tensors["lm_head.weight"]
     padded = [320, 128]
-    grown = entry.pieces[0].model_copy(update={"shape": padded, "source_shape": padded})
-    server.manifest.tensors["lm_head.weight"] = entry.model_copy(update={"shape": padded, "pieces": [grown]})
+    grown = replace(entry.pieces[0], shape=padded, source_shape=padded)
+    server.manifest.tensors["lm_head.weight"] = replace(entry, shape=padded, pieces=[grown])
     assert map_parameters(model, server.manifest, storages)["lm_head.weight"].shape == (300, 128)
 
 
@@ -157,7 +159,7 @@ def test_a_wrong_shape_and_a_quantised_dtype_are_refused(serve):
     server, model, storages = serve("llama")
     tensors = server.manifest.tensors
     tensors["model.norm.weight"] = tensors["model.layers.0.mlp.up_proj.weight"]
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].model_copy(update={"dtype": "float8_e4m3fn"})
+    tensors["lm_head.weight"] = replace(tensors["lm_head.weight"], dtype="float8_e4m3fn")
     with pytest.raises(CannotShare) as caught:
         map_parameters(model, server.manifest, storages)
     assert "model.norm.weight: it has shape (96, 128) at the server and (128,)" in str(caught.value)
@@ -170,10 +172,8 @@ def test_ties_are_judged_by_memory_and_not_by_config(serve):
     server.manifest.tensors["lm_head.weight"] = server.manifest.tensors["model.embed_tokens.weight"]
     assert "lm_head.weight" not in map_parameters(model, server.manifest, storages)
     first = server.manifest.tensors["model.embed_tokens.weight"].pieces[0]
-    elsewhere = first.model_copy(update={"offset": first.offset + 128})
-    server.manifest.tensors["lm_head.weight"] = server.manifest.tensors["lm_head.weight"].model_copy(
-        update={"pieces": [elsewhere]}
-    )
+    elsewhere = replace(first, offset=first.offset + 128)
+    server.manifest.tensors["lm_head.weight"] = replace(server.manifest.tensors["lm_head.weight"], pieces=[elsewhere])
     with pytest.raises(CannotShare, match=r"ties it to model\.embed_tokens\.weight"):
         map_parameters(model, server.manifest, storages)
 
