@@ -22,7 +22,7 @@ def test_an_adapter_learns_from_its_own_rollouts_and_stays_aligned_with_its_samp
         weight_bridge_mode="lora_only",
         lora_target_modules=["all-linear"],
         lora_dropout=0.1,
-        training_steps=14,
+        training_steps=28,
         batch_size=16,
         lr=2e-2,
         importance_sampling="truncated",
@@ -33,7 +33,7 @@ def test_an_adapter_learns_from_its_own_rollouts_and_stays_aligned_with_its_samp
         assert bench.trainer(config, bridge).run()
     assert rollouts.error is None
     lines: list[dict[str, Any]] = bench.metrics(config)
-    assert sum(line["reward/mean"] for line in lines[-3:]) / 3 > 0.85
+    assert sum(line["reward/mean"] for line in lines[-5:]) / 5 > 0.85
     measured = [line for line in lines if line.get("alignment/tokens", 0) > 0]
     assert measured
     assert max(line["alignment/diff_max"] for line in measured) < 1e-4
