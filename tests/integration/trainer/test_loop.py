@@ -35,7 +35,7 @@ def weights_at(directory: Path, step: int) -> dict[str, torch.Tensor]:
 
 def run_live(bench: Workbench, **settings: Any) -> list[dict[str, Any]]:
     """Train on rollouts sampled from what was published, as they come."""
-    config = bench.config(training_steps=14, batch_size=16, lr=1e-2, importance_sampling="truncated", **settings)
+    config = bench.config(training_steps=20, batch_size=16, lr=1e-2, importance_sampling="truncated", **settings)
     bridge = bench.bridge()
     sampler = Sampler(bench.model, seed=1)
     with RolloutThread(bench.url, bridge, sampler, even_tokens, group_size=GROUP_SIZE) as rollouts:
@@ -51,14 +51,14 @@ def tail_reward(lines: list[dict[str, Any]]) -> float:
 def test_a_policy_learns_from_its_own_rollouts_and_stays_aligned_with_its_sampler(bench: Workbench) -> None:
     lines = run_live(bench, overlap_publish=True, keep_versions=6)
     assert lines[0]["reward/mean"] < 0.65
-    assert tail_reward(lines) > 0.85
+    assert tail_reward(lines) > 0.9
     assert all(line["alignment/tokens"] > 0 for line in lines if not line["train/skipped"])
     assert max(line.get("alignment/diff_max", 0.0) for line in lines) < 1e-4
     assert max(line.get("alignment/diff_abs_mean", 0.0) for line in lines) < 5e-6
 
 
 def test_the_control_with_shuffled_advantages_does_not_learn(bench: Workbench) -> None:
-    assert tail_reward(run_live(bench, shuffle_advantages=True)) < 0.75
+    assert tail_reward(run_live(bench, shuffle_advantages=True)) < 0.8
 
 
 def test_r25_a_run_that_broke_off_and_was_resumed_equals_the_uninterrupted_one(
