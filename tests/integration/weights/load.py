@@ -82,6 +82,7 @@ class Load:
                 await anyio.sleep(0.1)
 
 
+@torch.no_grad()
 def differences(
     policy: Policy, weights: Mapping[int, dict[str, torch.Tensor]], load: Load, *, back: int = 0
 ) -> torch.Tensor:
