@@ -5,6 +5,9 @@ What they measure ends up in one table at the end.
 
 from __future__ import annotations
 
+import statistics
+import time
+
 import pytest
 import torch
 
@@ -27,6 +30,23 @@ def report(request):
         request.config.stash.setdefault(_ROWS, []).append((what, found, wanted))
 
     return add
+
+
+@pytest.fixture
+def seconds_of():
+    """Measures what an action takes on the GPU: the median of five, after one to warm up."""
+
+    def measure(action):
+        times = []
+        for _ in range(6):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            action()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])
+
+    return measure
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -85,18 +85,6 @@ def random_masters(views):
     return {name: torch.randn(view.shape, device="cuda") * view.shape[-1] ** -0.5 for name, view in views.items()}
 
 
-def seconds_of(action, repeats=5):
-    """Of the fastest of some, after one to warm up."""
-    times = []
-    for _ in range(repeats + 1):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        action()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return min(times[1:])
-
-
 def test_a_captured_graph_computes_with_the_published_weights_bit_for_bit(exporter, report):
     server = exporter()
     before = server.ask("replay")
@@ -136,7 +124,7 @@ def test_attaching_a_model_adds_no_copy_of_it(exporter, report):
     report("memory of the process that owns them, of the weights", f"{own / nbytes:.3f}")
 
 
-def test_a_publish_runs_at_the_speed_of_a_cast_in_one_process(exporter, report):
+def test_a_publish_runs_at_the_speed_of_a_cast_in_one_process(exporter, report, seconds_of):
     server = exporter(LARGE)
     segment, views = server.attach()
     masters = random_masters(views)
@@ -161,8 +149,8 @@ def test_the_masters_survive_the_death_of_the_server(exporter, report):
     segment, fresh = again.attach()
     publish(fresh, masters, segment)
     assert {name: master.double().sum().item() for name, master in masters.items()} == sums
-    report("masters after the server's death", "whole, and published to its successor", "whole")
     assert again.ask("replay")["replayed"] == again.ask("replay")["eager"]
+    report("masters after the server's death", "whole, and published to its successor", "whole")
     del views
 
 

@@ -5,8 +5,6 @@ Random weights of a 1.5B model's shape; nothing here needs a broker or a server.
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -99,19 +97,7 @@ def score(module, micro, labels):
     return token_logprobs(forward_hidden(module, micro), weight, micro.hidden_index, labels, ones, bias=bias)[0]
 
 
-def seconds_of(action, repeats=3):
-    action()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        action()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return sorted(times)[repeats // 2]
-
-
-def test_a_packed_step_is_a_third_faster_than_a_padded_one(policy, report):
+def test_a_packed_step_is_a_third_faster_than_a_padded_one(policy, report, seconds_of):
     rows = make_rows()
     kinds = ("packed", "sorted", "padded")
     packed, by_length, padded = (seconds_of(lambda kind=kind: run_step(policy, rows, kind)) for kind in kinds)
