@@ -1,6 +1,7 @@
-"""Each one-line mutant of the objective and what feeds it fails the test that promises otherwise.
+"""Each one-line mutant fails the test that promises otherwise.
 
-The default run tries one mutant of each idea; ATROPOS_TRAINER_MUTANTS=all tries them all.
+The default run tries one slice of them, chosen by the commit, so that a week of commits tries them all;
+ATROPOS_CODE_MUTANTS=all tries them all at once.
 """
 
 from __future__ import annotations
@@ -15,40 +16,59 @@ from typing import Any
 
 import pytest
 
-from .mutants import MUTANTS, Mutant
+from .mutant import Mutant
+from .objective import OBJECTIVE
 
 ROOT = Path(__file__).resolve().parents[2]
-EVERY = os.environ.get("ATROPOS_TRAINER_MUTANTS", "") == "all"
-TRIED = [mutant for mutant in MUTANTS if EVERY or mutant.quick]
+AREAS: dict[str, tuple[Mutant, ...]] = {"objective": OBJECTIVE}
+LEAST = {"objective": 60}
+SLICES = 8  # with 40 commits a week the chance that one slice is never chosen is 4 %
 TESTS_FAILED = 1
 TIMEOUT_SECONDS = 1800
 
 pytestmark = pytest.mark.timeout(TIMEOUT_SECONDS)
 CONFIGURATION = "[pytest]\naddopts = --import-mode=importlib\n"
+PACKAGES = ("atropos_api", "environments", "example_trainer", "configs", "docs", "tests")
 
 
-def copy_package(root: Path) -> Path:
-    """The package, and the tests that are to find its mutants out, without anything compiled."""
+def slice_of_this_commit() -> int | None:
+    """The number of the slice to try; None for all of them."""
+    if os.environ.get("ATROPOS_CODE_MUTANTS") == "all":
+        return None
+    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return int(asked.stdout.strip() or "0", 16) % SLICES
+
+
+def chosen(number: int | None) -> list[Mutant]:
+    every = [mutant for mutants in AREAS.values() for mutant in mutants]
+    return every if number is None else every[number::SLICES]
+
+
+TRIED = chosen(slice_of_this_commit())
+
+
+def copy_project(root: Path) -> Path:
+    """The packages, and the tests that are to find their mutants out, without anything compiled."""
     skip = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "example_trainer", root / "example_trainer", ignore=skip)
-    shutil.copytree(ROOT / "tests" / "unit" / "trainer", root / "tests" / "unit" / "trainer", ignore=skip)
-    shutil.copyfile(ROOT / "tests" / "conftest.py", root / "tests" / "conftest.py")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, root / package, ignore=skip)
+    shutil.copyfile(ROOT / "pyproject.toml", root / "pyproject.toml")
     (root / "pytest.ini").write_text(CONFIGURATION)
     return root
 
 
 def as_job(mutant: Mutant) -> dict[str, Any]:
-    nodes = [f"tests/unit/trainer/{mutant.test}"]
+    nodes = [f"tests/{mutant.test}"]
     return {"name": mutant.name, "file": mutant.file, "old": mutant.old, "new": mutant.new, "nodes": nodes}
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What became of each mutant, and of the package as it is."""
-    root = copy_package(tmp_path_factory.mktemp("mutants"))
+    """What became of each mutant, and of the project as it is."""
+    root = copy_project(tmp_path_factory.mktemp("mutants"))
     nodes = sorted({node for mutant in TRIED for node in as_job(mutant)["nodes"]})
-    healthy = {"name": "healthy", "file": "example_trainer/data.py", "old": "", "new": "", "nodes": nodes}
-    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
+    healthy = {"name": "healthy", "file": TRIED[0].file, "old": "", "new": "", "nodes": nodes}
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(root)}
     printed = subprocess.run(
         [sys.executable, Path(__file__).with_name("runner.py"), root],
         input=json.dumps([healthy, *map(as_job, TRIED)]),
@@ -60,7 +80,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return {found["name"]: found for found in map(json.loads, printed.splitlines())}
 
 
-def test_the_package_as_it_is_passes_the_tests_that_judge_its_mutants(outcomes: dict[str, dict[str, Any]]) -> None:
+def test_the_project_as_it_is_passes_the_tests_that_judge_its_mutants(outcomes: dict[str, dict[str, Any]]) -> None:
     assert outcomes["healthy"]["code"] == 0, outcomes["healthy"]["log"]
 
 
@@ -70,5 +90,12 @@ def test_a_mutant_fails_the_test_that_promises_otherwise(mutant: Mutant, outcome
     assert found["code"] == TESTS_FAILED, f"{mutant.test} on {mutant.new!r}: {found['log']}"
 
 
-def test_there_are_at_least_thirty_mutants_of_distinct_names() -> None:
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 30
+def test_every_area_has_its_mutants_under_distinct_names() -> None:
+    every = chosen(None)
+    assert len({mutant.name for mutant in every}) == len(every)
+    assert {area: len(mutants) >= LEAST[area] for area, mutants in AREAS.items()} == dict.fromkeys(AREAS, True)
+
+
+def test_each_mutant_is_in_one_slice() -> None:
+    in_slices = [mutant.name for number in range(SLICES) for mutant in chosen(number)]
+    assert sorted(in_slices) == sorted(mutant.name for mutant in chosen(None))

@@ -1,0 +1,16 @@
+"""One-line faults, each with the test that has to fail on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`old`, found once in `file`, becomes `new`; then `test` (a node id under `tests/`) fails."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
