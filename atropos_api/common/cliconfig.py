@@ -21,9 +21,11 @@ from pydantic import BaseModel, ValidationError
 
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.options import Option, list_options, nested_model
+from atropos_api.common.version import version_line
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
+VERSION_FLAG = "--version"
 RUN_FILE_SECTIONS = frozenset({"trainer", "api", "vllm", "env", "openai", "environments", "teacher", "modes"})
 
 
@@ -104,15 +106,28 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def run_cli(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run a command with the process's arguments; an `AtroposError` becomes one line on stderr and exit code 2."""
+    """Run a command with the process's arguments; an `AtroposError` becomes one line on stderr and exit code 2.
+
+    `--version` is answered here, so that every command has it, and each of its verbs.
+    """
     try:
-        code = main(sys.argv[1:])
+        code = _print_version() if VERSION_FLAG in sys.argv[1:] else main(sys.argv[1:])
     except AtroposError as error:
-        sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {error}\n")
+        sys.stderr.write(f"{program_name()}: error: {error}\n")
         code = 2
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def program_name() -> str:
+    """The name that this process was started under, without its folder."""
+    return Path(sys.argv[0]).name
+
+
+def _print_version() -> int:
+    sys.stdout.write(f"{version_line(program_name())}\n")
+    return 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -169,6 +184,8 @@ def _build_parser(options: Sequence[Option], *, prog: str, description: str) -> 
     parser.add_argument(
         "--config", action="append", default=[], metavar="FILE", help="YAML file under the flags; repeatable, merged"
     )
+    # For the help alone: `run_cli` answers it before there is a parser.
+    parser.add_argument(VERSION_FLAG, action="store_true", help="print the version and exit")
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
     for option in options:
         if option.group not in groups:

@@ -11,6 +11,7 @@ from typing import Final
 WINDOW_SECONDS: Final = 10.0
 MOST_ALIKE: Final = 20
 MOST_KINDS: Final = 1000
+DATE_FORMAT: Final = "%Y-%m-%d %H:%M:%S"
 CONTROL_CHARACTERS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 
 
@@ -64,7 +65,7 @@ def setup_logging(name: str, *, level: str = "INFO", json_lines: bool = False) -
     """Send this process's log records to stderr, each marked with the process's `name`."""
     handler = logging.StreamHandler(sys.stderr)
     text = f"%(asctime)s {name} %(levelname).1s %(message)s"
-    handler.setFormatter(_JsonFormatter() if json_lines else _TextFormatter(text, datefmt="%H:%M:%S"))
+    handler.setFormatter(_JsonFormatter() if json_lines else _TextFormatter(text, datefmt=DATE_FORMAT))
     handler.addFilter(_Sparing())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for chatty in ("httpx", "httpcore"):

@@ -6,8 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from atropos_api.common.cliconfig import run_cli
 from environments.tasks.arithmetic import TASK_NAMES
-from example_trainer.tiny.cache import copy_base, ensure_base, read_report
+from example_trainer.tiny.cache import copy_base, ensure_base, find_base, read_report
 
 
 def main(argv: list[str]) -> int:
@@ -17,7 +18,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="copy the model here; without it the cached folder is named")
     parser.add_argument("--cache-dir", type=Path, help="default: $ATROPOS_CACHE or ~/.cache/atropos")
     options = parser.parse_args(argv)
-    path = ensure_base(options.task, options.seed, options.cache_dir)
+    cached = find_base(options.task, options.seed, options.cache_dir)
+    path = cached or ensure_base(options.task, options.seed, options.cache_dir)
     if options.out is not None:
         copy_base(path, options.out)
     report = read_report(path)
@@ -27,10 +29,10 @@ def main(argv: list[str]) -> int:
         f"pass rate at T=1 {report.pass_rate:.3f}\n"
         f"greedy accuracy {report.greedy_accuracy:.3f}\n"
         f"mean length {report.mean_length_tokens:.1f} tokens\n"
-        f"made in {report.seconds:.0f} s\n"
+        f"{'from the cache' if cached else f'made in {report.seconds:.0f} s'}\n"
     )
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_cli(main)

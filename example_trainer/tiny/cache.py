@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from environments.tasks.arithmetic import TaskName
+from example_trainer.errors import TrainerError
 
 REPORT_FILE = "base.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -41,22 +42,39 @@ class BaseReport:
     seconds: float
 
 
+class BaseNotWritten(TrainerError):
+    """A folder for the base model cannot be written."""
+
+
+def find_base(task: TaskName, seed: int = 0, cache_dir: Path | None = None) -> Path | None:
+    """The folder of the base model for `task` and `seed`, if the cache has it."""
+    target = _place_of(task, seed, cache_dir)
+    return target if is_complete(target) else None
+
+
 def ensure_base(task: TaskName, seed: int = 0, cache_dir: Path | None = None) -> Path:
     """The folder of the base model for `task` and `seed`, made now if it is not in the cache."""
-    root = (cache_dir or default_cache_dir()) / "tiny"
-    target = root / f"{task}-{seed}-{content_key(task, seed)}"
+    target = _place_of(task, seed, cache_dir)
     if is_complete(target):
         return target
-    root.mkdir(parents=True, exist_ok=True)
-    with _exclusive(root / f"{target.name}.lock"):
-        if not is_complete(target):
-            _make(task, seed, target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(target.parent / f"{target.name}.lock"):
+            if not is_complete(target):
+                _make(task, seed, target)
+    except OSError as error:
+        raise BaseNotWritten(
+            f"the cache {target.parent} cannot be written ({error}); name another with --cache-dir or $ATROPOS_CACHE"
+        ) from error
     return target
 
 
 def copy_base(source: Path, directory: Path) -> None:
     """Copy a cached model into `directory`, which may exist."""
-    shutil.copytree(source, directory, dirs_exist_ok=True)
+    try:
+        shutil.copytree(source, directory, dirs_exist_ok=True)
+    except OSError as error:
+        raise BaseNotWritten(f"--out {directory}: cannot be written ({error}); name another folder") from error
 
 
 def read_report(directory: Path) -> BaseReport:
@@ -83,6 +101,10 @@ def content_key(task: TaskName, seed: int) -> str:
     for source in _recipe_sources():
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _place_of(task: TaskName, seed: int, cache_dir: Path | None) -> Path:
+    return (cache_dir or default_cache_dir()) / "tiny" / f"{task}-{seed}-{content_key(task, seed)}"
 
 
 def _recipe_sources() -> list[Path]:

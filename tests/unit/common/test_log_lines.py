@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import re
 
 from atropos_api.common import logs
 
@@ -39,3 +40,10 @@ def test_warnings_of_one_kind_are_counted_instead_of_repeated(monkeypatch):
         monkeypatch.setattr(logs, "WINDOW_SECONDS", -1.0)
         logging.getLogger("a").warning("refused: %d", 0)
         assert lines()[-1].endswith("refused: 0 (and 30 more like this before)")
+
+
+def test_a_line_begins_with_the_day_and_the_time(monkeypatch):
+    with written(monkeypatch) as lines:
+        logging.getLogger("a").info("ready")
+        (line,) = lines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d me I ready", line)

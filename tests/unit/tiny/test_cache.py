@@ -7,7 +7,15 @@ import threading
 import pytest
 
 from example_trainer.tiny import cache
-from example_trainer.tiny.cache import BaseReport, content_key, ensure_base, read_report, write_report
+from example_trainer.tiny.__main__ import main as describe_base
+from example_trainer.tiny.cache import (
+    BaseNotWritten,
+    BaseReport,
+    content_key,
+    ensure_base,
+    read_report,
+    write_report,
+)
 
 
 @pytest.fixture
@@ -70,3 +78,18 @@ def test_the_environment_names_the_cache(monkeypatch, tmp_path):
 def test_finding_a_cached_model_loads_no_torch():
     probe = "import sys, example_trainer.tiny; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0
+
+
+def test_a_model_that_was_there_is_not_said_to_have_been_made(makes, tmp_path, capsys):
+    for last_line in ("made in 25 s", "from the cache"):
+        assert describe_base(["--cache-dir", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == last_line
+
+
+@pytest.mark.parametrize("flag", ["--cache-dir", "--out"])
+def test_a_folder_that_cannot_be_written_is_one_line(makes, tmp_path, flag):
+    occupied = tmp_path / "a-file"
+    occupied.write_text("")
+    flags = ["--cache-dir", str(tmp_path / "cache"), flag, str(occupied / "below")]
+    with pytest.raises(BaseNotWritten, match=f"{occupied}.* cannot be written .*name another"):
+        describe_base(flags)
