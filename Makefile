@@ -18,7 +18,7 @@ DEMO_FLAGS ?=
 # Most tests wait for processes that they started, so two files run at a time; whole runs have the machine to themselves.
 TEST_FLAGS ?= --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test check format bench gpu clean
+.PHONY: demo test test-all check format bench gpu clean
 
 demo: $(INSTALLED)
 	$(BIN)/atropos-grpo-run --config configs/demo.yaml $(DEMO_FLAGS)
@@ -26,6 +26,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED_DEV)
 	$(BIN)/python -m pytest tests/e2e
 	$(BIN)/python -m pytest --ignore tests/e2e $(TEST_FLAGS)
+
+# Hours. TEST_ALL names stages of tests/nightly.py, all of them if it is empty.
+test-all: $(INSTALLED_DEV)
+	$(BIN)/python tests/nightly.py $(TEST_ALL)
 
 check: $(INSTALLED_DEV)
 	$(BIN)/ruff format --check .

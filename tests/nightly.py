@@ -1,0 +1,197 @@
+"""Every long and optional form of the tests: `make test-all`, hours on two cores.
+
+Each stage is one run of pytest with the variables that ask for its long forms; stages whose tests need a package that
+is not locked run in an environment of their own, which sees the packages of the first one beside its own. A skip
+without one of the reasons below fails the whole, so that nothing is left out in silence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import venv
+import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTPUT = ROOT / "build" / "test-all"
+SYSTEM_PACKAGES = {"redis-server": "redis-server", "bwrap": "bubblewrap"}
+LONG = {
+    "ATROPOS_ACCEPTED_EXAMPLES": "2000",
+    "ATROPOS_BRIDGE_KILLS": "all",
+    "ATROPOS_CODE_MUTANTS": "all",
+    "ATROPOS_DEMO_MODES": "lora_only,lora_restart,none,broadcast",
+    "ATROPOS_FAMILIES": "all",
+    "ATROPOS_KILLS": "all",
+    "ATROPOS_MUTANTS": "10000",
+    "ATROPOS_POWER_CUTS": "100",
+    "ATROPOS_PROPERTY_EXAMPLES": "500",
+    "ATROPOS_PUBLISHES": "100",
+    "ATROPOS_RESTARTS": "10",
+    "ATROPOS_SCHEMA_EXAMPLES": "100",
+    "ATROPOS_STOCK_VLLM": "1",
+    "ATROPOS_TRAINER_KILLS": "10",
+    "ATROPOS_TRL": "1",
+}
+"""What asks for each long form. Stages share them: a variable that a stage's tests do not read does nothing."""
+
+SECONDS_A_TEST = 14_400
+EXPECTED_SKIPS = (
+    r"needs an NVIDIA GPU|no GPU|nvidia-smi",
+    r"there is a GPU",
+    r"(verifiers|reasoning-gym) is (not )?installed",  # both halves run, in different environments
+    r"could not import|No module named",  # the same
+    r"uv is not installed here",
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of pytest over `tests`; `packages` are what its own environment has besides the locked ones."""
+
+    name: str
+    tests: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    before: tuple[tuple[str, ...], ...] = ()
+    """Commands of the project that prepare it, as arguments to Python."""
+
+
+STAGES = (
+    Stage("unit", ("tests/unit",)),
+    Stage("properties", ("tests/property",)),
+    Stage("mutants", ("tests/mutants",)),
+    Stage("broker", ("tests/integration/broker",)),
+    Stage("environments", ("tests/integration/environments",)),
+    Stage("trl", ("tests/integration/trainer/test_trl_losses.py",), before=(("benchmarks/trl_losses.py",),)),
+    Stage("verifiers", ("tests/unit/environments/test_verifiers.py",), ("verifiers>=0.1.12,<0.3",)),
+    Stage("reasoning-gym", ("tests/unit/environments/test_reasoning_gym.py",), ("reasoning-gym>=0.1.19",)),
+    Stage(
+        "tensorboard",
+        ("tests/unit/trainer/test_running.py", "tests/unit/trainer/test_flag_effects.py"),
+        ("tensorboard",),
+    ),
+    Stage(
+        "openai",
+        ("tests/unit/environments/test_session_proxy.py", "tests/unit/environments/test_session_chats.py"),
+        ("openai",),
+    ),
+    Stage("serving", ("tests/integration/serving",)),
+    Stage("weights", ("tests/integration/weights",)),
+    Stage("trainer", ("tests/integration/trainer",)),
+    Stage("runs", ("tests/e2e",)),
+)
+
+
+@dataclass
+class Result:
+    """What one stage came to."""
+
+    stage: str
+    seconds: float
+    code: int
+    counts: Counter[str] = field(default_factory=Counter)
+    skips: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def unexpected(self) -> list[str]:
+        return [reason for reason in self.skips if not any(re.search(known, reason) for known in EXPECTED_SKIPS)]
+
+
+def install_system_packages() -> None:
+    """Debian's packages of what is not there yet; as root, or by sudo."""
+    missing = [package for program, package in SYSTEM_PACKAGES.items() if shutil.which(program) is None]
+    if not missing:
+        return
+    if shutil.which("apt-get") is None:
+        sys.exit(f"make test-all needs {', '.join(missing)}; install them with this system's package manager")
+    prefix = [] if os.geteuid() == 0 else ["sudo"]
+    subprocess.run([*prefix, "apt-get", "update", "-qq"], check=True)
+    subprocess.run([*prefix, "apt-get", "install", "-y", "-qq", *missing], check=True)
+
+
+def python_with(stage: Stage) -> str:
+    """The interpreter of a stage: this one, or one that has `packages` beside everything that this one has."""
+    if not stage.packages:
+        return sys.executable
+    folder = ROOT / ".venv" / "optional" / stage.name
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        venv.create(folder, with_pip=True, clear=True)
+        site = next(folder.glob("lib/python*/site-packages"))
+        locked = next(Path(sys.prefix).glob("lib/python*/site-packages"))
+        (site / "locked.pth").write_text(f"import site; site.addsitedir({str(locked)!r})\n")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *stage.packages], check=True)
+        (folder / "ready").touch()
+    return str(python)
+
+
+def run(stage: Stage) -> Result:
+    """Run one stage; its output goes to `build/test-all`, its summary to the terminal."""
+    started = time.monotonic()
+    environ = os.environ | LONG
+    report, log = OUTPUT / f"{stage.name}.xml", OUTPUT / f"{stage.name}.log"
+    python = python_with(stage)
+    with log.open("w") as out:
+        for command in stage.before:
+            subprocess.run([python, *command], cwd=ROOT, env=environ, stdout=out, stderr=subprocess.STDOUT, check=False)
+        flags = [f"--junitxml={report}", "-o", f"timeout={SECONDS_A_TEST}"]
+        command = [python, "-m", "pytest", *flags, *stage.tests]
+        code = subprocess.run(
+            command, cwd=ROOT, env=environ, stdout=out, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    result = Result(stage.name, time.monotonic() - started, code)
+    if report.exists():
+        read_report(report, result)
+    return result
+
+
+def read_report(report: Path, result: Result) -> None:
+    for case in ET.parse(report).iter("testcase"):
+        outcome = next((child for child in case if child.tag in {"failure", "error", "skipped"}), None)
+        result.counts["passed" if outcome is None else outcome.tag] += 1
+        if outcome is not None and outcome.tag == "skipped":
+            result.skips[outcome.get("message", "")] += 1
+
+
+def show(result: Result) -> None:
+    counts = ", ".join(f"{number} {what}" for what, number in sorted(result.counts.items()))
+    verdict = "ok" if result.code == 0 and not result.unexpected else "FAILED"
+    lines = [f"{result.stage:14} {verdict:7} {result.seconds / 60:6.1f} min  {counts}"]
+    lines += [f"{'':14} skipped {number}: {reason[:110]}" for reason, number in result.skips.items()]
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "stages", nargs="*", help=f"of {', '.join(stage.name for stage in STAGES)}; all if none is named"
+    )
+    asked = parser.parse_args().stages
+    unknown = set(asked) - {stage.name for stage in STAGES}
+    if unknown:
+        parser.error(f"no stage {', '.join(sorted(unknown))}")
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    install_system_packages()
+    results = []
+    for stage in STAGES:
+        if not asked or stage.name in asked:
+            results.append(run(stage))
+            show(results[-1])
+    failed = [result.stage for result in results if result.code or result.unexpected]
+    minutes = sum(result.seconds for result in results) / 60
+    total = sum((result.counts for result in results), Counter())
+    sys.stdout.write(f"{minutes:.0f} min, {total['passed']} passed; ")
+    sys.stdout.write(f"failed: {', '.join(failed)} (logs in {OUTPUT})\n" if failed else "every stage passed\n")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
