@@ -109,14 +109,19 @@ class Batches:
         budget = max_staleness_of(state, run)
         step_then = max(run.policy_step or 0, upcoming - 1)
         outdated: list[GroupRow] = []
+        reasons: dict[str, list[GroupRow]] = {}
         for version in state.queue.versions():
             step = state.runs.step_of(run, version)
             orphaned = state.settings.drop_orphaned and state.runs.is_orphaned(run, version)
             too_old = budget is not None and step is not None and step_then - step > budget
             if orphaned or too_old:
-                outdated += state.queue.of_version(version)
+                groups = state.queue.of_version(version)
+                outdated += groups
+                reasons.setdefault("orphaned" if orphaned else "too-old", []).extend(groups)
         if outdated:
             self.drop(outdated)
+            for reason, groups in reasons.items():
+                state.drops.count(groups, reason)
             state.counters.groups_expired_total += len(outdated)
             state.events.add("groups-expired", run_id=run.run_id, groups=len(outdated), step=step_then)
             state.pacing_changed()
@@ -168,6 +173,7 @@ class Batches:
         stuck = [group for size in sizes for lane in self._state.queue.lanes_of_size(size) for group in lane]
         if stuck:
             self.drop(stuck)
+            self._state.drops.count(stuck, "unpackable")
             self._state.events.add("unpackable-dropped", run_id=run.run_id, groups=len(stuck), sizes=sizes)
 
     def _check_number(self, run: RunRow, number: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from atropos_api.broker.batches import Batches, slice_for_rank
+from atropos_api.broker.drops import Drops
 from atropos_api.broker.environments import Environments
 from atropos_api.broker.events import EventLog
 from atropos_api.broker.holds import Holds
@@ -30,6 +31,7 @@ from atropos_api.errors import BrokerError, DamagedBatch, InvalidRequest, StoreD
 from atropos_api.store.base import LOST, NO_RUN, BodyLog, EnvironmentRow, GroupRow, Ledger, RunRow, Snapshot
 from atropos_api.store.steps import Reach, Step, pass_by
 from atropos_api.wire.messages import (
+    DropReport,
     EnvironmentInfo,
     EnvironmentRequest,
     Pacing,
@@ -77,6 +79,7 @@ class Broker:
                 runs=Runs(ledger, snapshot.runs, snapshot.policies),
                 environments=Environments(ledger, snapshot.environments),
                 events=EventLog(ledger, clock, snapshot.events),
+                drops=Drops(clock),
                 revision=int(clock() * 1000),
                 next_seq=snapshot.next_seq,
                 reach=reach,
@@ -295,6 +298,13 @@ class Broker:
         row = self.state.environments.get(environment_id)
         self.touch(row)
         return self.pacing(row)
+
+    def report_dropped(self, environment_id: int, report: DropReport) -> None:
+        """Take over how many groups an environment dropped so far, and why."""
+        row = self.state.environments.get(environment_id)
+        self.touch(row)
+        if added := self.state.drops.take_report(environment_id, report):
+            self.state.events.add("groups-dropped", name=row.display_name, groups=added, reason=report.explanation)
 
     def touch(self, row: EnvironmentRow) -> None:
         """Any request of an environment is a sign of life, and makes it part of the open run."""

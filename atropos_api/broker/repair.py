@@ -92,6 +92,7 @@ def give_up(state: State, batches: Batches, lost: Iterable[GroupRow]) -> None:
     """Take groups without a body from wherever they stand; the caller gives the transaction."""
     gone = {group.seq: group for group in lost}
     state.counters.groups_lost_total += len(gone)
+    state.drops.count(gone.values(), "damaged")
     for number, groups in list(state.batches.items()):
         affected = [group for group in groups if group.seq in gone]
         whole = any(group.seq not in gone and group.body != LOST for group in groups)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from atropos_api.broker.census import Census
 from atropos_api.broker.counters import Counters
+from atropos_api.broker.drops import Drops
 from atropos_api.broker.environments import Environments
 from atropos_api.broker.events import EventLog
 from atropos_api.broker.queue import GroupQueue
@@ -33,6 +34,7 @@ class State:
     runs: Runs
     environments: Environments
     events: EventLog
+    drops: Drops
     revision: int
     next_seq: int
     queue: GroupQueue = field(default_factory=GroupQueue)

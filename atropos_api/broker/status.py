@@ -32,6 +32,7 @@ def describe_status(broker: Broker) -> dict[str, Any]:
         "environments": [_describe_environment(broker, row) for row in state.environments],
         "left_over_groups": {run_id: len(groups) for run_id, groups in state.left_over.items()},
         "store": {"bytes": state.bodies.size_bytes()},
+        "dropped_groups": state.drops.totals(),
         "counters": asdict(state.counters),
     }
 
@@ -59,6 +60,7 @@ def _describe_unpackable(broker: Broker) -> dict[str, Any]:
 def _describe_environment(broker: Broker, row: EnvironmentRow) -> dict[str, Any]:
     state = broker.state
     quiet = state.clock() - row.seen_at
+    latest = state.drops.latest_of(row.environment_id)
     return {
         "environment_id": row.environment_id,
         "name": row.display_name,
@@ -67,4 +69,6 @@ def _describe_environment(broker: Broker, row: EnvironmentRow) -> dict[str, Any]
         "connected": row.connected and quiet <= state.settings.environment_timeout_seconds,
         "quiet_seconds": quiet,
         "queued_sequences": state.queue.sequences_by_env.get(row.environment_id, 0),
+        "dropped_groups": state.drops.of(row.environment_id),
+        "latest_drop": latest._asdict() if latest is not None else None,
     }

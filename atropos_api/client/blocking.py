@@ -13,6 +13,7 @@ from atropos_api.client.calls import Call
 from atropos_api.client.errors import BrokerHostUnknown, BrokerRefused
 from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
+    DropReport,
     EnvironmentInfo,
     EnvironmentRequest,
     Hold,
@@ -144,6 +145,10 @@ class BrokerClient:
         """The pacing now, or as soon as it is no longer `revision`, at latest after `wait_seconds`."""
         call = calls.heartbeat(environment_id, revision=revision, wait_seconds=wait_seconds)
         return calls.read_pacing(self._send(call))
+
+    def report_dropped(self, environment_id: int, report: DropReport) -> None:
+        """Tell how many groups the environment dropped so far, and why."""
+        self._send(calls.report_dropped(environment_id, report))
 
     def submit(self, environment_id: int, groups: Sequence[Group], *, idempotency_key: str) -> SubmitAnswer:
         """Hand in groups; repeating it with the same key is harmless."""

@@ -22,6 +22,7 @@ from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_su
 from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
     CommitRequest,
+    DropReport,
     EnvironmentInfo,
     EnvironmentRequest,
     Hold,
@@ -128,6 +129,11 @@ def heartbeat(environment_id: int, *, revision: int | None, wait_seconds: float)
         params["revision"] = str(revision)
     path = f"/v1/environments/{environment_id}/heartbeat"
     return Call(method="PUT", path=path, params=params, extra_seconds=wait_seconds)
+
+
+def report_dropped(environment_id: int, report: DropReport) -> Call:
+    path = f"/v1/environments/{environment_id}/dropped"
+    return Call(method="PUT", path=path, content=_encoder.encode(report))
 
 
 def submit(environment_id: int, groups: Sequence[Group], *, idempotency_key: str, form: Form) -> Call:

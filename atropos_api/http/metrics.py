@@ -57,6 +57,8 @@ GAUGE_HELP: Final = {
     "staleness_max": "The same, of its oldest group",
     "environment_queued_sequences": "Sequences of one environment that wait for a batch",
 }
+DROPPED: Final = "groups_dropped_total"
+DROPPED_HELP: Final = "Groups that were dropped instead of trained, by environment and reason"
 
 
 @router.get("/metrics", summary="Counters and gauges for Prometheus")
@@ -70,6 +72,7 @@ def _render(broker: Broker) -> Iterator[str]:
         yield from _series(name, COUNTER_HELP[name], "counter", [("", value)])
     for name, value in _gauges(broker).items():
         yield from _series(name, GAUGE_HELP[name], "gauge", [("", value)])
+    yield from _series(DROPPED, DROPPED_HELP, "counter", _dropped(broker))
     queued = [
         (
             f'{{environment="{_escape(row.display_name)}"}}',
@@ -79,6 +82,14 @@ def _render(broker: Broker) -> Iterator[str]:
     ]
     name = "environment_queued_sequences"
     yield from _series(name, GAUGE_HELP[name], "gauge", queued)
+
+
+def _dropped(broker: Broker) -> list[tuple[str, float]]:
+    rows: dict[int | None, str] = {row.environment_id: row.display_name for row in broker.state.environments}
+    return [
+        (f'{{environment="{_escape(rows.get(environment_id, ""))}",reason="{_escape(reason)}"}}', count)
+        for environment_id, reason, count in broker.state.drops
+    ]
 
 
 def _gauges(broker: Broker) -> dict[str, float]:

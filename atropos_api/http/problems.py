@@ -83,6 +83,8 @@ def answer_error(services: Services, path: str, error: BrokerError) -> Response:
         services.broker.state.counters.pressure_total += 1
     elif isinstance(error, InvalidGroup):
         services.broker.state.counters.groups_refused_total += 1
+        if not path.startswith("/v1/"):  # those who speak v1 report what they dropped, these included
+            services.broker.state.drops.count_of(None, "refused")
     status = STATUS_BY_KIND[error.kind]
     if status == 422:
         logger.warning("refused: %s", error)

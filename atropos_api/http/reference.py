@@ -13,7 +13,7 @@ from atropos_api.common.options import list_options
 from atropos_api.config import BrokerConfig
 from atropos_api.http.contract import SECTIONS, Operation
 from atropos_api.http.contract.pieces import JSON
-from atropos_api.http.metrics import COUNTER_HELP, GAUGE_HELP, PREFIX
+from atropos_api.http.metrics import COUNTER_HELP, DROPPED, DROPPED_HELP, GAUGE_HELP, PREFIX
 from atropos_api.http.openapi import errors_of, known_problems
 from atropos_api.http.problems import TYPE_PREFIX
 
@@ -126,6 +126,7 @@ def _metrics() -> Iterator[str]:
     yield "## Metrics\n"
     yield "| name | kind | meaning |\n|---|---|---|"
     yield from (f"| `{PREFIX}{name}` | counter | {text} |" for name, text in COUNTER_HELP.items())
+    yield f"| `{PREFIX}{DROPPED}` | counter | {DROPPED_HELP} |"
     yield from (f"| `{PREFIX}{name}` | gauge | {text} |" for name, text in GAUGE_HELP.items())
 
 

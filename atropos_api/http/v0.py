@@ -253,6 +253,7 @@ def _take_list(services: Services, asked: Asked, checked: Checked) -> Response:
     if not taken.refused:
         return _answer(services, taken, _encode(answer), 200)
     services.broker.state.counters.groups_refused_total += len(taken.refused)
+    services.broker.state.drops.count_of(None, "refused", len(taken.refused))
     for _, error in taken.refused:
         logger.warning("refused from a list, its neighbours were taken: %s", error)
     answer["detail"] = [describe_invalid(error) for _, error in taken.refused]

@@ -24,7 +24,7 @@ from atropos_api.http.services import Services, services_of
 from atropos_api.http.waiting import Wait
 from atropos_api.store.base import GroupRow
 from atropos_api.wire.groups import Form
-from atropos_api.wire.messages import CommitRequest, EnvironmentRequest, RunRequest
+from atropos_api.wire.messages import CommitRequest, DropReport, EnvironmentRequest, RunRequest
 from atropos_api.wire.payload import CheckedGroup
 
 router = APIRouter(prefix="/v1", tags=["v1"])
@@ -69,6 +69,13 @@ async def heartbeat(request: Request, environment_id: str) -> Response:
         pacing = services.broker.heartbeat(wanted)
         if pacing.revision != revision or not await wait.on(services.pacing_bell):
             return json_response(pacing)
+
+
+@router.put("/environments/{environment_id}/dropped", summary="How many groups the environment dropped, and why")
+async def report_dropped(request: Request, environment_id: str) -> Response:
+    report = decode_body(await read_body(request), DropReport)
+    services_of(request).broker.report_dropped(parse_int(environment_id, "environment_id"), report)
+    return Response(status_code=204)
 
 
 @router.get("/batches/{number}", summary="Batch by number; the same bytes until it is committed")

@@ -3,6 +3,7 @@
 from atropos_api.wire.groups import WIRE_KEYS, Batch, Group, Span
 from atropos_api.wire.messages import (
     CommitRequest,
+    DropReport,
     EnvironmentInfo,
     EnvironmentRequest,
     Hold,
@@ -21,6 +22,7 @@ __all__ = [
     "WIRE_KEYS",
     "Batch",
     "CommitRequest",
+    "DropReport",
     "EnvironmentInfo",
     "EnvironmentRequest",
     "Group",

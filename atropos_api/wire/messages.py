@@ -149,6 +149,19 @@ class EnvironmentInfo(msgspec.Struct, kw_only=True):
     wandb_group: str
 
 
+class DropReport(msgspec.Struct, kw_only=True):
+    """The groups an environment dropped so far instead of submitting them: totals, so that a report may be repeated."""
+
+    session: Name
+    """Of the process that counts, made up by it; another process counts from 0."""
+    groups: Annotated[
+        dict[Annotated[str, msgspec.Meta(min_length=1, max_length=60)], NotNegative], msgspec.Meta(max_length=32)
+    ]
+    """By reason."""
+    explanation: Annotated[str, msgspec.Meta(max_length=2000)] = ""
+    """A sentence for whoever watches: how many, why, an example, and what to change."""
+
+
 class Submission(msgspec.Struct, kw_only=True):
     """Body of `POST /v1/groups`."""
 

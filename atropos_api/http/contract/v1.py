@@ -28,6 +28,7 @@ from atropos_api.http.contract.pieces import (
 from atropos_api.wire.groups import Batch
 from atropos_api.wire.messages import (
     CommitRequest,
+    DropReport,
     EnvironmentInfo,
     EnvironmentRequest,
     Hold,
@@ -69,6 +70,21 @@ V1: Final = (
             WAIT,
         ),
         answers=ok(Pacing, "How much the environment should have under way"),
+        errors=("invalid-request", "unknown-environment", *WRITES),
+    ),
+    Operation(
+        method="PUT",
+        path="/v1/environments/{environment_id}/dropped",
+        help="Totals by reason since `session` began, so that a report may be repeated; /v1/status and /metrics show "
+        "them.",
+        parameters=(in_path("environment_id", INTEGER, "As given at registration"),),
+        body=DropReport,
+        example={
+            "session": "5f0c2a",
+            "groups": {"equal-scores": 96},
+            "explanation": "96 groups scored, all dropped: every score is 0",
+        },
+        answers=NOTHING,
         errors=("invalid-request", "unknown-environment", *WRITES),
     ),
     Operation(

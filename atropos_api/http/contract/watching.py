@@ -27,6 +27,7 @@ STATUS: Final = object_of(
     environments={"type": "array", "items": OBJECT},
     left_over_groups=OBJECT,
     store=OBJECT,
+    dropped_groups=OBJECT,
     counters=OBJECT,
 )
 HEALTH: Final = object_of(status=TEXT_SCHEMA)

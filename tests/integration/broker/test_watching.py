@@ -14,7 +14,7 @@ from atropos_api.broker.counters import Counters
 from atropos_api.broker.events import EventLog
 from atropos_api.client import BrokerClient
 from atropos_api.http import events as events_module
-from atropos_api.http.metrics import COUNTER_HELP, GAUGE_HELP
+from atropos_api.http.metrics import COUNTER_HELP, DROPPED, GAUGE_HELP
 from atropos_api.store.memory import MemoryLedger
 from atropos_api.testing import make_group, make_memory_app, serve_in_thread
 from atropos_api.wire import EnvironmentRequest, PolicyUpdate, RunRequest
@@ -141,14 +141,14 @@ def test_metrics_are_explained_and_read_by_prometheus(client, url):
     text = httpx.get(f"{url}/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert all(family.documentation for family in families.values())
-    values = {name: family.samples[0].value for name, family in families.items()}
+    values = {name: family.samples[0].value for name, family in families.items() if family.samples}
     assert values["atropos_policy_version"] == 5
     assert values["atropos_staleness_max"] == 1
     assert values["atropos_queued_groups"] == 1
     assert values["atropos_batches_formed"] == 2
     (sample,) = families["atropos_environment_queued_sequences"].samples
     assert sample.labels == {"environment": 'en"v\\\n'}
-    assert set(re.findall(r"^# HELP atropos_(\S+)", text, re.MULTILINE)) == set(COUNTER_HELP) | set(GAUGE_HELP)
+    assert set(re.findall(r"^# HELP atropos_(\S+)", text, re.MULTILINE)) == {*COUNTER_HELP, *GAUGE_HELP, DROPPED}
 
 
 def test_every_counter_is_explained():
