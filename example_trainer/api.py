@@ -101,7 +101,7 @@ class BrokerSession:
 
     def finish(self) -> None:
         """End the run: environments are told to stop."""
-        self._client.finish_run(self.info.run_id)
+        self._client.finish_run(self.info.run_id, epoch=self.info.epoch)
 
     def close(self) -> None:
         self._client.close()

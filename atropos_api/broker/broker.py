@@ -138,9 +138,12 @@ class Broker:
         self.state.groups_changed()
         return self.run_info(run)
 
-    def finish_run(self, run_id: str) -> None:
-        """End a run for good: its environments are told to stop. Ending it twice is harmless."""
-        run = self.state.runs.find(run_id)
+    def finish_run(self, run_id: str, *, epoch: int | None = None) -> None:
+        """End a run for good: its environments are told to stop. Ending it twice is harmless.
+
+        A trainer names its epoch, so that it cannot end what its successor has taken over; an operator need not.
+        """
+        run = self.state.runs.find(run_id, epoch)
         if run.state == "finished":
             return
         with self.state.change():

@@ -38,18 +38,15 @@ class Runs:
                 run_id=run_id,
                 open_run_id=run.run_id,
             )
-        if epoch is not None and epoch != run.epoch:
-            raise SupersededRun(
-                f"run {run.run_id} was taken over: its epoch is {run.epoch}, the call's is {epoch}",
-                run_id=run.run_id,
-                epoch=run.epoch,
-            )
+        _check_epoch(run, epoch)
         return run
 
-    def find(self, run_id: str) -> RunRow:
+    def find(self, run_id: str, epoch: int | None = None) -> RunRow:
+        """The run of that id, open or not; `epoch`, where given, must be its own."""
         row = self._rows.get(run_id)
         if row is None:
             raise UnknownRun(f"no run has the id {run_id!r}", field="run_id", value=run_id)
+        _check_epoch(row, epoch)
         return row
 
     def has_finished(self, run_id: str | None) -> bool:
@@ -134,6 +131,15 @@ class Runs:
             return row.step
         announced = run.policy_version
         return run.policy_step if announced is not None and version > announced else None
+
+
+def _check_epoch(run: RunRow, epoch: int | None) -> None:
+    if epoch is not None and epoch != run.epoch:
+        raise SupersededRun(
+            f"run {run.run_id} was taken over: its epoch is {run.epoch}, the call's is {epoch}",
+            run_id=run.run_id,
+            epoch=run.epoch,
+        )
 
 
 def make_run(request: RunRequest, now: float, *, first_after: int) -> RunRow:

@@ -84,8 +84,9 @@ class AsyncBrokerClient:
     async def begin_run(self, request: RunRequest) -> RunInfo:
         return calls.read_run(await self._send(calls.begin_run(request)))
 
-    async def finish_run(self, run_id: str) -> None:
-        await self._send(calls.finish_run(run_id))
+    async def finish_run(self, run_id: str, *, epoch: int) -> None:
+        """End the run: environments are told to stop. Refused if another trainer took it over meanwhile."""
+        await self._send(calls.finish_run(run_id, epoch=epoch))
 
     async def get_batch(
         self,

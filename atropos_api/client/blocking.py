@@ -81,8 +81,9 @@ class BrokerClient:
     def begin_run(self, request: RunRequest) -> RunInfo:
         return calls.read_run(self._send(calls.begin_run(request)))
 
-    def finish_run(self, run_id: str) -> None:
-        self._send(calls.finish_run(run_id))
+    def finish_run(self, run_id: str, *, epoch: int) -> None:
+        """End the run: environments are told to stop. Refused if another trainer took it over meanwhile."""
+        self._send(calls.finish_run(run_id, epoch=epoch))
 
     def get_batch(
         self,

@@ -25,6 +25,7 @@ from atropos_api.wire.messages import (
     DropReport,
     EnvironmentInfo,
     EnvironmentRequest,
+    FinishRequest,
     Hold,
     HoldRequest,
     Pacing,
@@ -77,8 +78,9 @@ def begin_run(request: RunRequest) -> Call:
     return Call(method="POST", path="/v1/runs", content=_encoder.encode(request), repeatable=False)
 
 
-def finish_run(run_id: str) -> Call:
-    return Call(method="POST", path=f"/v1/runs/{run_id}/finish")
+def finish_run(run_id: str, *, epoch: int) -> Call:
+    body = _encoder.encode(FinishRequest(epoch=epoch))
+    return Call(method="POST", path=f"/v1/runs/{run_id}/finish", content=body)
 
 
 def get_batch(

@@ -104,7 +104,7 @@ def _operation(operation: Operation, tag: str) -> dict[str, Any]:
     }
     if operation.body is not None:
         content = _content(operation.body, JSON, operation.example)
-        described["requestBody"] = {"required": True, "content": content}
+        described["requestBody"] = {"required": operation.body_required, "content": content}
     if operation.open_to_all:
         described["security"] = []
     return described

@@ -24,7 +24,7 @@ from atropos_api.http.services import Services, services_of
 from atropos_api.http.waiting import Wait
 from atropos_api.store.base import GroupRow
 from atropos_api.wire.groups import Form
-from atropos_api.wire.messages import CommitRequest, DropReport, EnvironmentRequest, RunRequest
+from atropos_api.wire.messages import CommitRequest, DropReport, EnvironmentRequest, FinishRequest, RunRequest
 from atropos_api.wire.payload import CheckedGroup
 
 router = APIRouter(prefix="/v1", tags=["v1"])
@@ -104,7 +104,8 @@ async def begin_run(request: Request) -> Response:
 
 @router.post("/runs/{run_id}/finish", summary="End a run; its environments are told to stop")
 async def finish_run(request: Request, run_id: str) -> Response:
-    services_of(request).broker.finish_run(run_id)
+    wanted = decode_body(await read_body(request), FinishRequest)
+    services_of(request).broker.finish_run(run_id, epoch=wanted.epoch)
     return Response(status_code=204)
 
 

@@ -101,6 +101,11 @@ class CommitRequest(msgspec.Struct, kw_only=True):
     epoch: int | None = None
 
 
+class FinishRequest(msgspec.Struct, kw_only=True):
+    epoch: int | None = None
+    """The caller's own; a trainer whose run was taken over is refused. None: whoever holds the run."""
+
+
 class EnvironmentRequest(msgspec.Struct, kw_only=True):
     """Register by a stable name: a restart gets the same id."""
 

@@ -53,7 +53,7 @@ def groups_from_broker(
                 number += 1
                 yield from (msgspec.to_builtins(group) for group in batch.groups)
         finally:
-            client.finish_run(run.run_id)
+            client.finish_run(run.run_id, epoch=run.epoch)
 
 
 def trained_text(tokenizer: Any, tokens: list[int], mask: list[int]) -> tuple[str, str]:

@@ -51,6 +51,7 @@ class Operation:
     errors: tuple[str, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     body: type | Schema | None = None
+    body_required: bool = True
     example: Any = None
     help: str = ""
     open_to_all: bool = False

@@ -31,6 +31,7 @@ from atropos_api.wire.messages import (
     DropReport,
     EnvironmentInfo,
     EnvironmentRequest,
+    FinishRequest,
     Hold,
     HoldRequest,
     Pacing,
@@ -136,9 +137,13 @@ V1: Final = (
     Operation(
         method="POST",
         path="/v1/runs/{run_id}/finish",
+        help="With its epoch a trainer ends only what no other has taken over. Harmless when repeated.",
         parameters=(in_path("run_id", TEXT_SCHEMA, "As given when the run began"),),
+        body=FinishRequest,
+        body_required=False,
+        example={"epoch": 1},
         answers=NOTHING,
-        errors=("unknown-run", *WRITES),
+        errors=("unknown-run", "run-superseded", "invalid-request", *WRITES),
     ),
     Operation(
         method="POST",

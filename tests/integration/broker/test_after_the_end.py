@@ -54,7 +54,7 @@ def test_the_same_under_v1(legacy):
         request = EnvironmentRequest(name="early", group_size=4, max_token_length=9)
         early = client.register_environment(request).environment_id
         waiting = client.heartbeat(early)
-        client.finish_run(run.run_id)
+        client.finish_run(run.run_id, epoch=run.epoch)
         pacing = client.heartbeat(early, revision=waiting.revision, wait_seconds=10.0)
         assert (pacing.state, pacing.num_steps, pacing.room_sequences) == ("finished", 3, 0)
         late = client.register_environment(EnvironmentRequest(name="late", group_size=4, max_token_length=9))

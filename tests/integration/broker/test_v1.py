@@ -104,6 +104,18 @@ def test_a_takeover_supersedes_the_older_trainer(loop):
         loop.client.get_batch(1, run_id=old.run_id, epoch=old.epoch)
     with pytest.raises(RunSuperseded):
         loop.client.commit(1, run_id=old.run_id, epoch=old.epoch)
+    with pytest.raises(RunSuperseded):
+        loop.client.finish_run(old.run_id, epoch=old.epoch)
+    assert loop.client.status()["run"]["state"] == "open"
+    loop.client.finish_run(loop.run.run_id, epoch=loop.run.epoch)
+    assert loop.client.status()["run"]["state"] == "finished"
+
+
+def test_an_operator_ends_a_run_whoever_holds_it(loop):
+    run_id = loop.begin(resume=True).run_id
+    for body in ({"json": {}}, {"content": b""}):
+        assert httpx.post(f"{loop.client.url}/v1/runs/{run_id}/finish", **body).status_code == 204
+    assert loop.client.status()["run"]["state"] == "finished"
 
 
 def test_a_superseded_trainer_is_told_while_it_waits(loop):
@@ -296,8 +308,8 @@ def test_the_end_of_a_run_reaches_its_environments_and_not_the_next_ones(loop):
     old = loop.register("old").environment_id
     loop.begin()
     loop.client.heartbeat(old)
-    loop.client.finish_run(loop.run.run_id)
-    loop.client.finish_run(loop.run.run_id)
+    loop.client.finish_run(loop.run.run_id, epoch=loop.run.epoch)
+    loop.client.finish_run(loop.run.run_id, epoch=loop.run.epoch)
     assert loop.client.heartbeat(old).state == "finished"
     assert loop.register("early for the next").pacing.state == "wait"
 
@@ -306,7 +318,7 @@ def test_late_groups_of_a_finished_run_are_not_the_next_ones(loop):
     loop.register()
     loop.begin()
     loop.client.heartbeat(loop.environment_id)
-    loop.client.finish_run(loop.run.run_id)
+    loop.client.finish_run(loop.run.run_id, epoch=loop.run.epoch)
     loop.send(1, 2)
     loop.begin(name="next")
     assert loop.batch(1) is None

@@ -65,7 +65,7 @@ async def serve(env, *, steps, seconds_a_step=0.0):
                 pass
             await anyio.sleep(seconds_a_step)
             await client.commit(number, run_id=run.run_id, epoch=run.epoch)
-        await client.finish_run(run.run_id)
+        await client.finish_run(run.run_id, epoch=run.epoch)
 
     with anyio.fail_after(30):
         async with client, anyio.create_task_group() as tasks:

@@ -64,7 +64,7 @@ async def serve(env_cls, tokenizer_folder):
             groups.extend(batch.groups)
             await client.commit(number, run_id=run.run_id, epoch=run.epoch)
             await anyio.sleep(0.05)
-        await client.finish_run(run.run_id)
+        await client.finish_run(run.run_id, epoch=run.epoch)
 
     with anyio.fail_after(20):
         async with client, anyio.create_task_group() as tasks:

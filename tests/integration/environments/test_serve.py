@@ -60,7 +60,7 @@ async def train(client, *, steps, batch_size, seconds_a_step=0.0, fake=None):
         await anyio.sleep(seconds_a_step)
         await publish(number)
         await client.commit(number, run_id=run.run_id, epoch=run.epoch)
-    await client.finish_run(run.run_id)
+    await client.finish_run(run.run_id, epoch=run.epoch)
     return batches
 
 

@@ -64,7 +64,7 @@ class Trainer:
         return batch
 
     def finish(self):
-        self.client.finish_run(self.run.run_id)
+        self.client.finish_run(self.run.run_id, epoch=self.run.epoch)
 
 
 def make_fake(**options):

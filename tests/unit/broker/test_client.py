@@ -102,7 +102,7 @@ async def test_the_async_client_makes_the_same_calls():
         batch = await client.get_batch(1, run_id=run.run_id, epoch=run.epoch)
         assert batch.groups[0].env_id == environment
         await client.commit(1, run_id=run.run_id, epoch=run.epoch)
-        await client.finish_run(run.run_id)
+        await client.finish_run(run.run_id, epoch=run.epoch)
         assert (await client.heartbeat(environment)).state == "finished"
 
 

@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from atropos_api.wire import Batch
+from atropos_api.client import BrokerClient, RunSuperseded
+from atropos_api.testing import served_broker
+from atropos_api.wire import Batch, RunRequest
 from example_trainer import api
-from example_trainer.api import BackgroundCall, BatchFeed
+from example_trainer.api import BackgroundCall, BatchFeed, BrokerSession
 from example_trainer.errors import BatchTimeout
 
 
@@ -132,3 +134,16 @@ def test_a_background_call_hands_over_its_result_and_can_be_waited_for() -> None
     call = BackgroundCall(lambda: 7, name="seven")
     assert call.wait(5)
     assert call.result() == 7
+
+
+def test_a_trainer_that_was_taken_over_cannot_end_the_run_of_its_successor() -> None:
+    request = RunRequest(name="run", batch_size=8, max_token_length=64, num_steps=10)
+    with served_broker() as url, BrokerClient(url, retry_seconds=1.0) as client:
+        first, second = BrokerSession(client), BrokerSession(client)
+        first.begin(request)
+        second.begin(RunRequest(name="run", batch_size=8, max_token_length=64, num_steps=10, resume=True))
+        with pytest.raises(RunSuperseded):
+            first.finish()
+        assert client.status()["run"]["state"] == "open"
+        second.finish()
+        assert client.status()["run"]["state"] == "finished"

@@ -81,7 +81,7 @@ def rollouts(served, writer, data, programs, begin_training, rollouts_of):
             trainer.announce(served.publish())
     # Two are stopped in the middle of it, and drain; the third ends by itself with the run.
     assert [server.terminate() for server in servers[:2]] == [(0, [])] * 2
-    trainer.client.finish_run(trainer.run.run_id)
+    trainer.client.finish_run(trainer.run.run_id, epoch=trainer.run.epoch)
     assert servers[2].process.wait(30) == 0
     return found
 
