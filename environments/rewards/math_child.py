@@ -17,11 +17,25 @@ from functools import lru_cache
 from typing import Any
 
 MEMORY_LIMIT_BYTES = 2 << 30
-DELIMITERS = ("\\boxed", "$", "\\(", "\\[", "\\begin{")
+DELIMITERS = ("\\boxed", "$", "\\(", "\\[")
 SMALL = 1e-2
 RELATIVE_ERROR = 1e-3
+ABOUT = 0.05
 
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\w.]*\w)")
+_BASE = re.compile(r"(?<=[0-9A-Fa-f])_(?:\{\s*(\d+)\s*\}|(\d+))")
+_ESCAPED_BRACE = re.compile(r"\\[{}]")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
+_SPACING = re.compile(r"\\(?:[,;:!]|q?quad\b|displaystyle\b|hspace\*?\{[^{}]*\})")
+_WRAPPED = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\(((?:(?!\\\)).)*)\\\)|\\\[((?:(?!\\\]).)*)\\\]", re.DOTALL)
+_ABOUT = re.compile(r"\\approx(?![a-zA-Z])|≈")
+_INTRODUCED = re.compile(r"^(?:=(?!=)|:(?![:=])|\\approx(?![a-zA-Z])|≈|\\therefore(?![a-zA-Z]))\s*")
+# One number among words; words that deny it or offer another make it no answer.
+_PROSE = re.compile(
+    r"(?!.*\b(?:not|or|nor|neither|either|except|than|least|most)\b)(?!.*n't\b)"
+    r"[^\W\d]*(?:[^\W\d_]|[\s.,:;!'\"’()*$€£])*-?\d[\d.,]*(?:[^\W\d_]|[\s.,:;!'\"’()*$€£%])*",
+    re.DOTALL | re.IGNORECASE,
+)
 
 
 def main() -> None:
@@ -56,7 +70,13 @@ def verdict(gold: str, answer: str) -> str:
     wanted, parsed = expressions(gold), expressions(answer)
     if not parsed:
         return "no answer"
-    same = verify(list(wanted), list(parsed), timeout_seconds=None) and same_size(wanted, parsed)
+    same = (
+        verify(list(wanted), list(parsed), timeout_seconds=None)
+        and same_size(wanted, parsed)
+        and sides_agree(parsed)
+        and percentage_is_meant(wanted, parsed)
+        and not (bases(gold) and bases(answer) and bases(gold) != bases(answer))
+    )
     return "correct" if same else "wrong"
 
 
@@ -68,6 +88,42 @@ def same_size(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> bool:
     return any(abs(golds[0] - value) <= RELATIVE_ERROR * abs(golds[0]) for value in answers)
 
 
+def sides_agree(parsed: tuple[Any, ...]) -> bool:
+    """`6 = 5` is no way to write 5: math-verify reads the last side of an equation and believes the others."""
+    values = numbers(tuple(sides(parsed[0])))
+    return all(abs(value - values[-1]) <= RELATIVE_ERROR * abs(values[-1]) for value in values)
+
+
+def sides(expression: Any) -> list[Any]:
+    """The sides of an equation or of a chain of equations, the last of which is the answer."""
+    from latex2sympy2_extended.logic import And
+    from sympy import Eq
+
+    # sympy sorts the parts of a conjunction; math-verify keeps the order in which they were written.
+    pairs = expression._unsorted_args if isinstance(expression, And) else (expression,)  # noqa: SLF001 - its one place
+    return [side for pair in pairs if isinstance(pair, Eq) for side in (pair.lhs, pair.rhs)]
+
+
+def percentage_is_meant(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> bool:
+    """Whether an answer in percent can be the gold's value: math-verify takes both 5% and 500% for a gold of 5.
+
+    Which of the two it would be depends on the question, so a gold above 1 takes a percentage only if it is one itself.
+    """
+    from math_verify.grader import get_pct_val
+
+    if get_pct_val(parsed[0]) is None or get_pct_val(wanted[0]) is not None:
+        return True
+    golds, answers = numbers(wanted), numbers((parsed[0].doit(),))
+    if not golds or not answers:
+        return True
+    return abs(golds[0]) <= 1 and abs(golds[0] - answers[0]) <= RELATIVE_ERROR * abs(golds[0])
+
+
+def bases(text: str) -> list[str]:
+    """The bases that numerals are written in, as 3 and 5 in `12_3 + 4_{5}`; math-verify drops them."""
+    return [braced or bare for braced, bare in _BASE.findall(text)]
+
+
 def numbers(expressions: tuple[Any, ...]) -> list[float]:
     """The values of those expressions that are real numbers; the others are text, sets, or hold a variable."""
     return [float(value) for value in expressions if getattr(value, "is_number", False) and value.is_real]
@@ -75,17 +131,43 @@ def numbers(expressions: tuple[Any, ...]) -> list[float]:
 
 @lru_cache(maxsize=64)
 def expressions(text: str) -> tuple[Any, ...]:
-    r"""What `text` means, in order of preference. Bare mathematics is read as if it stood in a `\boxed{}`."""
-    from math_verify import parse
+    r"""What `text` means, in order of preference. Bare mathematics is read as if it stood in a `\boxed{}`.
 
-    if not text.strip():
+    Where it is no mathematics, the number in it counts only if the rest is prose: math-verify takes the last number of
+    whatever it cannot read, so that `6 \vee 5`, `\neq 5` and `6 | 5` were 5.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    text = plain(text)
+    unescaped = _ESCAPED_BRACE.sub("", text)
+    if not text or unescaped.count("{") != unescaped.count("}"):
         return ()
+    bare = not any(delimiter in text for delimiter in DELIMITERS)
+    latex = parse(f"\\boxed{{{text}}}" if bare else text, [LatexExtractionConfig()], parsing_timeout=None)
+    if not _PROSE.fullmatch(text) or not all(isinstance(found, str) for found in latex):
+        return tuple(latex)
+    return tuple(parse(text, [ExprExtractionConfig()], parsing_timeout=None)) or tuple(latex)
+
+
+def plain(text: str) -> str:
+    """The text without what says nothing: delimiters round all of it, spacing, a sign that only introduces it."""
     # As references of the sciences are written: math-verify would read 4.5e33 as 4.5 times e times 33.
-    text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text)
-    if any(delimiter in text for delimiter in DELIMITERS):
-        return tuple(parse(text, parsing_timeout=None))
-    boxed = parse(f"\\boxed{{{text}}}", parsing_timeout=None)
-    return tuple(boxed) or tuple(parse(text, parsing_timeout=None))
+    text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text).replace("°", "^\\circ ")
+    text = _THOUSANDS.sub("", text).replace("\\$", "")
+    text = _SPACING.sub(" ", text).strip()
+    wrapped = _WRAPPED.fullmatch(text)
+    if wrapped:
+        text = wrapped[wrapped.lastindex or 0].strip()
+    return exact_side(_INTRODUCED.sub("", text))
+
+
+def exact_side(text: str) -> str:
+    r"""What stands before `\approx`, unless the two sides are not even near each other."""
+    first, *rest = (side.strip() for side in _ABOUT.split(text, maxsplit=1))
+    if not rest:
+        return text
+    near = [value for side in (first, *rest) for value in numbers(expressions(side))]
+    return first if len(near) < 2 or abs(near[0] - near[1]) <= ABOUT * abs(near[0]) else ""
 
 
 def limit_resources() -> None:

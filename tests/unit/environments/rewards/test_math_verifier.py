@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -58,6 +59,19 @@ def is_running(pid):
         ("0", "0.0"),
         ("$69$,$84$", "69, 84"),
         ("27.0", "27"),
+        ("10000", r"10\,000"),
+        ("50", r"\$50"),
+        ("90", "90°"),
+        ("72", "72."),
+        ("5", "**5**"),
+        ("5", "= 5"),
+        ("5", r"\approx 5"),
+        (r"\frac{10}{3}", r"\frac{10}{3} \approx 3.33"),
+        ("11", "x = 5 + 6 = 11"),
+        ("1", r"100\%"),
+        ("5%", "5"),
+        ("12_3", "12_{3}"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"$\begin{bmatrix}1\\2\end{bmatrix}$"),
     ],
 )
 def test_other_ways_of_writing_the_same_are_correct(verifier, gold, answer):
@@ -75,10 +89,55 @@ def test_other_ways_of_writing_the_same_are_correct(verifier, gold, answer):
         ("7.4e-12", "0.0"),
         ("0.00000001", "0.00000003"),
         ("4.5e33", r"4.5 \times e \times 33"),
+        ("5", "6, 5"),
+        ("5", r"6 \vee 5"),
+        ("5", "$6 \\vee 5$"),
+        ("5", "6 | 5"),
+        ("5", "6 & 5"),
+        ("5", r"6 \to 5"),
+        ("5", "6? 5"),
+        ("5", "6 = 5"),
+        ("5", "x = 6 = 5"),
+        ("x=5", "x = 6 = 5"),
+        ("5", "1=2=3=4=5"),
+        ("11", "5 + 7 = 11"),
+        ("12_3", "12_5"),
     ],
 )
 def test_other_values_and_lists_of_guesses_are_wrong(verifier, gold, answer):
     assert verifier.judge(gold, answer).outcome is Outcome.WRONG
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"\neq 5",
+        r"$\neq 5$",
+        "≠5",
+        r"\not= 5",
+        "!= 5",
+        "< 5",
+        r"\geq 5",
+        r"x \neq 5",
+        r"\notin 5",
+        "not 5",
+        "It isn't 5.",
+    ],
+)
+def test_what_denies_the_gold_is_not_the_gold(verifier, answer):
+    assert verifier.judge("5", answer).outcome is Outcome.WRONG
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"), [("5", "5%"), ("5", "500%"), ("1", r"1\%"), ("0.5", r"0.5\%"), ("5%", "500%")]
+)
+def test_a_percentage_is_no_other_number(verifier, gold, answer):
+    """5% and 500% cannot both be 5; which of them is depends on the question, so neither earns."""
+    assert verifier.judge(gold, answer).outcome is Outcome.WRONG
+
+
+def test_sides_that_are_not_even_near_each_other_are_no_answer(verifier):
+    assert verifier.judge("5", r"5 \approx 7").outcome is Outcome.NO_ANSWER
 
 
 def test_an_unreadable_gold_is_told_apart_from_a_wrong_and_from_a_missing_answer(verifier):
@@ -100,9 +159,19 @@ def test_an_expression_that_makes_sympy_hang_is_given_up_and_its_child_replaced_
 
     ticks, (hung, fine) = asyncio.run(judge_beside_a_clock())
     assert (hung.outcome, fine.outcome) == (Outcome.UNDECIDED, Outcome.CORRECT)
+    # Not by the clock, which allows four times as much.
+    assert "its CPU time is used up" in hung.reason
     assert ticks > 30
     assert verifier.child_pids != [before]
     assert not is_running(before)
+
+
+def test_a_child_may_hold_two_gibibytes_and_no_more(verifier):
+    """sympy's numbers fill the memory of a machine before their time is up."""
+    verifier.judge("1", "1")
+    (pid,) = verifier.child_pids
+    assert resource.prlimit(pid, resource.RLIMIT_AS) == (2 << 30, 2 << 30)
+    assert resource.prlimit(pid, resource.RLIMIT_CORE) == (0, 0)
 
 
 def test_children_are_used_again(verifier):
