@@ -2,7 +2,7 @@
 
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, EvalHandlingEnum, ServerBaseline
 from environments.sdk.env import BaseEnv
-from environments.sdk.errors import EnvironmentsError
+from environments.sdk.errors import EnvironmentsError, ItemDropped
 from environments.sdk.groups import scored_group, scored_item
 from environments.sdk.session.nodes import SequenceNode
 from environments.sdk.session.session import ManagedSession
@@ -15,6 +15,7 @@ __all__ = [
     "EnvironmentsError",
     "EvalHandlingEnum",
     "Item",
+    "ItemDropped",
     "ManagedSession",
     "Message",
     "ScoredDataGroup",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 from atropos_api.wire.groups import Group
+from environments.sdk.drops import NO_GROUP, Rejection, last_answer, quoted
 from environments.sdk.groups import GroupRules, to_wire
 from environments.sdk.session.journal import Journal, current_journal
 from environments.sdk.types import Item
@@ -54,7 +55,11 @@ class Delivery:
     async def deliver(self, scored_data: Any, item: Item, *, send: bool, check_length: bool) -> None:
         """Send the groups that the rules allow; inside of `hold_groups` they wait for its end."""
         rules = self._rules() if check_length else replace(self._rules(), max_token_length=-1)
+        dropped = self._env.dropped_groups
         for raw in as_groups(scored_data):
+            if raw is None:
+                dropped.note(Rejection(NO_GROUP, "the environment returned None"), lambda: f"last item: {quoted(item)}")
+                continue
             group = to_wire(raw, current_journal() or Journal("train"))
             if not self._accept(group, rules):
                 continue
@@ -80,7 +85,10 @@ class Delivery:
         rejected = rules.why_rejected(group)
         if rejected is not None:
             self._env.metrics.rejected += 1
-            logger.debug("a group is not sent: %s", rejected)
+            logger.debug("a group is not sent: %s", rejected.why)
+            self._env.dropped_groups.note(
+                rejected, last_answer(group, lambda tokens: str(self._env.tokenizer.decode(tokens)))
+            )
             return False
         if self._env.config.include_messages and group.messages is None:
             texts = self._env.tokenizer.batch_decode(group.tokens)
@@ -125,8 +133,6 @@ def free_path(path: Path) -> Path:
     return candidate
 
 
-def as_groups(scored_data: Any) -> list[Mapping[str, Any]]:
-    """One group or several as a list, without the items that were dropped."""
-    if scored_data is None:
-        return []
-    return [scored_data] if isinstance(scored_data, Mapping) else [group for group in scored_data if group is not None]
+def as_groups(scored_data: Any) -> list[Mapping[str, Any] | None]:
+    """One group or several as a list; None stands for one that the environment dropped."""
+    return [scored_data] if scored_data is None or isinstance(scored_data, Mapping) else list(scored_data)

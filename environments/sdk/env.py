@@ -20,6 +20,7 @@ import anyio
 from environments.rewards.gold import GoldItem
 from environments.sdk import checkpoint
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
+from environments.sdk.drops import DroppedGroups
 from environments.sdk.evaluation import EvaluationResult, format_metrics
 from environments.sdk.groups import group_items
 from environments.sdk.inference.manager import ServerManager
@@ -132,6 +133,7 @@ class BaseEnv(ABC):
         self.evaluation_only = False
         self.status_dict: dict[str, Any] = {}
         self.metrics = RolloutMetrics()
+        self.dropped_groups = DroppedGroups()
         self.completion_lengths: MutableSequence[int] = deque(maxlen=KEPT_LENGTHS)
         self.rollouts_for_wandb: MutableSequence[Any] = []
         self.wandb_project: str | None = None
@@ -342,6 +344,7 @@ class BaseEnv(ABC):
     def note_sent(self, group: Group) -> None:
         """Count a group that is on its way."""
         self.metrics.sent += 1
+        self.dropped_groups.note_sent()
         self.completion_lengths.extend(len(mask) - mask.count(NOT_TRAINED) for mask in group.masks)
 
     def set_teacher(self, server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> None:

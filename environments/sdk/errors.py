@@ -43,6 +43,12 @@ class TokenizerUnavailable(EnvironmentsError):
     """The tokenizer named in the configuration cannot be loaded."""
 
 
+class ItemDropped(EnvironmentsError):
+    """Nothing can be made of the item: an environment that raises this has it dropped, counted and not tried again."""
+
+    ends_server = False
+
+
 class RolloutsKeepFailing(EnvironmentsError):
     """Many rollouts in a row failed; the last error says why."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from atropos_api.wire.groups import Group
+from environments.sdk.drops import EQUAL_SCORES, GROUP_SIZE, TOO_LONG, Rejection
 from environments.sdk.session.journal import Journal
 from environments.sdk.session.nodes import ESTIMATED, SequenceNode
 from environments.sdk.types import PER_SEQUENCE_KEYS, Message, ScoredDataGroup, ScoredDataItem
@@ -22,18 +23,20 @@ class GroupRules:
     scheduled_sizes: frozenset[int] = frozenset()
     """Sizes that `group_size` has had or will have: a group may have begun under another."""
 
-    def why_rejected(self, group: Group) -> str | None:
+    def why_rejected(self, group: Group) -> Rejection | None:
         """The reason a group stays here, or None when it may be sent."""
         overridden = (group.group_overrides or {}).get("group_size")
         expected = self.group_size if overridden is None else overridden
         allowed = self.scheduled_sizes if overridden is None else ()
         if len(group.tokens) != expected and len(group.tokens) not in allowed:
-            return f"it has {len(group.tokens)} rollouts, {expected} were expected"
+            return Rejection(GROUP_SIZE, f"{len(group.tokens)} rollouts where {expected} were expected")
         if self.ensure_scores_are_not_same and len(set(group.scores)) == 1:
-            return f"all its scores are {group.scores[0]:g}"
+            return Rejection(EQUAL_SCORES, f"every score is {group.scores[0]:g}")
         longest = max(map(len, group.tokens))
         if 0 < self.max_token_length <= longest:
-            return f"a rollout has {longest} tokens, the trainer takes fewer than {self.max_token_length}"
+            return Rejection(
+                TOO_LONG, f"a rollout has {longest} tokens where the trainer takes fewer than {self.max_token_length}"
+            )
         return None
 
 

@@ -14,6 +14,7 @@ from atropos_api.common.errors import AtroposError
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, Pacing
 from environments.sdk.bell import Bell
+from environments.sdk.drops import DroppedGroups
 
 if TYPE_CHECKING:
     from atropos_api.client import AsyncBrokerClient
@@ -23,22 +24,25 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_WAIT_SECONDS = 10.0
 MOST_GROUPS_A_POST = 64
 PAUSE_SECONDS = 0.5
+REPORT_SECONDS = 1.0
+NO_SUCH_ROUTE = frozenset({404, 405})
 GROUP_REFUSALS = frozenset({400, 413, 422})  # about the groups sent, not about who sends them
 
 
 class BrokerLink:
     """Keeps `pacing` fresh and submits groups; rings `changed` whenever either moves.
 
-    `pending_sequences` counts what is handed in and not yet acknowledged.
+    `pending_sequences` and `pending_groups` count what is handed in and not yet acknowledged.
     """
 
     def __init__(self, client: AsyncBrokerClient, request: EnvironmentRequest, *, wait_timeout_seconds: float) -> None:
         self.changed = Bell()
         self.pacing: Pacing | None = None
         self.info: EnvironmentInfo | None = None
-        self.pending_sequences = 0
+        self.pending_sequences = self.pending_groups = 0
         self.on_step: Callable[[Pacing], None] = lambda _: None
         self.on_policy: Callable[[Pacing], None] = lambda _: None
+        self.on_refused: Callable[[Group, Exception], None] = lambda _, __: None
         self._client = client
         self._request = request
         self._wait_timeout_seconds = wait_timeout_seconds
@@ -56,6 +60,7 @@ class BrokerLink:
         """Queue a group for submission."""
         self._outbox.append(group)
         self.pending_sequences += len(group.tokens)
+        self.pending_groups += 1
         self.changed.ring()
 
     async def keep_pacing(self) -> None:
@@ -82,6 +87,26 @@ class BrokerLink:
                 await self.changed.wait()
             groups = [self._outbox.popleft() for _ in range(min(len(self._outbox), MOST_GROUPS_A_POST))]
             await self._submit(groups)
+
+    async def keep_reporting(self, dropped: DroppedGroups) -> None:
+        """Tell the broker of dropped groups for as long as it takes such reports, at most every few seconds."""
+        from atropos_api.client import BrokerRefused
+
+        told = 0
+        while True:
+            while dropped.total == told:
+                await dropped.changed.wait()
+            assert self.info is not None
+            told = dropped.total
+            try:
+                await self._client.report_dropped(self.info.environment_id, dropped.report())
+            except BrokerRefused as error:
+                if error.status in NO_SUCH_ROUTE and error.kind != "unknown-environment":
+                    logger.debug("this broker takes no reports of dropped groups: %s", error)
+                    return
+            except AtroposError as error:
+                logger.debug("dropped groups are reported later: %s", error)
+            await anyio.sleep(REPORT_SECONDS)
 
     async def flush(self) -> None:
         """Return when everything handed in is acknowledged."""
@@ -112,6 +137,7 @@ class BrokerLink:
                 await self._submit([group])
             return
         logger.error("a group was refused and is dropped: %s", error)
+        self.on_refused(groups[0], error)
         self._acknowledge(groups)
         self.changed.ring()
 
@@ -135,6 +161,7 @@ class BrokerLink:
 
     def _acknowledge(self, groups: list[Group]) -> None:
         self.pending_sequences -= sum(len(group.tokens) for group in groups)
+        self.pending_groups -= len(groups)
 
     def _adopt(self, pacing: Pacing, *, authoritative: bool) -> None:
         """Take over newer pacing. Only an answer that nothing overtook may lower the revision (a restarted broker)."""

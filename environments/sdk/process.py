@@ -39,6 +39,7 @@ async def process(env: BaseEnv) -> None:
     try:
         await _collect(env, Collector(env, delivery))
     finally:
+        env.dropped_groups.tell()
         _close(env, delivery)
     if delivery.file is None or not delivery.file.count:
         logger.warning("no group was collected, so nothing is written")

@@ -9,12 +9,15 @@ from collections import deque
 import anyio
 
 from environments.sdk.delivery import Delivery, hold_groups
+from environments.sdk.drops import FAILED, NO_GROUP, TIMED_OUT, Rejection, one_line, quoted
 from environments.sdk.env import BaseEnv
-from environments.sdk.errors import EnvironmentsError, RolloutsKeepFailing
+from environments.sdk.errors import EnvironmentsError, ItemDropped, RolloutsKeepFailing
 from environments.sdk.session.journal import keep_journal
 from environments.sdk.types import Item
 
 logger = logging.getLogger(__name__)
+
+NOTHING_PAUSE_SECONDS = 0.01
 
 
 class Collector:
@@ -42,6 +45,8 @@ class Collector:
                 sent = await self._attempt(item)
             except Exception as error:  # an environment's own code may raise anything
                 reason = _innermost(error)
+                if isinstance(reason, ItemDropped):
+                    return await self._came_to_nothing(item, str(reason), started)
                 if isinstance(reason, EnvironmentsError) and reason.ends_server:
                     raise reason from error
                 if self._gave_up(item, reason, attempt):
@@ -49,11 +54,12 @@ class Collector:
             else:
                 self._failures_in_a_row = 0
                 self._env.metrics.seconds_succeeded.append(time.monotonic() - started)
-                return sent
+                return sent if sent is not None else await self._came_to_nothing(item, "None was returned", started)
         self._env.metrics.seconds_failed.append(time.monotonic() - started)
         return 0
 
-    async def _attempt(self, item: Item) -> int:
+    async def _attempt(self, item: Item) -> int | None:
+        """How many groups of `item` were sent; None where the environment made no group of it."""
         limit = self._env.config.worker_timeout
         try:
             with keep_journal("train"), hold_groups() as groups:
@@ -67,7 +73,15 @@ class Collector:
         self.backlog.extend(more)
         for group in groups:
             self._delivery.dispatch(group)
-        return len(groups)
+        return len(groups) if finished else None
+
+    async def _came_to_nothing(self, item: Item, why: str, started: float) -> int:
+        """Count an item that the environment makes no group of, and keep such items from keeping a core busy."""
+        self._failures_in_a_row = 0
+        self._drop(item, NO_GROUP, why)
+        if time.monotonic() - started < NOTHING_PAUSE_SECONDS:
+            await anyio.sleep(NOTHING_PAUSE_SECONDS)
+        return 0
 
     def _gave_up(self, item: Item, error: BaseException, attempt: int) -> bool:
         """Log a failed attempt. A timeout is not tried again; too many items given up in a row end the server."""
@@ -77,11 +91,15 @@ class Collector:
             logger.info("a rollout failed and is tried again (%s)", described)
             return False
         self._env.metrics.failed += 1
+        self._drop(item, TIMED_OUT if isinstance(error, TimeoutError) else FAILED, f"given up after {described}")
         self._failures_in_a_row += 1
         logger.warning("item %.200r is given up after attempt %d: %s", item, attempt, described, exc_info=error)
         if self._failures_in_a_row >= self._env.config.max_failures_in_a_row:
             raise RolloutsKeepFailing(f"{self._failures_in_a_row} items failed in a row, the last with {described}")
         return True
+
+    def _drop(self, item: Item, reason: str, why: str) -> None:
+        self._env.dropped_groups.note(Rejection(reason, one_line(why)), lambda: f"last item: {quoted(item)}")
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -75,7 +75,7 @@ class TeacherMixin(BaseEnv):
         abort_on_any_max_length_exceeded: bool = True,
     ) -> None:
         """Add the teacher's logprobs to each group, then deliver."""
-        groups = [await self._taught(group) for group in as_groups(scored_data)]
+        groups = [None if group is None else await self._taught(group) for group in as_groups(scored_data)]
         await super().handle_send_to_api(groups, item, do_send_to_api, abort_on_any_max_length_exceeded)
 
     async def _taught(self, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,11 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
+from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import EnvironmentRequest, Pacing
 from environments.sdk.config import EvalHandlingEnum
 from environments.sdk.delivery import Delivery
+from environments.sdk.drops import REFUSED, UNSENT, Rejection, last_answer, one_line
 from environments.sdk.env import BaseEnv
 from environments.sdk.errors import EnvironmentsError, EvaluationFailed
 from environments.sdk.evaluate import run_evaluation
@@ -50,11 +52,12 @@ class EnvironmentWorker:
         env.worker = self
         self._link = BrokerLink(client, request, wait_timeout_seconds=config.wait_timeout)
         self._link.on_step = self._note_step
+        self._link.on_refused = self._note_refused
         self._link.on_policy = lambda pacing: env.server.follow(pacing.policy_name, pacing.policy_version)
         self._changed = self._link.changed
         self._delivery = Delivery(env, self._rules, self._link.hand_in)
         self._collector = Collector(env, self._delivery)
-        self._rolling = self._begun = 0
+        self._rolling = self._begun = self._given_up = 0
         self._background: TaskGroup | None = None
         self._rollouts: TaskGroup | None = None
         self._beginning: anyio.CancelScope | None = None
@@ -74,6 +77,7 @@ class EnvironmentWorker:
             group.start_soon(self._stop_on_signal, group)
             group.start_soon(self._link.keep_pacing)
             group.start_soon(self._link.keep_submitting)
+            group.start_soon(self._link.keep_reporting, self._env.dropped_groups)
             await self._serve_run(group)
             group.cancel_scope.cancel()
         self._finish()
@@ -90,6 +94,7 @@ class EnvironmentWorker:
             with anyio.move_on_after(self._env.config.drain_seconds if self._stopping else 0):
                 while self._rolling:
                     await self._changed.wait()
+            self._given_up = self._rolling
             rollouts.cancel_scope.cancel()
         if self._stopping:
             with anyio.move_on_after(self._env.config.drain_seconds):
@@ -252,6 +257,10 @@ class EnvironmentWorker:
             "env_weight": 1.0,
         }
 
+    def _note_refused(self, group: Group, error: Exception) -> None:
+        example = last_answer(group, lambda tokens: str(self._env.tokenizer.decode(tokens)))
+        self._env.dropped_groups.note(Rejection(REFUSED, one_line(str(error))), example)
+
     def _rules(self) -> GroupRules:
         return GroupRules(
             group_size=self._env.config.group_size,
@@ -274,6 +283,7 @@ class EnvironmentWorker:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for number in signals:
                 if self._stopping:
+                    self._given_up = self._rolling
                     group.cancel_scope.cancel()
                     return
                 logger.info("%s: finishing what is under way", signal.Signals(number).name)
@@ -285,9 +295,20 @@ class EnvironmentWorker:
 
     def _finish(self) -> None:
         self._delivery.close()
+        self._note_unsent()
+        self._env.dropped_groups.tell()
         if self._env.tracker is not None:
             self._env.tracker.finish()
         logger.info("stopped" if self._stopping else "the run is finished")
+
+    def _note_unsent(self) -> None:
+        """What a stop in the middle of a run leaves behind; after the run's end nobody wants it."""
+        if not self._stopping:
+            return
+        if self._given_up:
+            logger.warning("%d items were still under way and are given up", self._given_up)
+        if left := self._link.pending_groups:
+            self._env.dropped_groups.note(Rejection(UNSENT, "the broker did not acknowledge them"), count=left)
 
 
 def crossed(before: int, now: int, interval: int) -> bool:

@@ -19,7 +19,7 @@ from pydantic import Field
 from environments.rewards.accuracy import reference
 from environments.rewards.errors import GoldUnparsable
 from environments.rewards.gold import GoldItem
-from environments.sdk import BaseEnv, BaseEnvConfig, EnvironmentsError, ScoredDataGroup, SequenceNode
+from environments.sdk import BaseEnv, BaseEnvConfig, ItemDropped, ScoredDataGroup, SequenceNode
 from environments.sdk.session.journal import current_split
 from environments.tasks.data import DataFields, Draws, Question
 
@@ -28,10 +28,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class QuestionTooLong(EnvironmentsError):
+class QuestionTooLong(ItemDropped):
     """A question after which no answer fits into the longest sequence."""
-
-    ends_server = False
 
 
 class QuestionEnvConfig(DataFields, BaseEnvConfig):
@@ -73,9 +71,8 @@ class QuestionEnv(BaseEnv):
     async def collect_trajectories(self, item: Question) -> tuple[ScoredDataGroup | None, list[Any]]:
         try:
             return await self.collect(item), []
-        except (GoldUnparsable, QuestionTooLong) as error:
-            logger.warning("a question is left out: %s", error)
-            return None, []
+        except GoldUnparsable as error:
+            raise ItemDropped(str(error)) from error
 
     @abstractmethod
     async def collect(self, question: Question) -> ScoredDataGroup:

@@ -301,3 +301,47 @@ async def test_the_group_size_follows_its_schedule_and_batches_stay_full(tokeniz
     assert [sum(len(group.tokens) for group in batch.groups) for batch in batches] == [32] * 8
     assert sizes[0] == sizes[1] == {8}
     assert sizes[-1] == {4}
+
+
+async def test_a_run_whose_groups_all_score_alike_says_so_at_the_broker_and_in_the_log(tokenizer_folder, caplog):
+    class Hopeless(ArithmeticEnv):
+        async def score_answer(self, item, text):
+            return 0.0
+
+    env = make_env(make_fake(), tokenizer_folder, Hopeless, ensure_scores_are_not_same=True)
+    _, client = memory_broker()
+    async with client:
+        await client.begin_run(RunRequest(name="run", batch_size=32, max_token_length=512, num_steps=3))
+        status = await serve_until(env, client, lambda shown: shown["dropped_groups"].get("equal-scores", 0) >= 8)
+    assert status["counters"]["groups_received_total"] == 0
+    (shown,) = status["environments"]
+    explanation = shown["latest_drop"]["explanation"]
+    assert "all dropped: every score is 0; last answer: " in explanation
+    assert "--env.ensure_scores_are_not_same false sends them" in explanation
+    assert "groups collected, all dropped: every score is 0" in caplog.text
+
+
+async def test_groups_that_the_broker_refuses_are_told_as_dropped(tokenizer_folder):
+    class NotFinite(ArithmeticEnv):
+        async def score_answer(self, item, text):
+            return float("nan")
+
+    env = make_env(make_fake(), tokenizer_folder, NotFinite)
+    _, client = memory_broker()
+    async with client:
+        await client.begin_run(RunRequest(name="run", batch_size=32, max_token_length=512, num_steps=3))
+        status = await serve_until(env, client, lambda shown: shown["dropped_groups"].get("refused"))
+    assert "scores" in status["environments"][0]["latest_drop"]["explanation"]
+
+
+async def serve_until(env, client, enough):
+    """Serve until the broker's status of the one environment is `enough`; that status."""
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            group.start_soon(EnvironmentWorker(env, client).serve)
+            while True:
+                status = await client.status()
+                if status["environments"] and enough(status["environments"][0]):
+                    group.cancel_scope.cancel()
+                    return status
+                await anyio.sleep(0.02)

@@ -4,6 +4,7 @@ import pytest
 
 from atropos_api.wire.columns_groups import encode_submission
 from environments.sdk.config import BaseEnvConfig
+from environments.sdk.drops import EQUAL_SCORES, Rejection
 from environments.sdk.groups import GroupRules, group_items, to_wire
 from environments.sdk.session.journal import Journal
 from environments.sdk.session.nodes import SequenceNode
@@ -24,14 +25,14 @@ def test_a_usable_group_is_not_rejected():
 
 
 def test_equal_scores_are_rejected_only_where_asked():
-    assert "all its scores are 1" in RULES.why_rejected(convert(scores=(1.0, 1.0)))
+    assert RULES.why_rejected(convert(scores=(1.0, 1.0))) == Rejection(EQUAL_SCORES, "every score is 1")
     lenient = GroupRules(group_size=2, max_token_length=16, ensure_scores_are_not_same=False)
     assert lenient.why_rejected(convert(scores=(1.0, 1.0))) is None
 
 
 def test_a_sequence_as_long_as_the_trainers_limit_is_rejected():
     assert RULES.why_rejected(convert(length=15)) is None
-    assert "16 tokens" in RULES.why_rejected(convert(length=16))
+    assert "16 tokens" in RULES.why_rejected(convert(length=16)).why
     anything = GroupRules(group_size=2, max_token_length=0, ensure_scores_are_not_same=True)
     assert anything.why_rejected(convert(length=99)) is None
 
@@ -39,7 +40,7 @@ def test_a_sequence_as_long_as_the_trainers_limit_is_rejected():
 def test_group_overrides_change_the_size_expected():
     """R38: a group may say that it is of another size."""
     three = {"tokens": [[5]] * 3, "masks": [[5]] * 3, "scores": [0, 1, 2]}
-    assert "3 rollouts, 2 were expected" in RULES.why_rejected(to_wire(three, Journal("train")))
+    assert "3 rollouts where 2 were expected" in RULES.why_rejected(to_wire(three, Journal("train"))).why
     told = to_wire({**three, "group_overrides": {"group_size": 3}}, Journal("train"))
     assert RULES.why_rejected(told) is None
 

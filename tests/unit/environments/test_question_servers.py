@@ -11,6 +11,7 @@ import pytest
 from environments.gsm8k_server import GSM8kEnv
 from environments.math_server_zero import EVAL_SETS, STOPS, MathZeroEnv, MathZeroEnvConfig
 from environments.sdk.config import APIServerConfig
+from environments.sdk.errors import ItemDropped
 from environments.sdk.evaluate import evaluate_alone
 from environments.sdk.inference.manager import ServerManager
 from environments.sdk.process import process
@@ -105,20 +106,20 @@ async def test_no_answer_is_longer_than_the_trainer_takes(make):
     assert [request["max_tokens"] for request in fake.requests] == [3000, 50]
 
 
-async def test_a_question_that_leaves_no_room_for_an_answer_is_left_out(make, caplog):
+async def test_a_question_that_leaves_no_room_for_an_answer_is_dropped_with_the_reason(make):
     for cls in (GSM8kEnv, MathZeroEnv):
         env, fake = await make(cls, [RIGHT, WRONG])
         env.max_token_len = 40
-        assert await collect(env) is None
+        with pytest.raises(ItemDropped, match="leaves no room"):
+            await collect(env)
         assert fake.requests == []
-    assert caplog.text.count("leaves no room") == 2
 
 
-async def test_a_question_whose_answer_is_no_mathematics_is_left_out(make, data, caplog):
+async def test_a_question_whose_answer_is_no_mathematics_is_dropped_with_the_reason(make, data):
     data.write_text(json.dumps({"question": "?", "answer": "\\boxed{}"}) + "\n")
     env, _ = await make(GSM8kEnv, [RIGHT, WRONG])
-    assert await collect(env) is None
-    assert "left out" in caplog.text
+    with pytest.raises(ItemDropped, match="cannot be read as mathematics"):
+        await collect(env)
 
 
 async def test_a_template_makes_it_an_r1_zero_environment(make, tmp_path):
