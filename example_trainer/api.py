@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from atropos_api.client import BrokerClient
 from atropos_api.client.errors import BrokerUnreachable
+from atropos_api.common.dropped import explain_drops
+from atropos_api.common.errors import AtroposError
 from atropos_api.wire import Batch, PolicyUpdate, RunInfo, RunRequest
 from example_trainer.errors import BatchTimeout, TrainerError
 
@@ -76,6 +78,14 @@ class BrokerSession:
     def whole_batch(self, batch: Batch) -> Batch:
         """The batch that `batch` is the part of that this process trains on."""
         return batch
+
+    def explain_wait(self) -> list[str]:
+        """What environments say of the groups they dropped; nothing where the broker does not tell."""
+        try:
+            return list(explain_drops(self._client.status()))
+        except AtroposError as error:
+            logger.debug("the broker's status is not to be had: %s", error)
+            return []
 
     def announce_policy(self, version: int, step: int, policy_name: str | None = None) -> None:
         """Tell the broker that servers now sample under `version`, made by `step`, and by which name if by another."""
@@ -151,7 +161,9 @@ class BatchFeed(Generic[ResultT]):
         timeout_seconds: float,
         should_stop: Callable[[], bool],
         on_idle: Callable[[], None],
+        explain: Callable[[], Sequence[str]] = tuple,
     ) -> None:
+        """`explain` says, after a long poll in vain, why nothing may have come."""
         self._get_batch = get_batch
         self._prepare = prepare
         self._last = last
@@ -159,6 +171,8 @@ class BatchFeed(Generic[ResultT]):
         self._timeout_seconds = timeout_seconds
         self._should_stop = should_stop
         self._on_idle = on_idle
+        self._explain = explain
+        self._hints: Sequence[str] = ()
         self._closed = threading.Event()
         self._pending: tuple[int, BackgroundCall[ResultT | None]] | None = None
 
@@ -174,13 +188,15 @@ class BatchFeed(Generic[ResultT]):
             if now - started > self._timeout_seconds:
                 raise BatchTimeout(
                     f"no environment filled batch {number} within {self._timeout_seconds:.0f} s; is one running and "
-                    "registered? (--batch-timeout sets the limit)"
+                    f"registered? (--batch-timeout sets the limit){''.join(f'; {hint}' for hint in self._hints)}"
                 )
             if now >= next_idle:
                 self._on_idle()
                 next_idle = now + IDLE_SECONDS
             if now >= next_line:
                 logger.info("waiting for batch %d (%.0f s)", number, now - started)
+                for hint in self._hints:
+                    logger.warning("%s", hint)
                 next_line += WAIT_LINE_SECONDS
         self._pending = None
         batch = call.result()
@@ -202,4 +218,5 @@ class BatchFeed(Generic[ResultT]):
             batch = self._get_batch(number)
             if batch is not None:
                 return self._prepare(batch)
+            self._hints = self._explain()
         return None

@@ -217,6 +217,7 @@ class Trainer:
             timeout_seconds=self.config.batch_timeout,
             should_stop=self._should_stop,
             on_idle=self._while_waiting,
+            explain=self._session.explain_wait,
         )
 
     def _batch_path(self, number: int) -> Path:

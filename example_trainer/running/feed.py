@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from atropos_api.common.dropped import explain_drops
+
 STATUS_INTERVAL_SECONDS = 1.0
 READINESS_INTERVAL_SECONDS = 0.25
+STALLED_SECONDS = 30.0
 
 
 class MetricsTail:
@@ -95,6 +98,14 @@ class Snapshot:
     @property
     def step(self) -> int:
         return int(self.rows[-1].get("step", len(self.rows))) if self.rows else 0
+
+    @property
+    def drops(self) -> list[str]:
+        """Why groups do not reach the trainer, as their environments say, while no step is made."""
+        last = self.rows[-1].get("timestamp") if self.rows else None
+        if isinstance(last, int | float) and time.time() - last < STALLED_SECONDS:
+            return []
+        return list(explain_drops(self.status))
 
     def series(self, name: str) -> list[float]:
         """All values of a metric so far, in the order of the steps."""

@@ -14,9 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from atropos_api.common import metric_names as names
+from atropos_api.common.dropped import count_drops
 from example_trainer.running.feed import Snapshot
 
 REFRESH_INTERVAL_SECONDS = 0.5
+DROPS_INTERVAL_SECONDS = 30.0
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 60
 
@@ -43,6 +45,8 @@ class PlainView:
         self._out = out
         self._shown: set[str] = set()
         self._phase = ""
+        self._drops: list[str] = []
+        self._drops_told_at = float("-inf")
 
     def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
         for name, reached_at in snapshot.milestones.items():
@@ -55,6 +59,15 @@ class PlainView:
         if snapshot.phase != self._phase:
             self._phase = snapshot.phase
             self._line(snapshot.elapsed_seconds, snapshot.phase)
+        self._tell_drops(snapshot)
+
+    def _tell_drops(self, snapshot: Snapshot) -> None:
+        """Repeat why nothing arrives, when it is news and not more often than now and then."""
+        drops, now = snapshot.drops, time.monotonic()
+        if drops and drops != self._drops and now - self._drops_told_at >= DROPS_INTERVAL_SECONDS:
+            self._drops, self._drops_told_at = drops, now
+            for line in drops:
+                self._line(snapshot.elapsed_seconds, line)
 
     def close(self) -> None:
         self._out.flush()
@@ -88,9 +101,9 @@ def render(snapshot: Snapshot) -> RenderableType:
     head = Text.assemble(
         (snapshot.name, "bold"), f"  {snapshot.run_dir}  ", (f"{snapshot.elapsed_seconds:.0f} s", "dim")
     )
-    return (
-        Group(head, _milestones(snapshot), *_steps(snapshot)) if snapshot.rows else Group(head, _milestones(snapshot))
-    )
+    drops = [Text(line, style="yellow") for line in snapshot.drops]
+    steps = _steps(snapshot) if snapshot.rows else []
+    return Group(head, _milestones(snapshot), *steps, *drops)
 
 
 def step_line(row: dict[str, Any], snapshot: Snapshot) -> str:
@@ -111,8 +124,9 @@ def figures(row: dict[str, Any], snapshot: Snapshot) -> list[tuple[str, str]]:
         ("step", names.TIME_STEP, "{:.2f} s"),
     )
     shown = [(label, form.format(row[key])) for label, key, form in wanted if isinstance(row.get(key), int | float)]
-    queued = queued_sequences(snapshot)
-    return shown if queued is None else [*shown, ("queue", str(queued))]
+    queued, dropped = queued_sequences(snapshot), count_drops(snapshot.status)
+    shown += [] if queued is None else [("queue", str(queued))]
+    return [*shown, ("dropped", str(dropped))] if dropped else shown
 
 
 def queued_sequences(snapshot: Snapshot) -> int | None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from atropos_api.client import ServerEvent
+from atropos_api.common.dropped import count_drops, explain_drops
 from example_trainer.running.progress import sparkline
 
 SHOWN_ENVIRONMENTS: Final = 12
@@ -44,6 +45,8 @@ def describe(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "uncommitted_batches", str(len(status.get("batches", {}).get("uncommitted", {})))
     environments = status.get("environments", [])
     yield "environments", f"{sum(bool(one['connected']) for one in environments)}/{len(environments)}"
+    if dropped := count_drops(status):
+        yield "dropped", str(dropped)
     for name, counter in COUNTED:
         count = status.get("counters", {}).get(counter, 0)
         if count or name == "received":
@@ -85,6 +88,7 @@ def render(
         parts.append(Text.assemble(("sequences/s ", "dim"), spark, f"  {rates[-1]:,.0f}"))
     if status.get("environments"):
         parts.append(_environments(status["environments"]))
+    parts += [Text(_plain(line), style="yellow") for line in explain_drops(status)]
     parts += [Text(describe_event(event), style="dim", overflow="ellipsis", no_wrap=True) for event in events]
     return Group(*parts)
 

@@ -138,3 +138,35 @@ def test_watching_costs_less_than_a_hundredth_of_a_core(tmp_path: Path, broker_u
         feed.poll()
     assert time.thread_time() - before < 0.01
     feed.close()
+
+
+DROPPING = {
+    "environments": [
+        {"name": "gsm8k", "latest_drop": {"explanation": "96 groups collected, all dropped: every score is 0"}},
+        {"name": "fine", "latest_drop": None},
+        {"name": "of an older broker"},
+    ],
+    "dropped_groups": {"equal-scores": 96},
+}
+
+
+def test_while_no_step_is_made_the_view_repeats_why_groups_are_dropped(tmp_path: Path) -> None:
+    state, out = snapshot(tmp_path), io.StringIO()
+    state.status = DROPPING
+    view = PlainView(out)
+    view.update(state, ())
+    view.update(state, ())
+    assert out.getvalue().count("gsm8k: 96 groups collected, all dropped: every score is 0") == 1
+    console = Console(width=120, file=io.StringIO(), force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(state))
+    assert "gsm8k: 96 groups collected, all dropped" in capture.get()
+
+
+def test_while_steps_are_made_dropped_groups_are_a_figure(tmp_path: Path) -> None:
+    state, out = snapshot(tmp_path), io.StringIO()
+    state.status = DROPPING
+    state.rows = [{"step": 1, "timestamp": time.time()}]
+    PlainView(out).update(state, state.rows)
+    assert "dropped 96" in out.getvalue()
+    assert "gsm8k" not in out.getvalue()

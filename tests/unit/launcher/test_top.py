@@ -11,14 +11,15 @@ import threading
 import time
 
 import pytest
+from rich.console import Console
 
 from atropos_api.client import BrokerClient, BrokerHostUnknown, BrokerRefused, ServerEvent
 from atropos_api.client.watching import parse_events
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.testing import make_group, make_memory_app, serve_in_thread, served_broker
-from atropos_api.wire import EnvironmentRequest, RunRequest
+from atropos_api.wire import DropReport, EnvironmentRequest, RunRequest
 from example_trainer.running import top
-from example_trainer.running.top_view import describe_event
+from example_trainer.running.top_view import describe_event, render
 
 COMMAND = [sys.executable, "-m", "example_trainer.running.umbrella", "top"]
 RUN = RunRequest(name="watched", batch_size=4, max_token_length=9, num_steps=3)
@@ -189,3 +190,15 @@ def test_rates_survive_a_restarted_broker():
     for at, count in ((1.0, 10), (2.0, 30), (3.0, 5), (4.0, 6)):
         watched.take(ServerEvent(1, "status", {"time": at, "counters": {"sequences_received_total": count}}))
     assert list(watched.rates) == [20.0, 1.0]
+
+
+def test_dropped_groups_are_counted_and_explained(url):
+    begin(url)
+    with BrokerClient(url) as client:
+        client.report_dropped(0, DropReport(session="s", groups={"failed": 3}, explanation="3 groups failed"))
+        status = client.status()
+    assert once(url)["dropped"] == "3"
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(render(url, status, events=(), rates=(), lost=""))
+    assert "env [red]: 3 groups failed" in capture.get()

@@ -11,7 +11,7 @@ import pytest
 
 from atropos_api.client import BrokerClient, RunSuperseded
 from atropos_api.testing import served_broker
-from atropos_api.wire import Batch, RunRequest
+from atropos_api.wire import Batch, DropReport, EnvironmentRequest, RunRequest
 from example_trainer import api
 from example_trainer.api import BackgroundCall, BatchFeed, BrokerSession
 from example_trainer.errors import BatchTimeout
@@ -147,3 +147,28 @@ def test_a_trainer_that_was_taken_over_cannot_end_the_run_of_its_successor() -> 
         assert client.status()["run"]["state"] == "open"
         second.finish()
         assert client.status()["run"]["state"] == "finished"
+
+
+def test_a_wait_in_vain_repeats_what_environments_say_of_dropped_groups(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(api, "WAIT_LINE_SECONDS", 0.2)
+    monkeypatch.setattr(api, "LONG_POLL_SECONDS", 0.05)
+    with served_broker() as url, BrokerClient(url) as client:
+        session = BrokerSession(client)
+        session.begin(RunRequest(name="run", batch_size=8, max_token_length=64, num_steps=10))
+        environment = client.register_environment(EnvironmentRequest(name="e", group_size=8, max_token_length=64))
+        told = DropReport(session="s", groups={"equal-scores": 96}, explanation="96 groups collected, all dropped")
+        client.report_dropped(environment.environment_id, told)
+        feed = make_feed(session.get_batch, timeout_seconds=0.6, explain=session.explain_wait)
+        with caplog.at_level(logging.INFO), pytest.raises(BatchTimeout, match="; e: 96 groups collected, all dropped"):
+            feed.take(1)
+        feed.close()
+        settle()
+    assert "e: 96 groups collected, all dropped" in caplog.text
+
+
+def test_a_broker_that_is_gone_leaves_a_wait_without_a_hint() -> None:
+    client = BrokerClient("http://127.0.0.1:9", retry_seconds=0.0)
+    assert BrokerSession(client).explain_wait() == []
+    client.close()
