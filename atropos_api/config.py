@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos_api.broker.settings import BrokerSettings
+from atropos_api.common.secret_fields import SECRET
 
 
 class BrokerConfig(BaseModel):
@@ -33,7 +34,9 @@ class BrokerConfig(BaseModel):
     )
     fresh: bool = Field(False, description="Delete what the store holds and begin anew")
     token: str | None = Field(
-        None, description="Bearer token that callers must show (default: $ATROPOS_TOKEN; made up if the host needs one)"
+        None,
+        description="Bearer token that callers must show (default: $ATROPOS_TOKEN; made up if the host needs one)",
+        json_schema_extra=SECRET,
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,

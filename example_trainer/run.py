@@ -22,6 +22,7 @@ if __package__ in {None, ""}:
 import yaml
 
 from atropos_api.common.cliconfig import run_cli
+from atropos_api.common.redaction import redact
 
 if TYPE_CHECKING:
     from example_trainer.running.launcher import Launch
@@ -72,15 +73,15 @@ def carry_out(launch: Launch) -> int:
 
 def describe(launch: Launch) -> str:
     """What would run: each program's command line, what is added to its environment, and its settings."""
+    from example_trainer.running.base_model import local_base
     from example_trainer.running.launcher import dry_plan
-    from example_trainer.running.plan import local_base
     from example_trainer.running.run_dir import as_plain_data
 
     plan = dry_plan(launch)
     base = local_base(launch.settings.trainer.model_name)
     blocks = [f"run directory: {launch.run.root}"]
     for spec in (*([base.spec] if base else ()), *plan.children):
-        shown = {name: value for name, value in spec.environment.items() if "TOKEN" not in name}
+        shown = redact(spec.environment)
         added = "".join(f"{name}={shlex.quote(value)} " for name, value in shown.items())
         content = plan.settings_of(spec.name)
         text = yaml.safe_dump(as_plain_data(content), sort_keys=False) if content else ""

@@ -11,7 +11,9 @@ import httpx
 
 from atropos_api.client import calls
 from atropos_api.client.calls import Call
+from atropos_api.client.credentials import BearerAuth
 from atropos_api.client.errors import BrokerHostUnknown, BrokerRefused
+from atropos_api.common.token_file import TokenSource
 from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
     DropReport,
@@ -33,13 +35,14 @@ class AsyncBrokerClient:
 
     `timeout_seconds` bounds one attempt, `retry_seconds` all attempts of a call together, so that a broker that
     is restarted in between is no error. `form` is that of groups and batches; a broker that does not know it gets JSON.
+    The file of a `TokenSource` is read again when the broker refuses its token, which can so be replaced in a run.
     """
 
     def __init__(
         self,
         url: str,
         *,
-        token: str | None = None,
+        token: str | TokenSource | None = None,
         timeout_seconds: float = 30.0,
         retry_seconds: float = 60.0,
         form: Form = "columns",
@@ -49,8 +52,13 @@ class AsyncBrokerClient:
         self._timeout_seconds = timeout_seconds
         self._retry_seconds = retry_seconds
         self._form = form
+        self._auth = BearerAuth(token)
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=calls.default_headers(token), transport=transport, trust_env=False
+            base_url=self.url,
+            headers=calls.default_headers(),
+            auth=self._auth,
+            transport=transport,
+            trust_env=False,
         )
 
     async def __aenter__(self) -> Self:
@@ -185,7 +193,9 @@ class AsyncBrokerClient:
             outcome = await self._attempt(call)
             waited = time.monotonic() - started
             delay = calls.retry_delay(attempt, outcome)
-            if not calls.should_retry(call, outcome) or waited + delay > self._retry_seconds:
+            self._auth.note(outcome)
+            again = calls.should_retry(call, outcome) or self._auth.awaits_replacement(outcome)
+            if not again or waited + delay > self._retry_seconds:
                 return calls.settle(self.url, outcome, waited_seconds=waited)
             await anyio.sleep(delay)
             attempt += 1

@@ -12,7 +12,9 @@ import httpx
 import msgspec
 
 from atropos_api.client import calls
+from atropos_api.client.credentials import BearerAuth
 from atropos_api.client.errors import BrokerRefused
+from atropos_api.common.token_file import TokenSource
 
 SILENCE_SECONDS: Final = 40.0
 """A broker says something at least every 15 s."""
@@ -28,19 +30,19 @@ class ServerEvent:
 
 
 def watch_events(
-    url: str, *, token: str | None = None, after: int | None = None, timeout_seconds: float = 5.0
+    url: str, *, token: str | TokenSource | None = None, after: int | None = None, timeout_seconds: float = 5.0
 ) -> Iterator[ServerEvent]:
     """Events as they come, until the connection ends; those after `after` first, where it is given.
 
     Raises `BrokerUnreachable` or `BrokerHostUnknown` if nobody answers, `BrokerRefused` if it is no such stream.
     """
-    headers = calls.default_headers(token)
+    headers = calls.default_headers()
     if after is not None:
         headers["Last-Event-ID"] = str(after)
     timeout = httpx.Timeout(timeout_seconds, read=SILENCE_SECONDS)
     try:
         with (
-            httpx.Client(timeout=timeout, trust_env=False) as client,
+            httpx.Client(timeout=timeout, auth=BearerAuth(token), trust_env=False) as client,
             client.stream("GET", f"{url.rstrip('/')}/v1/events", headers=headers) as response,
         ):
             _check(url, response)

@@ -11,7 +11,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.options import Option, list_options, nested_model
+from atropos_api.common.redaction import names_secret, redact, redact_arguments, redact_text
 from atropos_api.common.version import version_line
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -96,7 +97,8 @@ def validate(model: type[ModelT], values: Mapping[str, Any]) -> ModelT:
     except ValidationError as error:
         problems = error.errors()
         told = [problem for problem in problems if not _is_other_form(problem["loc"], problems)]
-        raise ConfigError("; ".join(map(_describe, told))) from None
+        secret = frozenset(option.path for option in list_options(model) if option.secret)
+        raise ConfigError("; ".join(_describe(problem, secret) for problem in told)) from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -110,14 +112,21 @@ def run_cli(main: Callable[[list[str]], int]) -> NoReturn:
 
     `--version` is answered here, so that every command has it, and each of its verbs.
     """
+    arguments = sys.argv[1:]
+    conceal_arguments()
     try:
-        code = _print_version() if VERSION_FLAG in sys.argv[1:] else main(sys.argv[1:])
+        code = _print_version() if VERSION_FLAG in arguments else main(arguments)
     except AtroposError as error:
-        sys.stderr.write(f"{program_name()}: error: {error}\n")
+        sys.stderr.write(f"{program_name()}: error: {redact_text(str(error))}\n")
         code = 2
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def conceal_arguments(secret_flags: Iterable[str] = ()) -> None:
+    """Mask secrets in `sys.argv`, which W&B uploads and run records repeat."""
+    sys.argv[1:] = redact_arguments(sys.argv[1:], secret_flags=secret_flags)
 
 
 def program_name() -> str:
@@ -161,6 +170,7 @@ def _collect(
     options = list_options(model)
     shown = [_with_default(option, defaults) for option in options]
     parsed, rest = _build_parser(shown, prog=prog, description=description).parse_known_args(list(argv))
+    conceal_arguments(flag for option in options if option.secret for flag in option.flags)
     values: dict[str, Any] = _merge({}, defaults)
     for path in parsed.config:
         values = _merge(values, read_config_file(model, path, section=section))
@@ -286,7 +296,7 @@ def _is_form(place: Sequence[int | str]) -> bool:
     return any(isinstance(part, str) and ("[" in part or part[:1].isupper()) for part in place[-1:])
 
 
-def _describe(problem: Mapping[str, Any]) -> str:
+def _describe(problem: Mapping[str, Any], secret_paths: Container[str]) -> str:
     message = str(problem["msg"]).removeprefix("Value error, ")
     parts = [str(part) for part in problem["loc"] if not _is_form([part])]
     if not parts:
@@ -294,4 +304,6 @@ def _describe(problem: Mapping[str, Any]) -> str:
     flag = "--" + ".".join(parts).replace("_", "-")
     if problem["type"] == "missing":
         return f"{flag} is required"
-    return f"{flag}: {message}, got {json.dumps(problem.get('input'), default=str)}"
+    if ".".join(part for part in parts if not part.isdigit()) in secret_paths or names_secret(parts[-1]):
+        return f"{flag}: {message}"
+    return f"{flag}: {message}, got {json.dumps(redact(problem.get('input')), default=str)}"

@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Final
 
+from atropos_api.common.redaction import redact_text
+
 WINDOW_SECONDS: Final = 10.0
 MOST_ALIKE: Final = 20
 MOST_KINDS: Final = 1000
@@ -16,7 +18,13 @@ CONTROL_CHARACTERS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *ra
 
 
 class _TextFormatter(logging.Formatter):
-    """One line a record: what came from outside can neither begin a line of its own nor colour the terminal."""
+    """One line a record: what came from outside can neither begin a line of its own nor colour the terminal.
+
+    Tokens and passwords in addresses and headers are masked, in tracebacks too.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact_text(super().format(record))
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         record.message = record.message.rstrip().translate(CONTROL_CHARACTERS)
@@ -35,7 +43,7 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
-        return json.dumps(event)
+        return json.dumps({name: redact_text(str(value)) for name, value in event.items()})
 
 
 class _Sparing(logging.Filter):

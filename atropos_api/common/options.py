@@ -14,6 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from atropos_api.common.secret_fields import is_secret_field
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
@@ -28,12 +30,16 @@ class Option:
     default: object
     """What holds where nothing is given; `PydanticUndefined` where that is made, or where it is required."""
     choices: tuple[str, ...]
+    secret: bool = False
+    """Whether its value may be shown to nobody."""
 
     @property
     def help(self) -> str:
-        """The description with what holds where the option is left out, unless that is nothing or said already."""
+        """The description with what holds where the option is left out, unless that is nothing, said or a secret."""
         if self.required:
             return f"{self.description} (required)".strip()
+        if self.secret and self.default is not None:
+            return self.description
         value = self.default.value if isinstance(self.default, Enum) else self.default
         said = value is None and "default:" in self.description
         if said or value is PydanticUndefined or value == "" or isinstance(value, BaseModel):
@@ -113,6 +119,7 @@ def _option(path: str, field: FieldInfo) -> Option:
         required=field.is_required(),
         default=field.default,
         choices=tuple(str(choice) for member in members for choice in _choices(member)),
+        secret=is_secret_field(field),
     )
 
 

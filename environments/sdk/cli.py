@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from atropos_api.common.cliconfig import ConfigError, load_config, nearest
 from atropos_api.common.logs import setup_logging
+from atropos_api.common.token_file import TokenSource
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
 from environments.sdk.env import BaseEnv
 from environments.sdk.inference.manager import MAX_N_COMPLETIONS
@@ -165,8 +166,14 @@ async def _serve(env: BaseEnv) -> None:
     from atropos_api.client import AsyncBrokerClient
     from environments.sdk.worker import EnvironmentWorker
 
-    token = env.config.rollout_server_token or os.environ.get("ATROPOS_TOKEN")
-    async with AsyncBrokerClient(env.config.rollout_server_url, token=token) as client:
+    config = env.config
+    token = TokenSource.settle(
+        config.rollout_server_token,
+        config.rollout_server_token_file,
+        os.environ,
+        flag="--env.rollout_server_token_file",
+    )
+    async with AsyncBrokerClient(config.rollout_server_url, token=token) as client:
         await EnvironmentWorker(env, client).serve()
 
 

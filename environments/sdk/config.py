@@ -7,9 +7,12 @@ neither a tokenizer nor an HTTP library.
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from atropos_api.common.secret_fields import SECRET
 
 ServerType = Literal["openai", "trl", "sglang", "vllm"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -77,7 +80,14 @@ class BaseEnvConfig(BaseModel):
     )
     tool_parser: str = Field("hermes", description="how tool calls are written: hermes, json or a vLLM parser's name")
     server: str | None = Field(None, description="in a run file: which environment the launcher starts; unused here")
-    rollout_server_token: str | None = Field(None, description="bearer token of run-api; default: $ATROPOS_TOKEN")
+    rollout_server_token: str | None = Field(
+        None, description="bearer token of run-api; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
+    )
+    rollout_server_token_file: Path | None = Field(
+        None,
+        description="file with that token, read again when it is refused; default: $ATROPOS_TOKEN_FILE",
+        json_schema_extra={"aliases": ["token_file"]},
+    )
     eval_at_start: bool = Field(False, description="evaluate before the first group")
     eval_at_end: bool = Field(False, description="evaluate after the run has finished")
     rollout_attempts: int = Field(3, ge=1, description="tries for an item whose rollout fails")
@@ -142,7 +152,7 @@ class ServerBaseline(BaseModel):
 class APIServerConfig(ServerBaseline):
     """One inference server, as told with `--openai.<field>`."""
 
-    api_key: str = Field("", description="bearer token of the server")
+    api_key: str = Field("", description="bearer token of the server", json_schema_extra=SECRET)
     base_url: Address = Field("http://localhost:9001/v1", description="its address; /generate is found without the /v1")
     n_kwarg_is_ignored: bool = Field(False, description="the provider gives one choice whatever n says")
     health_check: bool = Field(True, description="wait for a server that does not answer instead of failing")

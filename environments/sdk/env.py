@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import anyio
 
+from atropos_api.common.secret_fields import public_settings
 from environments.rewards.gold import GoldItem
 from environments.sdk import checkpoint
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
@@ -259,7 +260,7 @@ class BaseEnv(ABC):
                 name=run_name(self.registered_name),
                 project=self.wandb_project,
                 group=self.wandb_group,
-                config=self.config.model_dump(mode="json", exclude={"rollout_server_token"}),
+                config=public_settings(self.config),
             )
 
     async def add_rollouts_for_wandb(self, scored_data: Any, item: Item = None) -> None:  # noqa: ARG002 - for overrides

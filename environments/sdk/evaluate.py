@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from atropos_api.common.private_files import write_private
+from atropos_api.common.secret_fields import public_settings
 from environments.sdk.env import BaseEnv
 from environments.sdk.session.journal import keep_journal
 
@@ -37,8 +39,8 @@ async def evaluate_alone(env: BaseEnv) -> None:
 def _save_config(env: BaseEnv, folder: Path) -> None:
     """Write beside the results what they were measured with; secrets stay out."""
     document = {
-        "env": env.config.model_dump(mode="json", exclude={"rollout_server_token"}),
-        "openai": [server.config.model_dump(mode="json", exclude={"api_key"}) for server in env.server.servers],
+        "env": public_settings(env.config),
+        "openai": [public_settings(server.config) for server in env.server.servers],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "evaluate_config.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+    write_private(folder / "evaluate_config.yaml", yaml.safe_dump(document, sort_keys=False))

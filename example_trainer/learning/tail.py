@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from atropos_api.common.secret_fields import public_settings
 from example_trainer.api import BackgroundCall, BrokerSession
 from example_trainer.checkpointing import (
     ObjectiveState,
@@ -219,7 +220,7 @@ class Tail:
             steps_by_version=remembered(progress.steps_by_version),
             metrics={name: value for name, value in progress.metrics.items() if math.isfinite(value)},
             health=progress.health,
-            config=config.model_dump(mode="json", exclude={"atropos_token", "bridge_token"}),
+            config=public_settings(config),
         )
 
     def _save(self, state: TrainerState, random: RandomState, objective: ObjectiveState) -> None:

@@ -9,6 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from atropos_api.common.secret_fields import SECRET
+
 BridgeMode = Literal["none", "shared_vllm", "lora_only", "lora_restart"]
 InFlight = Literal["drain", "recompute", "finish", "keep_kv"]
 LORA_MODES = frozenset({"lora_only", "lora_restart"})
@@ -63,6 +65,7 @@ class PublishOptions(BaseModel):
         None,
         description="Token for the server's state-changing routes; unset: the manifest's or $ATROPOS_BRIDGE_TOKEN.",
         repr=False,
+        json_schema_extra=SECRET,
     )
     drain_seconds: float = Field(
         0.5, ge=0.0, description="Time that running requests get to end under the old weights."

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from atropos_api.common.secret_fields import SECRET
 from example_trainer.options.naming import aliases
 
 
@@ -39,7 +40,17 @@ class RunOptions(BaseModel):
     keep_last: int = Field(0, ge=0, description="Keep the last K checkpoints; 0 keeps all.")
     resume: str | None = Field(None, description="auto (newest checkpoint, if any) or the path of a checkpoint.")
     atropos_url: str = Field("http://localhost:8000", description="URL of the broker (run-api).")
-    atropos_token: str | None = Field(None, description="Bearer token of the broker.", repr=False)
+    atropos_token: str | None = Field(
+        None,
+        description="Bearer token of the broker; default: $ATROPOS_TOKEN.",
+        repr=False,
+        json_schema_extra=SECRET,
+    )
+    atropos_token_file: Path | None = Field(
+        None,
+        description="File with that token, read again when it is refused; default: $ATROPOS_TOKEN_FILE.",
+        json_schema_extra=aliases("token_file"),
+    )
     max_staleness: int | None = Field(
         None, ge=0, description="Refuse rollouts older than this many steps; unset: the broker's."
     )

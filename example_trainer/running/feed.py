@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from atropos_api.common.dropped import explain_drops
+from atropos_api.common.token_file import TokenSource
 
 STATUS_INTERVAL_SECONDS = 1.0
 READINESS_INTERVAL_SECONDS = 0.25
@@ -47,18 +48,23 @@ class MetricsTail:
 class Endpoint:
     """One server asked again and again over one connection; silence and refusals are answers too."""
 
-    def __init__(self, url: str, *, token: str | None = None, timeout_seconds: float = 0.5) -> None:
+    def __init__(self, url: str, *, token: TokenSource | None = None, timeout_seconds: float = 0.5) -> None:
         parts = urlsplit(url)
         secure = parts.scheme == "https"
         connect = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         self._connection = connect(parts.hostname or "", parts.port or (443 if secure else 80), timeout=timeout_seconds)
         self._prefix = parts.path.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._token = token or TokenSource()
 
     def get(self, path: str) -> tuple[int, bytes]:
         """Status and body; status 0 if nobody answers."""
+        status, body = self._ask(path)
+        return self._ask(path) if status == http.HTTPStatus.UNAUTHORIZED and self._token.reload() else (status, body)
+
+    def _ask(self, path: str) -> tuple[int, bytes]:
+        headers = {"Authorization": f"Bearer {self._token.value}"} if self._token.value else {}
         try:
-            self._connection.request("GET", self._prefix + path, headers=self._headers)
+            self._connection.request("GET", self._prefix + path, headers=headers)
             response = self._connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException):

@@ -14,22 +14,22 @@ from types import FrameType
 import psutil
 
 from atropos_api.common import metric_names
+from atropos_api.common.secret_fields import public_settings
+from atropos_api.common.token_file import TokenSource
 from example_trainer.errors import TrainerError
+from example_trainer.running.base_model import BASE_MODEL, LocalBase, local_base, require_model
+from example_trainer.running.credentials import broker_token
 from example_trainer.running.feed import Endpoint, Feed, MetricsTail, Snapshot
 from example_trainer.running.hub import require_on_hub
 from example_trainer.running.interpreter import python_path
 from example_trainer.running.plan import (
-    BASE_MODEL,
     BROKER,
     FINAL_SERVER,
     TRAINER,
     VLLM,
-    LocalBase,
     Plan,
     Programs,
-    local_base,
     make_plan,
-    require_model,
     settle_places,
 )
 from example_trainer.running.process_tree import adopt_orphans, is_alive
@@ -161,7 +161,7 @@ class Launch:
         tail = MetricsTail(self.run.metrics, from_end=True)
         for spec in plan.children:
             supervisor.start(spec)
-        feed = _make_feed(plan, snapshot, tail, self.settings.trainer.atropos_token)
+        feed = _make_feed(plan, snapshot, tail, broker_token(self.settings))
         with contextlib.closing(feed):
             self._watch(plan, supervisor, feed, view, stop)
         snapshot.phase = "stopping"
@@ -241,8 +241,8 @@ def dry_plan(launch: Launch) -> Plan:
 
 
 def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
-    """Everything that was settled, for `config.json`."""
-    trainer = settings.trainer.model_dump(mode="json", exclude=set(LAUNCHER_FIELDS) | {"atropos_token"})
+    """Everything that was settled, for `config.json`; no secrets."""
+    trainer = public_settings(settings.trainer, exclude=set(LAUNCHER_FIELDS))
     settled = plan.settings_of(TRAINER)[TRAINER]
     return {
         "trainer": trainer | {name: settled[name] for name in SETTLED_HERE if name in settled},
@@ -258,7 +258,7 @@ def _milestones(plan: Plan) -> list[str]:
     return [name for name, present in wanted if present]
 
 
-def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, token: str | None) -> Feed:
+def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, token: TokenSource) -> Feed:
     return Feed(
         snapshot,
         metrics=tail,

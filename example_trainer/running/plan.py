@@ -6,24 +6,32 @@ Nothing here starts or writes anything, so that `--dry-run` shows exactly what a
 from __future__ import annotations
 
 import os
-import re
-import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.redaction import redact
 from environments.installed import environment_names
-from example_trainer.errors import ModelNotFound, TrainerError
+from example_trainer.errors import TrainerError
 from example_trainer.options.publish import LORA_MODES, served_rank, versions_kept
+from example_trainer.running.credentials import bridge_token, broker_token, differing, token_variables
 from example_trainer.running.interpreter import PACKAGE_ROOT, python_path
 from example_trainer.running.ports import LOOPBACK, free_port, free_ports, require_free
-from example_trainer.running.run_dir import RunDir
-from example_trainer.running.run_file import LAUNCHER_FIELDS, EnvironmentSettings, RunConfig, RunSettings, SectionFlags
+from example_trainer.running.run_dir import RunDir, as_plain_data
+from example_trainer.running.run_file import (
+    LAUNCHER_FIELDS,
+    EnvironmentSettings,
+    RunConfig,
+    RunSettings,
+    SectionFlags,
+    merge,
+)
 from example_trainer.running.supervisor import ChildSpec
 
-BROKER, VLLM, TRAINER, BASE_MODEL, FINAL_SERVER = "broker", "vllm", "trainer", "base-model", "vllm-final"
+BROKER, VLLM, TRAINER, FINAL_SERVER = "broker", "vllm", "trainer", "vllm-final"
 LATEST_CHECKPOINT = "latest"
 MANIFEST_NAME = "vllm_bridge_config.json"
 MANY_CORES = 8
@@ -88,46 +96,6 @@ class Plan:
         return next((spec for spec in self.children if spec.name == name), None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalBase:
-    """A base model that is made on this machine: `tiny/chain`, or `tiny/chain:1` for another seed."""
-
-    task: str
-    seed: int
-
-    @property
-    def spec(self) -> ChildSpec:
-        command = (sys.executable, "-m", "example_trainer.tiny", "--task", self.task, "--seed", str(self.seed))
-        # Two threads, as the recipe was measured; nothing else runs meanwhile.
-        return ChildSpec(
-            name=BASE_MODEL,
-            command=command,
-            environment={"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "2"},
-            ends_by_itself=True,
-            watch_descendants=False,
-        )
-
-
-def local_base(model_name: str) -> LocalBase | None:
-    """The locally made base that `model_name` means, if it means one."""
-    match = re.fullmatch(r"tiny/([a-z]+)(?::(\d+))?", model_name)
-    if match is None or Path(model_name).exists():
-        return None
-    return LocalBase(task=match[1], seed=int(match[2] or 0))
-
-
-def require_model(model_name: str) -> str:
-    """`model_name`, made absolute if it is a directory; refuses a path at which there is no model."""
-    path = Path(model_name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelNotFound(f"--model-name {model_name}: the directory holds no config.json, so it is no model")
-        return str(path.absolute())
-    if model_name.startswith(("/", ".", "~")) or model_name.count("/") > 1:
-        raise ModelNotFound(f"--model-name {model_name}: no such directory, and not the form of a Hugging Face id")
-    return model_name
-
-
 def settle_places(settings: RunSettings) -> Places:
     """Ports for the programs we start: those asked for, if they are free, else free ones."""
     config = settings.trainer
@@ -143,7 +111,15 @@ def make_plan(
     settings: RunSettings, run: RunDir, places: Places, *, model: str, programs: Programs | None = None
 ) -> Plan:
     """Every program of the run with its command line and its settings."""
-    builder = _Builder(settings=settings, run=run, places=places, model=model, programs=programs or Programs())
+    builder = _Builder(
+        settings=settings,
+        run=run,
+        places=places,
+        model=model,
+        programs=programs or Programs(),
+        broker_token=token_variables(broker_token(settings)),
+        bridge_token=bridge_token(settings),
+    )
     outlives = settings.trainer.weight_bridge_mode in SERVER_OUTLIVES_PUBLISH
     servers = [builder.vllm(index) for index in range(len(places.vllm_ports) if outlives else 0)]
     broker = [builder.broker()] if places.broker_port is not None else []
@@ -188,23 +164,28 @@ class _Builder:
     model: str
     programs: Programs
     files: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
-    bridge_token: str = field(default_factory=lambda: secrets.token_hex(16))
+    broker_token: Mapping[str, str] = field(default_factory=dict)
+    """The variables that tell every program the broker's token."""
+    bridge_token: str = ""
+    secret_settings: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What of each program's settings may stand in no file of the run directory."""
 
     def broker(self) -> ChildSpec:
-        flags = self.settings.flags["api"]
+        flags = self.settings.flags["api"].without("port")
         content = {"host": LOOPBACK, "store": str(self.run.broker_store), **self.settings.sections["api"]}
-        path = self._write("api", {"api": content | {"port": self.places.broker_port}})
-        command = self._command(self.programs.broker, path, flags.without("port").unprefixed("api"))
-        return ChildSpec(name=BROKER, command=command, environment=self._environment())
+        content = merge(content, flags.secret_values) | {"port": self.places.broker_port}
+        path = self._write("api", {"api": content})
+        command = self._command(self.programs.broker, path, flags.without_secrets().unprefixed("api"))
+        return self._child(BROKER, command, settings="api", environment=self._environment())
 
     def vllm(self, index: int) -> ChildSpec:
         name, flags = server_name(index), self.settings.flags["vllm"].without("port", "model")
-        content = self._vllm_defaults(index) | dict(self.settings.sections["vllm"])
+        content = merge(self._vllm_defaults(index) | dict(self.settings.sections["vllm"]), flags.secret_values)
         path = self._write(name, {VLLM: content | {"model": self.model, "port": self.places.vllm_ports[index]}})
-        command = self._command(self.programs.vllm, path, flags.unprefixed(VLLM))
+        command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(VLLM))
         # One of several is missed by nobody for as long as it takes to start again; the bridge brings it up to date.
         restarts = SERVER_RESTARTS if len(self.places.vllm_ports) > 1 else 0
-        return ChildSpec(name=name, command=command, environment=self._server_environment(index), restarts=restarts)
+        return self._child(name, command, environment=self._server_environment(index), restarts=restarts)
 
     def final_server(self) -> ChildSpec:
         """A plain server of the last checkpoint, under the names by which the environments know the model."""
@@ -216,7 +197,7 @@ class _Builder:
             own |= {"model": self.model, "adapter": str(checkpoint)}
         path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults(0) | self.settings.section(VLLM) | own})
         command = self._command(self.programs.vllm, path)
-        return ChildSpec(name=FINAL_SERVER, command=command, environment=self._server_environment(0))
+        return self._child(FINAL_SERVER, command, environment=self._server_environment(0))
 
     def _server_environment(self, index: int) -> dict[str, str]:
         own = {"LOGDIR": str(self._manifest.parent / server_name(index) if index else self._manifest.parent)}
@@ -228,14 +209,16 @@ class _Builder:
         env = self._environment_defaults() | dict(entry.env)
         if self.settings.reseeded and "seed" in env:
             env["seed"] = self.settings.trainer.seed
-        servers, typed = self._openai(entry.openai), self.settings.flags["openai"]
+        env_flags, typed = self.settings.flags["env"].without("server"), self.settings.flags["openai"]
+        servers = self._openai(entry.openai)
         if isinstance(servers, list) and not isinstance(entry.openai, list):
             # A flag would be for none of several: those typed are meant for each.
             servers, typed = [server | dict(typed.values) for server in servers], SectionFlags()
-        path = self._write(entry.name, {"env": env, "openai": servers})
-        flags = [*self.settings.flags["env"].without("server").arguments, *typed.arguments]
+        env = merge(env, env_flags.secret_values)
+        path = self._write(entry.name, {"env": env, "openai": _with_secrets(servers, typed.secret_values)})
+        flags = [*env_flags.without_secrets().arguments, *typed.without_secrets().arguments]
         command = self._command((*program_of(entry.server), "serve"), path, flags)
-        return ChildSpec(name=entry.name, command=command, environment=self._environment(), ends_by_itself=True)
+        return self._child(entry.name, command, environment=self._environment(), ends_by_itself=True)
 
     def trainer(self) -> ChildSpec:
         config = self.settings.trainer
@@ -256,9 +239,9 @@ class _Builder:
         if outlives:
             settled["start_vllm"] = "never"
         path = self._write(TRAINER, {TRAINER: asked | settled})
-        return ChildSpec(
-            name=TRAINER,
-            command=self._command(self.programs.trainer, path),
+        return self._child(
+            TRAINER,
+            self._command(self.programs.trainer, path),
             environment=self._environment(),
             ends_by_itself=True,
             # In the other modes it replaces its server by design, and W&B's service ends before it does.
@@ -311,9 +294,7 @@ class _Builder:
         return servers[0] if is_named or len(servers) == 1 else servers
 
     def _environment(self) -> dict[str, str]:
-        own = {"PYTHONPATH": python_path(), "ATROPOS_BRIDGE_TOKEN": self.bridge_token}
-        if token := self.settings.trainer.atropos_token or self.settings.section("api").get("token"):
-            own["ATROPOS_TOKEN"] = str(token)
+        own = {"PYTHONPATH": python_path(), "ATROPOS_BRIDGE_TOKEN": self.bridge_token, **self.broker_token}
         if (os.cpu_count() or 1) <= MANY_CORES:
             # OpenMP threads of several programs spin against each other when cores are few.
             own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
@@ -326,8 +307,24 @@ class _Builder:
 
     def _write(self, name: str, content: Mapping[str, Any]) -> str:
         path = self.run.configs / f"{name}.yaml"
-        self.files[path] = content
+        plain = as_plain_data(content)
+        self.files[path] = redact(plain)
+        self.secret_settings[name] = differing(plain, self.files[path])
         return str(path)
+
+    def _child(self, name: str, command: tuple[str, ...], *, settings: str | None = None, **rest: Any) -> ChildSpec:
+        return ChildSpec(name=name, command=command, secret_settings=self.secret_settings[settings or name], **rest)
+
+
+def _with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:
+    """The inference servers of an environment, with what was typed for the one that there is."""
+    if not secret:
+        return servers
+    if isinstance(servers, list):
+        raise ConfigError(
+            f"--openai.{next(iter(secret))}: openai is a list of {len(servers)} in the file; set it there"
+        )
+    return merge(servers, secret)
 
 
 def program_of(server: str) -> tuple[str, ...]:

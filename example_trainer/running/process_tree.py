@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from atropos_api.common.redaction import program_words
+
 MARK_VARIABLE = "ATROPOS_RUN_TREE"
 ORPHAN_GRACE_SECONDS = 1.5
 _PR_SET_PDEATHSIG = 1
@@ -76,9 +78,9 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def describe(process: psutil.Process) -> str:
-    """`pid 4711 (python -m http.server)` as far as it may be read."""
+    """`pid 4711 (python -m http.server)` as far as it may be read; no arguments, for they may hold secrets."""
     try:
-        command = " ".join(process.cmdline()).strip() or process.name()
+        command = program_words(process.cmdline()).strip() or process.name()
     except psutil.Error:
         return f"pid {process.pid}"
     return f"pid {process.pid} ({command[:120]})"

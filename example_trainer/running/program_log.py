@@ -1,14 +1,21 @@
-"""The log of a program that has ended: its last lines, and the one of them that says why."""
+"""The log of a program: for its owner's eyes alone; its last lines, and the one of them that says why it ended."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 SHOWN_LINES = 20
 _BYTES_A_LINE = 800
 _SAYS_WHY = re.compile(r": error: |\b\w*(Error|Exception): ")
+
+
+def open_private_log(path: Path) -> BinaryIO:
+    """A log to append to, readable by this user alone: programs that are not ours may log what they were given."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
 
 
 def last_lines(path: Path, count: int = SHOWN_LINES) -> list[str]:

@@ -22,6 +22,8 @@ from typing import Any
 
 import yaml
 
+from atropos_api.common.private_files import write_private
+from atropos_api.common.redaction import redact, redact_arguments
 from example_trainer.errors import TrainerError
 
 TIMELINE_NAME = "timeline.json"
@@ -86,7 +88,14 @@ class RunDir:
 
     def write_record(self, resolved: Mapping[str, Any]) -> None:
         """`config.json`: what was asked for, made of what, started how."""
-        record = {**resolved, "command": sys.argv, "started_at": time.time(), "attempt": self.attempt, **provenance()}
+        command = redact_arguments(sys.argv)
+        record = {
+            **redact(resolved),
+            "command": command,
+            "started_at": time.time(),
+            "attempt": self.attempt,
+            **provenance(),
+        }
         write_json(self.root / "config.json", record)
 
 
@@ -117,15 +126,13 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write beside and rename, so that a reader never sees half a file."""
-    beside = path.with_name(f".{path.name}")
-    beside.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-    beside.replace(path)
+    """A record of the run, whole or not at all, for its owner's eyes."""
+    write_private(path, json.dumps(content, indent=2, default=str) + "\n")
 
 
 def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
-    """Settings of one program, readable by it and by people."""
-    path.write_text(yaml.safe_dump(as_plain_data(content), sort_keys=False), encoding="utf-8")
+    """Settings of one program, for it and its owner to read."""
+    write_private(path, yaml.safe_dump(as_plain_data(content), sort_keys=False))
 
 
 def as_plain_data(content: Mapping[str, Any]) -> Any:

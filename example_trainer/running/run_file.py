@@ -8,6 +8,8 @@ trainer's flags stand bare on the command line; those of the other programs carr
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ import yaml
 from pydantic import Field
 
 from atropos_api.common.cliconfig import ConfigError, check_keys, load_config, nearest, read_config_file
+from atropos_api.common.redaction import redact_arguments
 from example_trainer.config import TrainingConfig
 from example_trainer.options.course import hand_on_environment_options
 from example_trainer.options.presets import environment_settings
@@ -66,6 +69,21 @@ class SectionFlags:
         """These flags but for `keys`, which the launcher has dealt with."""
         kept = [group for group in self.groups if _key_of(group[0]) not in keys]
         return _section_flags([list(group) for group in kept])
+
+    @property
+    def secret_values(self) -> dict[str, Any]:
+        """The flags that no command line may show, as a settings file holds them."""
+        found: dict[str, Any] = {}
+        for key, value in _section_flags([list(group) for group in self.groups if _is_secret(group)]).values.items():
+            *parents, leaf = key.split(".")
+            content: dict[str, Any] = {leaf: _parsed(value)}
+            for parent in reversed(parents):
+                content = {parent: content}
+            found = merge(found, content)
+        return found
+
+    def without_secrets(self) -> SectionFlags:
+        return _section_flags([list(group) for group in self.groups if not _is_secret(group)])
 
     def unprefixed(self, section: str) -> tuple[str, ...]:
         """For a program that has no sections of its own."""
@@ -199,6 +217,18 @@ def _section_flags(groups: list[list[str]]) -> SectionFlags:
         words = [inline, *given] if equals else given
         values[_key_of(flag)] = words if len(words) > 1 else words[0] if words else True
     return SectionFlags(values=values, groups=tuple(tuple(group) for group in groups))
+
+
+def _is_secret(group: Sequence[str]) -> bool:
+    return redact_arguments(group) != list(group)
+
+
+def _parsed(value: Any) -> Any:
+    """A flag's value as a file would hold it: what is JSON on a command line is a mapping or list there."""
+    if isinstance(value, str) and value[:1] in {"{", "["}:
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
 
 
 def _key_of(flag: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -38,7 +38,8 @@ from example_trainer.running.process_tree import (
     open_process,
     reap_adopted,
 )
-from example_trainer.running.program_log import SHOWN_LINES, last_lines, reason
+from example_trainer.running.program_log import SHOWN_LINES, last_lines, open_private_log, reason
+from example_trainer.running.run_dir import write_yaml
 
 TOLD_IN_ONE_LINE = frozenset({2, 3})
 """Exit codes of a program whose last line says all: a refusal, and the trainer's end at a sign of trouble."""
@@ -75,6 +76,8 @@ class ChildSpec:
     """Whether a long-lived process of this program that vanishes is a failure of the program."""
     restarts: int = 0
     """How often it may be started again when it has failed."""
+    secret_settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Settings that may stand in no record and no command line; they reach it in a file that is removed at the end."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -167,9 +170,9 @@ class Supervisor:
     def start(self, spec: ChildSpec) -> Child:
         """Start a program; its output goes to `<log dir>/<name>.log`."""
         log_path = self._log_dir / f"{spec.name}.log"
-        with log_path.open("ab") as log:
+        with open_private_log(log_path) as log:
             process = subprocess.Popen(
-                spec.command,
+                self._command(spec),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -248,6 +251,14 @@ class Supervisor:
         self._reap(children_by_parent())
         roots = [process for child in self for process in (child.handle, *child.descendants)]
         return find_tree(roots, self._mark)
+
+    def _command(self, spec: ChildSpec) -> tuple[str, ...]:
+        """The command line, with a last file of settings for what is secret: it lies over the others."""
+        if not spec.secret_settings:
+            return spec.command
+        path = Path(self._temporary_dir) / f"{spec.name}-secrets.yaml"
+        write_yaml(path, spec.secret_settings)
+        return (*spec.command, "--config", str(path))
 
     def _environment(self, spec: ChildSpec) -> dict[str, str]:
         scratch = self._temporary_dir

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +17,8 @@ from rich.live import Live
 
 from atropos_api.client import BrokerUnreachable, ServerEvent, watch_events
 from atropos_api.common.cliconfig import ConfigError, load_config
+from atropos_api.common.secret_fields import SECRET
+from atropos_api.common.token_file import TokenSource
 from example_trainer.running.top_view import describe, describe_event, render, step_of
 
 DESCRIPTION: Final = "Watch a broker: atropos top URL, where URL is that of run-api, such as http://127.0.0.1:8000."
@@ -30,7 +33,12 @@ class TopConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    token: str | None = Field(None, description="Bearer token of the broker; default: $ATROPOS_TOKEN")
+    token: str | None = Field(
+        None, description="Bearer token of the broker; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
+    )
+    token_file: Path | None = Field(
+        None, description="File with that token, read again when it is refused; default: $ATROPOS_TOKEN_FILE"
+    )
     once: bool = Field(False, description="Print the state as lines of name and value, and end")
 
 
@@ -115,7 +123,7 @@ def run(arguments: Sequence[str], out: IO[str] = sys.stdout) -> int:
     """Watch until the reader has seen enough."""
     url, rest = take_url(arguments)
     config = load_config(TopConfig, rest, prog="atropos top URL", description=DESCRIPTION)
-    token = config.token or os.environ.get("ATROPOS_TOKEN")
+    token = TokenSource.settle(config.token, config.token_file, os.environ)
     watched = Watched(url=url)
     try:
         if config.once:
@@ -140,7 +148,7 @@ def take_url(arguments: Sequence[str]) -> tuple[str, list[str]]:
     return (given if "://" in given else f"http://{given}").rstrip("/"), rest
 
 
-def print_once(watched: Watched, token: str | None, out: IO[str]) -> int:
+def print_once(watched: Watched, token: TokenSource, out: IO[str]) -> int:
     for event in _listen(watched, token):
         if event is not None:
             watched.take(event)
@@ -151,7 +159,7 @@ def print_once(watched: Watched, token: str | None, out: IO[str]) -> int:
     return 0
 
 
-def follow(watched: Watched, token: str | None, view: View) -> int:
+def follow(watched: Watched, token: TokenSource, view: View) -> int:
     """Show all that comes. A broker that never answered is an error, one that went away is waited for."""
     try:
         for event in _listen(watched, token):
@@ -164,7 +172,7 @@ def follow(watched: Watched, token: str | None, view: View) -> int:
     return 0
 
 
-def _listen(watched: Watched, token: str | None) -> Iterator[ServerEvent | None]:
+def _listen(watched: Watched, token: TokenSource) -> Iterator[ServerEvent | None]:
     """Events over as many connections as it takes; None each time that one is lost or cannot be had."""
     while True:
         try:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_api.common.cliconfig import load_config_with_rest
+from atropos_api.common.secret_fields import SECRET
 
 NVIDIA_DEVICE = Path("/dev/nvidia0")
 
@@ -78,7 +79,9 @@ class ServerConfig(BaseModel):
     max_adapter_mib: int = Field(1024, description="largest adapter that may be sent, in MiB", ge=1)
     bridge_dir: Path | None = Field(None, description="where vllm_bridge_config.json goes; else $LOGDIR, else here")
     bridge_token: str | None = Field(
-        None, description="token that allows to change weights; else $ATROPOS_BRIDGE_TOKEN, else random"
+        None,
+        description="token that allows to change weights; else $ATROPOS_BRIDGE_TOKEN, else random",
+        json_schema_extra=SECRET,
     )
     allowed_hosts: list[str] = Field(
         [], description="host names, besides this machine's, under which weights may be changed"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common.redaction import program_words
 from example_trainer.serving.config import ServerConfig
 from example_trainer.serving.errors import CannotServe
 
@@ -142,7 +143,7 @@ def _by_whom(port: int) -> str:
                 and connection.status == psutil.CONN_LISTEN
                 and connection.pid
             ):
-                return f" by process {connection.pid} ({' '.join(psutil.Process(connection.pid).cmdline())[:120]})"
+                return f" by process {connection.pid} ({program_words(psutil.Process(connection.pid).cmdline())})"
     except psutil.Error:
         pass
     return f" by a process that user {os.getuid()} may not inspect"

@@ -12,6 +12,7 @@ from atropos_api.client import (
     BrokerRefused,
     BrokerUnreachable,
 )
+from atropos_api.common.token_file import TokenSource
 from atropos_api.testing import make_group, memory_broker
 from atropos_api.wire import EnvironmentRequest, RunRequest
 
@@ -111,3 +112,65 @@ async def test_the_async_client_tells_a_mistyped_host_too():
     async with AsyncBrokerClient("http://no-such-host.invalid:8000") as client:
         with pytest.raises(BrokerHostUnknown):
             await client.wait_until_ready(600)
+
+
+def broker_with_token(accepted, on_call=lambda count: None):
+    """A broker that takes the token that `accepted` holds now, and the tokens that it was shown."""
+    shown = []
+
+    def answer(request):
+        shown.append(request.headers.get("Authorization"))
+        on_call(len(shown))
+        return httpx.Response(200 if shown[-1] == f"Bearer {accepted[0]}" else 401, json={"detail": "token"})
+
+    return httpx.MockTransport(answer), shown
+
+
+def test_a_token_file_is_read_again_when_its_token_is_refused(tmp_path):
+    path, accepted = tmp_path / "token", ["first-token"]
+    path.write_text("first-token\n")
+    transport, shown = broker_with_token(accepted)
+    with BrokerClient("http://broker", token=TokenSource(file=path), transport=transport) as client:
+        client.status()
+        accepted[0] = "second-token"
+        path.write_text("second-token\n")
+        client.status()
+        client.status()
+    assert shown == [f"Bearer {which}-token" for which in ("first", "first", "second", "second")]
+
+
+@pytest.mark.anyio
+async def test_a_token_that_changes_later_here_than_at_the_broker_is_waited_for(tmp_path):
+    path, accepted = tmp_path / "token", ["first-token"]
+    path.write_text("first-token\n")
+    transport, shown = broker_with_token(
+        accepted, on_call=lambda count: path.write_text("second-token\n") if count == 4 else None
+    )
+    async with AsyncBrokerClient("http://broker", token=TokenSource(file=path), transport=transport) as client:
+        await client.status()
+        accepted[0] = "second-token"
+        await client.status()
+    assert shown == [*["Bearer first-token"] * 4, "Bearer second-token"]
+
+
+def test_a_token_that_was_never_taken_is_refused_at_once(tmp_path):
+    path = tmp_path / "token"
+    path.write_text("wrong-token\n")
+    transport, shown = broker_with_token(["right-token"])
+    with (
+        BrokerClient("http://broker", token=TokenSource(file=path), transport=transport) as client,
+        pytest.raises(BrokerRefused, match="401"),
+    ):
+        client.status()
+    assert len(shown) == 1
+
+
+def test_a_token_without_a_file_is_not_tried_again():
+    accepted = ["first-token"]
+    transport, shown = broker_with_token(accepted)
+    with BrokerClient("http://broker", token="first-token", transport=transport) as client:
+        client.status()
+        accepted[0] = "second-token"
+        with pytest.raises(BrokerRefused, match="401"):
+            client.status()
+    assert len(shown) == 2

@@ -8,17 +8,9 @@ from pathlib import Path
 import pytest
 
 from example_trainer.errors import ModelNotFound
+from example_trainer.running.base_model import LocalBase, local_base, require_model
 from example_trainer.running.hub import require_on_hub
-from example_trainer.running.plan import (
-    EnvironmentNotFound,
-    LocalBase,
-    Plan,
-    local_base,
-    make_plan,
-    program_of,
-    require_model,
-    settle_places,
-)
+from example_trainer.running.plan import EnvironmentNotFound, Plan, make_plan, program_of, settle_places
 from example_trainer.running.ports import PortTaken
 from example_trainer.running.run_dir import plan_run_dir
 from example_trainer.running.run_file import read_settings

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import torch
 import wandb
@@ -198,7 +199,7 @@ class _RecordedSession(api.BrokerSession):
         super().__init__(client)
         self._recorded = recorded
         recorded.url = str(client._http.base_url)
-        recorded.token = client._http.headers.get("Authorization")
+        recorded.token = next(client._auth.auth_flow(httpx.Request("GET", recorded.url))).headers.get("Authorization")
 
     def _note(self, name: str, value: Any) -> None:
         self._recorded.calls.append((name, value))

@@ -365,6 +365,7 @@ _BRIDGES = "tests/unit/weights/test_make_bridge.py"
 
 ELSEWHERE: dict[str, str] = {
     "batch_timeout": f"{_HERE}::test_a_batch_that_nobody_fills_is_given_up_after_the_timeout",
+    "atropos_token_file": f"{_HERE}::test_the_token_in_a_file_is_shown_to_the_broker",
     "bridge_token": "tests/unit/weights/test_shared_bridge.py::test_an_unauthorised_publish_is_told_at_once",
     "device": f"{_HERE}::test_a_device_that_is_not_there_is_one_clear_line",
     "broadcast_backend": f"{_BRIDGES}::test_with_several_inference_nodes_whole_weights_are_sent_to_each",

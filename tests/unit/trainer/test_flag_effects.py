@@ -27,7 +27,7 @@ from example_trainer.weights.bridge import make_bridge
 from example_trainer.weights.lora_hotswap import LoraHotswapBridge
 from example_trainer.weights.restart import RestartBridge
 
-from .flag_bench import FlagBench
+from .flag_bench import FlagBench, wandb_file
 from .flag_effects import EFFECTS, ELSEWHERE, SERVED
 
 ROOT = Path(__file__).parents[3]
@@ -103,6 +103,27 @@ def test_a_resumed_run_goes_on_after_its_newest_checkpoint(flag_bench: FlagBench
     again = flag_bench.run(*here, "--resume", "auto")
     assert (again.request.resume, again.request.resume_from_batch) == (True, 1)
     assert [row["step"] for row in first.rows] == [1, 2]
+
+
+def test_the_token_in_a_file_is_shown_to_the_broker(flag_bench: FlagBench, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("in-a-file-1\n")
+    assert flag_bench.run("--atropos-token-file", str(path)).recorded.token == "Bearer in-a-file-1"
+
+
+def test_nothing_that_a_run_leaves_behind_holds_its_tokens(
+    flag_bench: FlagBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = ("--atropos-token", "s3cret-of-the-broker", "--bridge-token", "s3cret-of-the-server")
+    monkeypatch.setattr(sys, "argv", ["atropos-grpo", *tokens])  # which W&B records
+    seen = flag_bench.run(*tokens, "--use-wandb", "--save-batches", "--benchmark")
+    assert b"--bridge-token" in wandb_file(seen)
+    left = [path for path in seen.directory.rglob("*") if path.is_file()]
+    assert {"config.json", "metrics.jsonl", "trainer_state.json"} <= {path.name for path in left}
+    assert any(path.suffix == ".wandb" for path in left)
+    assert [path for path in left if b"s3cret" in path.read_bytes()] == []
+    assert "s3cret" not in seen.log
+    assert (seen.directory / "config.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_batch_that_nobody_fills_is_given_up_after_the_timeout(flag_bench: FlagBench) -> None:
