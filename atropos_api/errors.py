@@ -23,6 +23,7 @@ __all__ = [
     "PolicyNotNewer",
     "PortInUse",
     "QueueFull",
+    "RunInProgress",
     "StoreDamaged",
     "StoreUnavailable",
     "StoreUnsafe",
@@ -117,6 +118,12 @@ class SupersededRun(BrokerError):
     """Another trainer began a run or took this one over."""
 
     kind = "run-superseded"
+
+
+class RunInProgress(BrokerError):
+    """A trainer is at work on the open run, which one of another name may not close."""
+
+    kind = "run-in-progress"
 
 
 class CommittedBatch(BrokerError):

@@ -234,6 +234,7 @@ def _run_request(config: TrainingConfig, state: TrainerState | None, *, resumes:
         max_token_length=config.seq_len,
         num_steps=config.training_steps,
         resume=resumes,
+        take_over=config.take_over,
         resume_from_batch=0 if state is None else state.batch,
         checkpoint_dir=str(config.checkpoint_root),
         checkpoint_interval=config.checkpoint_interval,

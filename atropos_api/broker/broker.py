@@ -22,7 +22,7 @@ from atropos_api.broker.packing import can_fill
 from atropos_api.broker.queue import GroupQueue
 from atropos_api.broker.recovery import recover
 from atropos_api.broker.repair import Repair
-from atropos_api.broker.runs import Runs, make_run
+from atropos_api.broker.runs import Runs
 from atropos_api.broker.settings import BrokerSettings
 from atropos_api.broker.state import Clock, State
 from atropos_api.broker.succession import Succession
@@ -87,6 +87,7 @@ class Broker:
             snapshot,
         )
         self.state.environments.presume_alive(clock())
+        self.state.runs.presume_trainer_at_work(clock())
 
     def rebuild(self) -> None:
         """Read everything from the store again, after it refused a change that memory had begun to make."""
@@ -105,6 +106,7 @@ class Broker:
             torn=True,
         )
         self._take_state(fresh, snapshot)
+        fresh.runs.presume_trainer_at_work(fresh.clock())
         fresh.torn = False
         fresh.pacing_changed()
 
@@ -123,36 +125,20 @@ class Broker:
 
     def begin_run(self, request: RunRequest) -> RunInfo:
         """Begin a run, or resume the one of that name where the trainer's checkpoint left it."""
-        known = self.state.runs.find_by_name(request.name) if request.resume else None
-        with self.state.change():
-            if known is None:
-                run = self.succession.open_new(
-                    make_run(request, self.state.clock(), first_after=request.resume_from_batch)
-                )
-            else:
-                run = self.succession.resume(known, request)
-            self.state.reach(Step.RUN_STAGED)
-        self.state.reach(Step.RUN_KEPT)
-        self.state.events.add("run-began", run_id=run.run_id, name=run.name, epoch=run.epoch)
-        self.state.pacing_changed()
-        self.state.groups_changed()
-        return self.run_info(run)
+        return self.run_info(self.succession.begin(request))
 
     def finish_run(self, run_id: str, *, epoch: int | None = None) -> None:
         """End a run for good: its environments are told to stop. Ending it twice is harmless.
 
         A trainer names its epoch, so that it cannot end what its successor has taken over; an operator need not.
         """
-        run = self.state.runs.find(run_id, epoch)
-        if run.state == "finished":
-            return
-        with self.state.change():
-            if run.state == "open":
-                self.succession.close_open(run, "finished")
-            else:
-                self.state.runs.change(run, state="finished")
-        self.state.events.add("run-finished", run_id=run_id)
-        self.state.pacing_changed()
+        self.succession.finish(self.state.runs.find(run_id, epoch))
+
+    def trainer_called(self, run_id: str | None = None, epoch: int | None = None) -> RunRow:
+        """The open run, whose trainer (of this id and epoch, if it says so) calls."""
+        run = self.state.runs.require_open(run_id, epoch)
+        self.state.runs.note_trainer(run, self.state.clock(), identified=run_id is not None)
+        return run
 
     def run_info(self, run: RunRow) -> RunInfo:
         others = (groups for run_id, groups in self.state.left_over.items() if run_id != run.run_id)
@@ -170,7 +156,7 @@ class Broker:
 
         One that came although an evaluation holds the policy is taken and counted: it has happened.
         """
-        run = self.state.runs.require_open(update.run_id, update.epoch)
+        run = self.trainer_called(update.run_id, update.epoch)
         with self.state.change():
             changed = self.state.runs.record_policy(run, update)
         if changed:
@@ -183,20 +169,10 @@ class Broker:
 
     def policy_state(self, run_id: str | None = None, epoch: int | None = None) -> PolicyState:
         """What is published, and whether evaluations ask to leave it so."""
-        run = self.state.runs.require_open(run_id, epoch)
+        run = self.trainer_called(run_id, epoch) if run_id is not None else self.state.runs.require_open()
         return PolicyState(
             run_id=run.run_id, version=run.policy_version, step=run.policy_step, held_seconds=self.holds.seconds(run)
         )
-
-    def close_run(self, run: RunRow) -> None:
-        """Close the open run without a successor; what it did not train is left over."""
-        with self.state.change():
-            self.succession.close_open(run, "closed")
-
-    def open_new_run(self, run: RunRow) -> RunRow:
-        """Close what is open and open `run`, in one write."""
-        with self.state.change():
-            return self.succession.open_new(run)
 
     # Batches
 
@@ -206,7 +182,7 @@ class Broker:
         """The groups of batch `number` for one rank, or None while the queue cannot fill it."""
         if not 0 <= rank < world_size:
             raise InvalidRequest(f"rank {rank} is not below the world size {world_size}", field="rank", value=rank)
-        run = self.state.runs.require_open(run_id, epoch)
+        run = self.trainer_called(run_id, epoch)
         groups = self.batches.obtain(run, number)
         if groups is None:
             return None
@@ -217,7 +193,7 @@ class Broker:
         return [group for group in mine if group.body != LOST]
 
     def commit(self, number: int, *, run_id: str | None = None, epoch: int | None = None) -> None:
-        run = self.state.runs.require_open(run_id, epoch)
+        run = self.trainer_called(run_id, epoch)
         self.batches.commit(run, number)
         self.repair.compact()
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
+from atropos_api.broker import liveness
 from atropos_api.broker.broker import Broker
 from atropos_api.broker.legacy_status import LegacyStatus
 from atropos_api.broker.queue import QueueLane
 from atropos_api.broker.state import State
+from atropos_api.broker.succession import named
 from atropos_api.errors import BrokerError, InvalidGroup, StoreUnavailable
 from atropos_api.store.base import LOST, EnvironmentRow, GroupRow, RunRow
 from atropos_api.wire.messages import EnvironmentRequest, NotNegative, Positive
@@ -24,6 +26,9 @@ from atropos_api.wire.payload import CheckedGroup, Fields, check_group
 from atropos_api.wire.small import check_body
 
 logger = logging.getLogger(__name__)
+
+NAMELESS: Final = "legacy"
+"""The run of a trainer that names no group."""
 
 
 class LegacyRegistration(msgspec.Struct, kw_only=True):
@@ -82,14 +87,18 @@ class LegacyContract:
         return self._broker.state
 
     def register(self, wanted: LegacyRegistration) -> int:
-        """Begin a run, or reconnect to the open one with the same names; an uncommitted batch is offered again."""
-        run = self._state.runs.open
-        if run is not None and run.legacy and _same_trainer(run, wanted):
+        """Begin a run, or reconnect to the open one with the same names; an uncommitted batch is offered again.
+
+        One that is over, or whose trainer has long gone, is not gone on with: the same command again is a new run.
+        """
+        run, now = self._state.runs.open, self._state.clock()
+        same = run is not None and run.legacy and _same_trainer(run, wanted)
+        if run is not None and same and not (liveness.is_over(run) or liveness.has_gone(run, now)):
             self._reconnect(run, wanted)
         else:
-            self._broker.open_new_run(_make_run(wanted, self._state.clock()))
-        self._state.events.add("run-began", run_id=self._state.runs.require_open().run_id, legacy=True)
-        self._state.pacing_changed()
+            if not same:
+                self._broker.succession.refuse_rival(wanted.wandb_group or NAMELESS)
+            self._broker.succession.begin_new(_make_run(wanted, now))
         # Fits the integers of every JSON reader, unlike a whole UUID.
         return uuid.uuid4().int >> 75
 
@@ -170,7 +179,7 @@ class LegacyContract:
 
     def next_batch(self) -> tuple[RunRow, list[GroupRow]] | None:
         """Commit what was delivered, and give the batch after it; None while it cannot be formed."""
-        run = self._state.runs.require_open()
+        run = self._broker.trainer_called()
         if run.handed_batch > run.committed_batch and run.delivered:
             self._broker.commit(run.handed_batch)
             run = self._state.runs.require_open()
@@ -199,9 +208,11 @@ class LegacyContract:
 
     def reset(self) -> None:
         """End the open run and forget the environments. The run's groups stay on disk as left over."""
-        run = self._state.runs.open
+        run, now = self._state.runs.open, self._state.clock()
         if run is not None:
-            self._broker.close_run(run)
+            quiet = liveness.quiet_seconds(run, now)
+            self._broker.succession.close(run)
+            logger.warning("%s was ended by GET /reset_data; its trainer asked %.0f s ago", named(run), quiet)
         elif self._state.queue.groups:
             self._broker.batches.drop([group for lane in self._state.queue.lanes for group in lane])
         self._state.environments.disconnect_all()
@@ -210,8 +221,18 @@ class LegacyContract:
         self._state.pacing_changed()
 
     def _reconnect(self, run: RunRow, wanted: LegacyRegistration) -> None:
+        quiet = liveness.quiet_seconds(run, self._state.clock())
         with self._state.change():
             self._replace_config(run, wanted)
+        run = self._state.runs.require_open()
+        logger.info(
+            "%s: its trainer registered again, %.0f s after it was last heard of; batch %d is next",
+            named(run),
+            quiet,
+            run.committed_batch + 1,
+        )
+        self._state.events.add("trainer-returned", run_id=run.run_id, name=run.name)
+        self._state.pacing_changed()
 
     def _replace_config(self, run: RunRow, wanted: LegacyRegistration) -> None:
         batches = self._state.batches
@@ -229,6 +250,7 @@ class LegacyContract:
             formed_batch=formed,
             handed_batch=min(run.handed_batch, formed),
             delivered=False,
+            trainer_seen_at=self._state.clock(),
         )
 
     def _sort_out_repeats(
@@ -278,7 +300,7 @@ def _same_trainer(run: RunRow, wanted: LegacyRegistration) -> bool:
 def _make_run(wanted: LegacyRegistration, now: float) -> RunRow:
     return RunRow(
         run_id=f"run-{uuid.uuid4().hex[:12]}",
-        name=wanted.wandb_group or "legacy",
+        name=wanted.wandb_group or NAMELESS,
         legacy=True,
         state="open",
         epoch=1,
@@ -292,5 +314,6 @@ def _make_run(wanted: LegacyRegistration, now: float) -> RunRow:
         wandb_group=wanted.wandb_group,
         max_staleness=None,
         began_at=now,
+        trainer_seen_at=now,
         started=False,
     )

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
+from typing import Final
 
 import msgspec
 
-from atropos_api.errors import NoOpenRun, PolicyNotNewer, SupersededRun, UnknownRun
+from atropos_api.broker import liveness
+from atropos_api.errors import NoOpenRun, PolicyNotNewer, StoreUnavailable, SupersededRun, UnknownRun
 from atropos_api.store.base import Ledger, PolicyRow, RunRow
 from atropos_api.wire.messages import PolicyUpdate, RunRequest
+
+WRITE_CALLS_SECONDS: Final = 60.0
+"""How often the ledger is told that a trainer still calls."""
 
 
 class Runs:
@@ -24,6 +30,7 @@ class Runs:
         self.open: RunRow | None = next((row for row in self._rows.values() if row.state == "open"), None)
         finished = [row for row in self._rows.values() if row.state == "finished"]
         self.last_finished: RunRow | None = max(finished, key=lambda row: row.began_at, default=None)
+        self._calls_written_at = 0.0
 
     def require_open(self, run_id: str | None = None, epoch: int | None = None) -> RunRow:
         """The open run; `run_id` and `epoch`, where given, must be its own."""
@@ -40,6 +47,19 @@ class Runs:
             )
         _check_epoch(run, epoch)
         return run
+
+    def note_trainer(self, run: RunRow, now: float, *, identified: bool) -> None:
+        """The trainer of the open run called; now and then the ledger is told, so that a restart knows it too."""
+        liveness.note_call(run, now, identified=identified)
+        if run.trainer_seen_at - self._calls_written_at >= WRITE_CALLS_SECONDS:
+            self._calls_written_at = now
+            with suppress(StoreUnavailable):
+                self._ledger.put_run(run)
+
+    def presume_trainer_at_work(self, now: float) -> None:
+        """At start: see `liveness.presume_at_work`."""
+        if self.open is not None:
+            liveness.presume_at_work(self.open, now)
 
     def find(self, run_id: str, epoch: int | None = None) -> RunRow:
         """The run of that id, open or not; `epoch`, where given, must be its own."""
@@ -161,6 +181,7 @@ def make_run(request: RunRequest, now: float, *, first_after: int) -> RunRow:
         max_staleness=request.max_staleness,
         unit=request.unit,
         began_at=now,
+        trainer_seen_at=now,
         committed_batch=first_after,
         formed_batch=first_after,
         handed_batch=first_after,

@@ -2,32 +2,99 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 import msgspec
 
+from atropos_api.broker import liveness
 from atropos_api.broker.batches import Batches
+from atropos_api.broker.runs import make_run
 from atropos_api.broker.state import State
 from atropos_api.broker.units import amount
+from atropos_api.errors import RunInProgress
 from atropos_api.store.base import RunRow
+from atropos_api.store.steps import Step
 from atropos_api.wire.messages import RunRequest
+
+logger = logging.getLogger(__name__)
 
 
 class Succession:
-    """Opens, closes and resumes runs; the caller gives the transaction."""
+    """Opens, resumes and ends runs, with an event and a line in the log for each."""
 
     def __init__(self, state: State, batches: Batches) -> None:
         self._state = state
         self._batches = batches
 
-    def open_new(self, run: RunRow) -> RunRow:
+    def begin(self, request: RunRequest) -> RunRow:
+        """Begin a run of the v1 contract, or resume the one of that name where the trainer's checkpoint left it."""
         state = self._state
-        if state.runs.open is not None:
-            self.close_open(state.runs.open, "closed")
-        state.runs.keep(run)
-        self._adopt_unowned(run)
-        self._batches.stop_waiting()
+        open_run = state.runs.open
+        same = open_run is not None and not open_run.legacy and open_run.name == request.name
+        if not (same or request.take_over):
+            self.refuse_rival(request.name)
+        known = state.runs.find_by_name(request.name) if request.resume else None
+        if known is None:
+            return self.begin_new(make_run(request, state.clock(), first_after=request.resume_from_batch))
+        with state.change():
+            run = self._resume(known, request)
+            state.reach(Step.RUN_STAGED)
+        state.reach(Step.RUN_KEPT)
+        logger.info("%s taken over: epoch %d, from batch %d on", named(run), run.epoch, run.committed_batch + 1)
+        self._note_begun(run, former=None if open_run is known else open_run)
         return run
+
+    def begin_new(self, run: RunRow) -> RunRow:
+        """Close what is open and open `run`, in one write."""
+        state = self._state
+        former = state.runs.open
+        with state.change():
+            if former is not None:
+                self._close_open(former, "closed")
+            state.runs.keep(run)
+            self._adopt_unowned(run)
+            self._batches.stop_waiting()
+            state.reach(Step.RUN_STAGED)
+        state.reach(Step.RUN_KEPT)
+        logger.info("%s begun: batches of %d %s, %d steps", named(run), run.batch_size, run.unit, run.num_steps)
+        self._note_begun(run, former=former)
+        return run
+
+    def refuse_rival(self, name: str) -> None:
+        """Raise `RunInProgress` if a trainer of another name is at work on the open run."""
+        try:
+            liveness.refuse_rival(self._state.runs.open, self._state.clock())
+        except RunInProgress as error:
+            logger.warning("a trainer of run %s was refused: %s", name, error)
+            raise
+
+    def finish(self, run: RunRow) -> None:
+        """End a run for good: its environments are told to stop. Ending it twice is harmless."""
+        state = self._state
+        if run.state == "finished":
+            return
+        with state.change():
+            if run.state == "open":
+                self._close_open(run, "finished")
+            else:
+                state.runs.change(run, state="finished")
+        state.events.add("run-finished", run_id=run.run_id)
+        logger.info("%s finished%s", named(run), self._left_of(run))
+        state.pacing_changed()
+
+    def close(self, run: RunRow) -> None:
+        """Close the open run without a successor; what it did not train is left over."""
+        with self._state.change():
+            self._close_open(run, "closed")
+
+    def _note_begun(self, run: RunRow, *, former: RunRow | None) -> None:
+        state = self._state
+        if former is not None:
+            logger.info("%s closed for it%s", named(former), self._left_of(former))
+        state.events.add("run-began", run_id=run.run_id, name=run.name, epoch=run.epoch)
+        state.pacing_changed()
+        state.groups_changed()
 
     def _adopt_unowned(self, run: RunRow) -> None:
         """Groups that came while no run was open are this run's."""
@@ -36,7 +103,7 @@ class Succession:
             for group in lane:
                 group.run_id = run.run_id
 
-    def close_open(self, run: RunRow, end: Literal["closed", "finished"]) -> None:
+    def _close_open(self, run: RunRow, end: Literal["closed", "finished"]) -> None:
         """What the run did not train stays on disk as left over, and is served to no other.
 
         A run that can be resumed keeps what no batch could hold, for its next trainer may ask for larger ones.
@@ -54,11 +121,11 @@ class Succession:
             state.counters.groups_left_over_total += len(rest)
             self._trim_left_over()
 
-    def resume(self, run: RunRow, request: RunRequest) -> RunRow:
+    def _resume(self, run: RunRow, request: RunRequest) -> RunRow:
         state = self._state
         if run.state != "open":
             if state.runs.open is not None:
-                self.close_open(state.runs.open, "closed")
+                self._close_open(state.runs.open, "closed")
             run = self._reopen(run)
         point = request.resume_from_batch
         run = state.runs.change(run, batch_size=request.batch_size, unit=request.unit)
@@ -81,6 +148,7 @@ class Succession:
             handed_batch=point,
             policy_step=min(run.policy_step, point) if run.policy_step is not None else None,
         )
+        liveness.note_registration(changed, state.clock())
         state.runs.keep(changed)
         state.runs.orphan_policies(run.run_id, point)
         return changed
@@ -119,6 +187,10 @@ class Succession:
             last += 1
         self._batches.dissolve([n for n in state.batches if n > last])
 
+    def _left_of(self, run: RunRow) -> str:
+        left = len(self._state.left_over.get(run.run_id, ()))
+        return f" after batch {run.committed_batch}, {left} groups are left over"
+
     def _trim_left_over(self) -> None:
         """Left-over groups are deleted, oldest run first, once they take more than their share of the disk."""
         state = self._state
@@ -130,3 +202,8 @@ class Succession:
                 return
             total -= sizes[run_id]
             self._batches.forget(state.left_over.pop(run_id))
+
+
+def named(run: RunRow) -> str:
+    """A run as lines of the log call it."""
+    return f"run {run.name} ({run.run_id})"

@@ -32,6 +32,7 @@ STATUS_BY_KIND: Final = {
     "unknown-hold": 404,
     "no-open-run": 409,
     "run-superseded": 409,
+    "run-in-progress": 409,
     "batch-out-of-order": 409,
     "policy-not-newer": 409,
     "batch-committed": 410,

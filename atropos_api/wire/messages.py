@@ -28,6 +28,8 @@ class RunRequest(msgspec.Struct, kw_only=True):
     """Longest sequence the trainer takes; 0 or less: any."""
     num_steps: NotNegative
     resume: bool = False
+    take_over: bool = False
+    """Begin although the trainer of another open run is at work: that run closes. Without it such a call is refused."""
     resume_from_batch: NotNegative = 0
     """The last batch covered by the checkpoint that is resumed from."""
     checkpoint_dir: str = ""

@@ -51,6 +51,9 @@ class RunOptions(BaseModel):
         description="File with that token, read again when it is refused; default: $ATROPOS_TOKEN_FILE.",
         json_schema_extra=aliases("token_file"),
     )
+    take_over: bool = Field(
+        False, description="Begin although another trainer is at work at the broker: its run is closed."
+    )
     max_staleness: int | None = Field(
         None, ge=0, description="Refuse rollouts older than this many steps; unset: the broker's."
     )

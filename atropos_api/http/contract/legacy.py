@@ -36,7 +36,9 @@ LEGACY: Final = (
     Operation(
         method="POST",
         path="/register",
-        help="While a run with the same project, group and directory is open this is a reconnection to it.",
+        help="With the project, group and directory of the open run this is a reconnection to it, unless the run has "
+        "handed out its last batch or its trainer has been silent for 15 minutes. While a trainer with other names is "
+        "at work the call is refused.",
         body=LegacyRegistration,
         example={
             "wandb_group": "demo",
@@ -49,7 +51,7 @@ LEGACY: Final = (
             "num_steps": 40,
         },
         answers=ok(object_of(uuid=COUNT), "An integer that is never asked for again"),
-        errors=("invalid-request", *WRITES),
+        errors=("invalid-request", "run-in-progress", *WRITES),
     ),
     Operation(
         method="POST",
@@ -129,7 +131,8 @@ LEGACY: Final = (
     Operation(
         method="GET",
         path="/reset_data",
-        help="What the run did not train stays on disk as left over and is served to no other run.",
+        help="Ends the run of whoever is at work. What it did not train stays on disk as left over and is served to no "
+        "other run.",
         answers={200: Answer(help="Done", content=TEXT_SCHEMA, media_type=TEXT, example="Reset successful")},
         errors=WRITES,
     ),

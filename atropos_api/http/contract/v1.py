@@ -128,11 +128,12 @@ V1: Final = (
     Operation(
         method="POST",
         path="/v1/runs",
-        help="Closes whatever run is open. With resume, takes over the newest run of that name under a higher epoch.",
+        help="Closes the run that is open, unless it has another name and its trainer called lately: then take_over is "
+        "needed. With resume, takes over the newest run of that name under a higher epoch.",
         body=RunRequest,
         example={"name": "demo", "batch_size": 16, "max_token_length": 2048, "num_steps": 40},
         answers=ok(RunInfo, "The run, and the number of its next batch"),
-        errors=("invalid-request", *WRITES),
+        errors=("invalid-request", "run-in-progress", *WRITES),
     ),
     Operation(
         method="POST",

@@ -108,7 +108,10 @@ def test_b6_a_second_register_replaces_the_configuration(legacy):
 def test_b6_a_trainer_of_another_name_begins_anew_without_the_others_groups(legacy):
     legacy.start(batch_size=4)
     legacy.post(1)
-    legacy.register(wandb_group="other", batch_size=4)
+    run_id = legacy.http.get("/v1/status").json()["run"]["run_id"]
+    assert legacy.register(wandb_group="other", batch_size=4).status_code == 409
+    legacy.http.post(f"/v1/runs/{run_id}/finish")
+    assert legacy.register(wandb_group="other", batch_size=4).status_code == 200
     assert legacy.batch() is None
     assert legacy.http.get("/v1/status").json()["left_over_groups"] != {}
 

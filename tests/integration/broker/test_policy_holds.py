@@ -81,7 +81,7 @@ def test_a_hold_needs_a_run_and_ends_with_it(client):
         client.hold_policy(60)
     client.begin_run(RunRequest(name="a", batch_size=4, max_token_length=64, num_steps=9))
     client.hold_policy(60)
-    client.begin_run(RunRequest(name="b", batch_size=4, max_token_length=64, num_steps=9))
+    client.begin_run(RunRequest(name="b", batch_size=4, max_token_length=64, num_steps=9, take_over=True))
     assert client.get_policy().held_seconds == 0
 
 

@@ -124,7 +124,7 @@ def test_a_superseded_trainer_is_told_while_it_waits(loop):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(loop.client.get_batch, 1, run_id=old.run_id, epoch=old.epoch, wait_seconds=10.0)
         time.sleep(0.2)
-        loop.begin(name="another")
+        loop.begin(name="another", take_over=True)
         with pytest.raises(RunSuperseded):
             waiting.result(timeout=3)
 
@@ -133,7 +133,7 @@ def test_groups_of_one_run_are_never_served_to_another(loop):
     loop.register()
     loop.begin()
     loop.send(1, 2, 3)
-    info = loop.begin(name="next")
+    info = loop.begin(name="next", take_over=True)
     assert info.leftover_groups == 3
     assert loop.batch(1) is None
 

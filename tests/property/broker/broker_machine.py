@@ -11,7 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from atropos_api.broker import Broker, BrokerSettings
 from atropos_api.broker.legacy import LegacyContract, LegacyRegistration
-from atropos_api.errors import BatchOutOfOrder, CommittedBatch, PolicyNotNewer, SupersededRun, UnusableGroupSize
+from atropos_api.errors import (
+    BatchOutOfOrder,
+    CommittedBatch,
+    PolicyNotNewer,
+    RunInProgress,
+    SupersededRun,
+    UnusableGroupSize,
+)
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest, PolicyUpdate, RunRequest
@@ -103,7 +110,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.broker.heartbeat(self.ids[place])
         self.model.touch(self.ids[place])
 
-    @rule(seconds=st.sampled_from([1, 29, 30, 31, 61]))
+    @rule(seconds=st.sampled_from([1, 29, 30, 31, 61, 61, 1000]))
     def pass_time(self, seconds):
         self.now += seconds
         self.model.now = self.now
@@ -171,11 +178,17 @@ class BrokerMachine(RuleBasedStateMachine):
     # Runs
 
     @precondition(lambda self: self.since_begin >= 5)
-    @rule(name=NAMES, batch_size=BATCH_SIZES, unit=UNITS)
-    def begin(self, name, batch_size, unit):
+    @rule(name=NAMES, batch_size=BATCH_SIZES, unit=UNITS, take_over=st.booleans())
+    def begin(self, name, batch_size, unit, take_over=True):
         """Rarely, for it ends what the other rules have built up."""
         self.since_begin = 0
-        self.request(name, batch_size, unit, resume=False, point=0)
+        run = self.model.run
+        same = run is not None and not run.legacy and run.name == name
+        if self.model.refuses_another() and not same and not take_over:
+            with pytest.raises(RunInProgress):
+                self.request(name, batch_size, unit, resume=False, point=0, take_over=False)
+            return
+        self.request(name, batch_size, unit, resume=False, point=0, take_over=take_over)
         self.model.begin(name, batch_size, unit)
 
     @has_run(legacy=False)
@@ -198,11 +211,11 @@ class BrokerMachine(RuleBasedStateMachine):
         self.model.resume(run, batch_size, unit, point)
         assert self.info.epoch == run.epoch
 
-    def request(self, name, batch_size, unit, *, resume, point):
+    def request(self, name, batch_size, unit, *, resume, point, take_over=True):
         self.now += 0.001
         self.model.now = self.now
         request = RunRequest(name=name, batch_size=batch_size, max_token_length=99, num_steps=0, unit=unit)
-        request.resume, request.resume_from_batch = resume, point
+        request.resume, request.resume_from_batch, request.take_over = resume, point, take_over
         self.info = self.broker.begin_run(request)
         assert self.info.next_batch == point + 1
 
@@ -224,6 +237,7 @@ class BrokerMachine(RuleBasedStateMachine):
             self.version += 1
         known = run.steps.get(self.version)
         update = PolicyUpdate(run_id=self.info.run_id, version=self.version, step=step, published_at=self.now)
+        self.model.call()
         if self.version < run.version and known != step:
             with pytest.raises(PolicyNotNewer):
                 self.broker.update_policy(update)
@@ -237,6 +251,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def ask(self, ahead):
         number = max(1, self.model.formed() + 1 + ahead)
         run = self.model.run
+        self.model.call()
         try:
             rows = self.broker.get_batch(number, run_id=self.info.run_id, epoch=self.info.epoch)
         except CommittedBatch:
@@ -273,6 +288,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def commit(self, data):
         number = data.draw(st.sampled_from(sorted(self.model.run.batches)))
         self.broker.commit(number, run_id=self.info.run_id, epoch=self.info.epoch)
+        self.model.call()
         self.model.commit(number)
 
     @has_run(legacy=False)
@@ -284,16 +300,22 @@ class BrokerMachine(RuleBasedStateMachine):
     # The Atropos contract
 
     @precondition(lambda self: self.since_begin >= 5)
-    @rule(batch_size=BATCH_SIZES, group=NAMES)
-    def register_trainer(self, batch_size, group):
-        open_run = self.model.run
-        self.legacy.register(registration(batch_size, group))
-        if open_run is not None and open_run.legacy and open_run.name == group:
-            open_run.size, open_run.delivered = batch_size, False
+    @rule(batch_size=BATCH_SIZES, group=NAMES, steps=st.sampled_from([0, 0, 2]))
+    def register_trainer(self, batch_size, group, steps=0):
+        run = self.model.run
+        same = run is not None and run.legacy and run.name == group
+        if self.model.refuses_another() and not same:
+            with pytest.raises(RunInProgress):
+                self.legacy.register(registration(batch_size, group, steps))
+            return
+        self.legacy.register(registration(batch_size, group, steps))
+        if same and not (self.model.over(run) or self.model.gone(run)):
+            run.size, run.delivered, run.heard = batch_size, False, self.now
             self.model.dissolve()
         else:
             self.since_begin = 0
             self.model.begin(group, batch_size, legacy=True)
+        self.model.run.total = steps
 
     @has_run(legacy=True)
     @rule(accepted=st.lists(st.booleans(), min_size=1, max_size=3))
@@ -307,6 +329,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def expect_next(self, delivered):
         """A poll commits what was delivered, and is handed the next."""
         run = self.model.run
+        self.model.call(named=False)
         if run.delivered:
             self.model.commit(run.handed)
         found = self.model.batch(run.committed + 1)
@@ -333,6 +356,11 @@ class BrokerMachine(RuleBasedStateMachine):
         self.repeats.restart(self.rows(), self.now)
         for env in self.model.envs.values():
             env.seen = self.now
+        if self.model.run is not None:
+            # Not each call of a trainer is written down.
+            row = self.broker.state.runs.open
+            assert row.trainer_seen_at == self.now or self.now - row.trainer_seen_at > 900
+            self.model.run.heard, self.model.run.longest = row.trainer_seen_at, row.longest_silence_seconds
 
     def rows(self):
         """All that the reference keeps."""
@@ -353,7 +381,7 @@ class BrokerMachine(RuleBasedStateMachine):
             assert self.broker.outstanding_sequences(state.runs.open) == self.model.outstanding()
 
 
-def registration(batch_size, group):
+def registration(batch_size, group, steps):
     return LegacyRegistration(
         wandb_group=group,
         wandb_project="project",
@@ -362,5 +390,5 @@ def registration(batch_size, group):
         checkpoint_dir="",
         save_checkpoint_interval=0,
         starting_step=0,
-        num_steps=0,
+        num_steps=steps,
     )

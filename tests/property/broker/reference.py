@@ -44,6 +44,7 @@ class Reference:
 
     def begin(self, name, size, unit="sequences", legacy=False):
         run = Thing(name=name, size=size, unit=unit, legacy=legacy, committed=0, epoch=0, handed=0, delivered=False)
+        run.longest, run.total = 0.0, 0
         run.queue, run.batches, run.steps, run.orphans, run.step, run.version = [], {}, {}, set(), None, -1
         self.runs.append(run)
         self.open(run)
@@ -51,7 +52,26 @@ class Reference:
     def open(self, run):
         self.close("closed")
         self.run, run.state, run.epoch, self.blocked_since = run, "open", run.epoch + 1, None
+        run.heard = self.now
         run.queue, self.homeless = by_arrival(run.queue + self.homeless), []
+
+    def call(self, *, named=True):
+        """The trainer says something."""
+        run = self.run
+        if named or not self.gone(run):
+            run.longest, run.heard = max(run.longest, self.now - run.heard), self.now
+
+    def at_work(self, run, least=30):
+        return self.now - run.heard <= max(least, 3 * run.longest)
+
+    def gone(self, run):
+        return not self.at_work(run, least=900)
+
+    def over(self, run):
+        return run.legacy and run.delivered and 0 < run.total <= run.handed
+
+    def refuses_another(self):
+        return self.run is not None and self.at_work(self.run) and not self.over(self.run)
 
     def close(self, end):
         if run := self.run:

@@ -32,7 +32,7 @@ def checked(ident, size=4, **fields):
 
 
 def begin(broker, name="run", **options):
-    defaults = {"batch_size": 4, "max_token_length": 9, "num_steps": 0}
+    defaults = {"batch_size": 4, "max_token_length": 9, "num_steps": 0, "take_over": True}
     return broker.begin_run(RunRequest(name=name, **(defaults | options)))
 
 

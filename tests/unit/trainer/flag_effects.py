@@ -278,6 +278,7 @@ _RUN = {
         argv="--atropos-token s3cret",
         holds=lambda seen, _: seen.recorded.token == "Bearer s3cret",
     ),
+    "take_over": Effect(argv="--take-over", holds=lambda seen, usual: seen.request.take_over > usual.request.take_over),
     "max_staleness": Effect(argv="--max-staleness 3", holds=lambda seen, _: seen.request.max_staleness == 3),
     "wait_timeout": Effect(argv="--wait-timeout 7", holds=lambda seen, _: seen.recorded.of("wait") == [7.0]),
     "vllm_restart_interval": Effect(

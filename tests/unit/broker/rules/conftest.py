@@ -29,7 +29,7 @@ class Desk:
         return self.broker.state.counters
 
     def begin(self, **options):
-        defaults = {"name": "run", "batch_size": 8, "max_token_length": 64, "num_steps": 0}
+        defaults = {"name": "run", "batch_size": 8, "max_token_length": 64, "num_steps": 0, "take_over": True}
         self.info = self.broker.begin_run(RunRequest(**(defaults | options)))
         return self.info
 
@@ -60,6 +60,10 @@ class Desk:
         defaults = {"wandb_group": "group", "wandb_project": "project", "max_token_len": 64, "checkpoint_dir": ""}
         defaults |= {"save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 10}
         self.legacy.register(LegacyRegistration(batch_size=batch_size, **(defaults | options)))
+
+    def leave_trainer_silent(self):
+        """Until it counts as at work no more, and long before it counts as gone."""
+        self.now += 31
 
     def room(self, env):
         return self.broker.heartbeat(env).room_sequences

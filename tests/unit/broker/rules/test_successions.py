@@ -38,6 +38,7 @@ def test_a_run_resized_on_resume_keeps_the_batches_that_fit_and_the_order_of_the
 
 def test_a_trainer_of_either_contract_supersedes_the_other(desk):
     info = desk.begin()
+    desk.leave_trainer_silent()
     desk.register_trainer()
     with pytest.raises(SupersededRun, match="is closed"):
         desk.broker.commit(1, run_id=info.run_id, epoch=info.epoch)
@@ -54,6 +55,7 @@ def test_register_with_the_same_names_reconnects_and_with_any_other_begins_anew(
     desk.register_trainer(batch_size=4, num_steps=99)
     again, offered = desk.legacy.next_batch()
     assert (again.run_id, again.num_steps, desk.idents(offered)) == (run.run_id, 99, desk.idents(rows))
+    desk.leave_trainer_silent()
     desk.register_trainer(batch_size=4, **change)
     assert desk.legacy.next_batch() is None
     assert sum(map(len, desk.broker.state.left_over.values())) == 2
@@ -63,6 +65,7 @@ def test_a_delivery_confirmed_late_commits_nothing_of_another_run(desk):
     desk.register_trainer(batch_size=4)
     desk.legacy.take([desk.fields(1)])
     run, _ = desk.legacy.next_batch()
+    desk.leave_trainer_silent()
     desk.register_trainer(batch_size=4, wandb_group="other")
     desk.legacy.take([desk.fields(2)])
     desk.legacy.next_batch()

@@ -52,5 +52,6 @@ def test_a_superseded_run_keeps_them_for_a_trainer_with_larger_batches(desk):
 def test_a_run_of_the_atropos_contract_drops_them_with_its_end(desk):
     desk.register_trainer(batch_size=8)
     desk.legacy.take([desk.fields(1, 9, env_id=None), desk.fields(2, 4, env_id=None)])
+    desk.leave_trainer_silent()
     desk.register_trainer(batch_size=8, wandb_group="other")
     assert [row.size for rows in desk.broker.state.left_over.values() for row in rows] == [4]

@@ -1,0 +1,147 @@
+"""A served broker over each store, its clock in the test's hand; callers of both contracts and both forms."""
+
+import itertools
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from atropos_api.broker import Broker
+from atropos_api.client import BrokerClient
+from atropos_api.config import BrokerConfig
+from atropos_api.http.app import create_app
+from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
+from atropos_api.store.opening import open_store
+from atropos_api.testing import make_group, make_memory_app, serve_in_thread
+from atropos_api.testing_redis import RedisServer, running_redis
+from atropos_api.wire import EnvironmentRequest, RunRequest
+
+REGISTRATION = {
+    "wandb_group": "group",
+    "wandb_project": "project",
+    "batch_size": 8,
+    "max_token_len": 64,
+    "checkpoint_dir": "checkpoints",
+    "save_checkpoint_interval": 0,
+    "starting_step": 0,
+    "num_steps": 10,
+}
+
+
+class Front:
+    """One server for all tests of the folder; behind it the broker of the test that runs."""
+
+    def __init__(self):
+        self.app = make_memory_app()
+
+    @property
+    def state(self):
+        return self.app.state
+
+    def prompt_calls(self):
+        return self.app.prompt_calls()
+
+    async def __call__(self, scope, receive, send):
+        await self.app(scope, receive, send)
+
+
+class Scene:
+    """One broker that can be restarted, and what its callers do."""
+
+    def __init__(self, place, front, http, clients, **options):
+        self._place, self._front = place, front
+        self._config = BrokerConfig(store=place, **options)
+        self._memory = (MemoryLedger(), MemoryBodyLog())
+        self._keys = itertools.count()
+        self.http, self.clients, self.client = http, clients, clients["columns"]
+        self.now = 1_000_000.0
+        self.start()
+
+    def start(self):
+        store = self._memory if self._place == "memory" else open_store(self._place, fsync="never")
+        self.broker = Broker(*store, settings=self._config.settings(), clock=lambda: self.now)
+        self._front.app = create_app(self._config, self.broker)
+
+    def stop(self):
+        if self._place != "memory":
+            self.broker.close()
+
+    def restart(self):
+        self.stop()
+        self.start()
+
+    # A trainer and an environment of the Atropos contract
+
+    def register(self, **changes):
+        return self.http.post("/register", json=REGISTRATION | changes)
+
+    def register_env(self, name="env", group_size=4, **changes):
+        wanted = {"max_token_length": 64, "desired_name": name, "weight": 1.0, "group_size": group_size}
+        return self.http.post("/register-env", json=wanted | changes)
+
+    def post(self, ident, size=4, env_id=None, **fields):
+        tokens = [[ident, row] for row in range(size)]
+        body = {"tokens": tokens, "masks": tokens, "scores": [float(row) for row in range(size)], "env_id": env_id}
+        return self.http.post("/scored_data", json=body | fields).json()
+
+    def poll(self):
+        batch = self.http.get("/batch").json()["batch"]
+        return batch and [group["tokens"][0][0] for group in batch]
+
+    # Those of v1
+
+    def begin(self, name="run", form="columns", **options):
+        defaults = {"batch_size": 8, "max_token_length": 64, "num_steps": 10}
+        self.run = self.clients[form].begin_run(RunRequest(name=name, **(defaults | options)))
+        return self.run
+
+    def register_v1(self, name="env", group_size=4, **options):
+        request = EnvironmentRequest(name=name, group_size=group_size, max_token_length=64, **options)
+        return self.client.register_environment(request)
+
+    def send(self, environment_id, *idents, size=4, form="columns", **fields):
+        groups = [make_group(size, 2, first_token=ident * 1000, **fields) for ident in idents]
+        return self.clients[form].submit(environment_id, groups, idempotency_key=f"key {next(self._keys)}")
+
+    def get_batch(self, number, form="columns"):
+        return self.clients[form].get_batch(number, run_id=self.run.run_id, epoch=self.run.epoch, wait_seconds=0)
+
+    def batch(self, number, form="columns"):
+        found = self.get_batch(number, form)
+        return found and [group.tokens[0][0] // 1000 for group in found.groups]
+
+    def open_run(self):
+        run = self.client.status()["run"]
+        return run["run_id"] if run is not None and run["state"] == "open" else None
+
+
+@pytest.fixture(scope="session")
+def redis_server():
+    if not RedisServer.installed():
+        pytest.skip("redis-server is not installed")
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def served():
+    """The front, and who calls it: Atropos' words by `http`, ours by a client for each form."""
+    front = Front()
+    with serve_in_thread(front) as url, ExitStack() as stack:
+        http = stack.enter_context(httpx.Client(base_url=url, timeout=20))
+        clients = {
+            form: stack.enter_context(BrokerClient(url, retry_seconds=1.0, form=form)) for form in ("json", "columns")
+        }
+        yield front, http, clients
+
+
+@pytest.fixture(params=["memory", "directory", "redis"])
+def scene(request, served, tmp_path):
+    place = request.param
+    if place == "redis":
+        server = request.getfixturevalue("redis_server")
+        server.flush()
+        place = server.url
+    scene = Scene(str(tmp_path / "store") if place == "directory" else place, *served)
+    yield scene
+    scene.stop()
