@@ -78,9 +78,9 @@ def answer_one_by_one(servers: manager.ServerManager) -> None:
             setattr(server, call, getattr(alone, call))
 
 
-def create_app(server_manager: manager.ServerManager, tokenizer: Any = None, model_name: str = "") -> SessionProxy:  # noqa: ARG001
-    """An application that opens and serves sessions; tokenizer and model are the manager's."""
-    return SessionProxy(server_manager)
+def create_app(server_manager: manager.ServerManager, tokenizer: Any = None, model_name: str = "") -> SessionProxy:
+    """An application that opens and serves sessions, to whoever the environment that serves it lets in."""
+    return SessionProxy(server_manager, tokenizer=tokenizer, model_name=model_name or None, asks_for_keys=False)
 
 
 async def create_proxy_session(proxy_url: str, **_: Any) -> ManagedServer:

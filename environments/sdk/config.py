@@ -103,6 +103,12 @@ class BaseEnvConfig(BaseModel):
     allow_estimated_tokens: bool = Field(
         False, description="take text of server_type openai as if its tokens were the sampled ones; marked, no logprobs"
     )
+    session_host: str = Field("127.0.0.1", description="address where sessions are served to agents")
+    session_port: int = Field(0, ge=0, le=65535, description="its port; 0: a free one")
+    session_url: Address = Field("", description="what agents reach that by, where it is called otherwise for them")
+    session_temperature: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="replaces the temperature of what agents sample for training; unset: theirs"
+    )
 
     @field_validator("group_size_schedule")
     @classmethod

@@ -27,6 +27,7 @@ from environments.sdk.groups import group_items
 from environments.sdk.inference.manager import ServerManager
 from environments.sdk.inference.reasoning import Reasoning
 from environments.sdk.metrics import RolloutMetrics
+from environments.sdk.session.address import SessionSettings
 from environments.sdk.session.journal import current_journal
 from environments.sdk.session.nodes import NOT_TRAINED
 from environments.sdk.tokenizer import load_tokenizer
@@ -125,6 +126,7 @@ class BaseEnv(ABC):
             allow_estimated_tokens=config.allow_estimated_tokens,
             reasoning=Reasoning.from_config(config),
             tool_parser=config.tool_parser,
+            sessions=SessionSettings.from_config(config, key_in_url=self.lenient),
         )
         self.curr_step = 0
         self.max_token_len = -1

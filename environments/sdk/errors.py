@@ -27,6 +27,16 @@ class InferenceRefused(EnvironmentsError):
     ends_server = False
 
 
+class RequestRefused(EnvironmentsError):
+    """A client of a session asked for what a session does not do; `param` is the field of its request."""
+
+    ends_server = False
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class TokensUnavailable(EnvironmentsError):
     """Inference servers of that kind return no token ids and logprobs, which training needs."""
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import anyio
 import msgspec
 
-from environments.sdk.inference.transport import Response
+from environments.sdk.inference.transport import OnPiece, Response
 
 Responder = Callable[[Sequence[int], int], list[int]]
 Scope = MutableMapping[str, Any]
@@ -45,13 +45,16 @@ def sampled_tokens(seed: int, *, vocabulary: int, end: int, longest: int = 32) -
 class FakeInference:
     """An ASGI application. Set `problem` to let it refuse, `version` to publish, `delay_seconds` to let it take time.
 
-    `ours` off makes it a server of Atropos' protocol: no boot id, no compact form, no versions.
+    `ours` off makes it a server of Atropos' protocol: no boot id, no compact form, no versions. A stream has an event
+    for each token, `event_seconds` apart, and breaks off after so many events where `broken_after` says so.
     """
 
     respond: Responder
     end: int
     version: int | None = 1
     delay_seconds: float = 0.0
+    event_seconds: float = 0.0
+    broken_after: int | None = None
     ours: bool = True
     problem: tuple[int, str] | None = None
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -85,9 +88,23 @@ class FakeInference:
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
             await anyio.sleep(self.delay_seconds)
-            await _answer(send, 200, self._reply(request))
+            reply = self._reply(request)
+            if request.get("stream"):
+                await self._stream(reply, send)
+            else:
+                await _answer(send, 200, reply)
         finally:
             self.in_flight -= 1
+
+    async def _stream(self, reply: dict[str, Any], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for number, event in enumerate(_events(reply)):
+            if number == self.broken_after:
+                raise ConnectionResetError("the stream was to break off here")
+            await anyio.sleep(self.event_seconds)
+            part = b"data: " + msgspec.json.encode(event) + b"\n\n"
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     def _reply(self, request: dict[str, Any]) -> dict[str, Any]:
         prompt = request["prompt"]["prompt_token_ids"]
@@ -124,15 +141,24 @@ class InProcess:
 
     app: Any
 
-    async def request(self, method: str, url: str, body: bytes | None) -> Response:
-        scope = {"type": "http", "method": method, "path": urlsplit(url).path, "headers": [], "query_string": b""}
+    async def request(self, method: str, url: str, body: bytes | None, *, on_piece: OnPiece | None = None) -> Response:
+        address = urlsplit(url)
+        headers = [(b"host", address.netloc.encode()), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": method, "path": address.path, "headers": headers, "query_string": b""}
         sent: list[MutableMapping[str, Any]] = []
+        asked = False
 
         async def receive() -> MutableMapping[str, Any]:
+            nonlocal asked
+            if asked:
+                await anyio.sleep_forever()  # this client never goes away
+            asked = True
             return {"type": "http.request", "body": body or b"", "more_body": False}
 
         async def send(message: MutableMapping[str, Any]) -> None:
             sent.append(message)
+            if on_piece is not None and sent[0]["status"] == 200 and message.get("body"):
+                on_piece(message["body"])
 
         await self.app(scope, receive, send)
         return Response(sent[0]["status"], b"".join(message.get("body", b"") for message in sent))
@@ -163,6 +189,20 @@ def served(app: Any, *, port: int = 0) -> Iterator[str]:
             server.should_exit = True
             server.force_exit = True
             thread.join(timeout=10)
+
+
+def _events(reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The reply as a stream tells it: a token of each output in turn, and at an output's end why and under what."""
+    outputs = reply["token_ids"]
+    for at in range(max(map(len, outputs), default=0)):
+        for index, tokens in enumerate(outputs):
+            if at >= len(tokens):
+                continue
+            event = {"index": index, "token_ids": [tokens[at]], "logprobs": [reply["logprobs"][index][at]]}
+            if at == len(tokens) - 1:
+                event["finish_reason"] = reply["finish_reasons"][index]
+                event["policy_versions"] = reply["policy_versions"][index]
+            yield event
 
 
 def _prompt_position(token: int, best: int) -> dict[str, float]:

@@ -49,10 +49,15 @@ class ToolParser(Protocol):
 
     def parse(self, text: str) -> ParsedText: ...
 
+    def certain_length(self, text: str) -> int:
+        """How much of a text that goes on is the beginning of its content, whatever follows."""
+        ...
+
 
 class HermesParser:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen models write it."""
 
+    _opening = "<tool_call>"
     _block = re.compile(r"<tool_call>\s*(?P<body>.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
     def parse(self, text: str) -> ParsedText:
@@ -64,7 +69,12 @@ class HermesParser:
             return "" if found else block[0]  # what cannot be read stays visible
 
         content = self._block.sub(take, text)
-        return ParsedText(content.strip() if calls else text, calls)
+        return ParsedText(content.rstrip() if calls else text, calls)
+
+    def certain_length(self, text: str) -> int:
+        found = text.find(self._opening)
+        end = found if found >= 0 else len(text) - overlap(text, self._opening)
+        return len(text[:end].rstrip())  # the space before a call is none of the content
 
 
 class JsonParser:
@@ -77,6 +87,11 @@ class JsonParser:
         fenced = self._fence.match(body)
         calls = read_calls(fenced["body"] if fenced else body)
         return ParsedText("" if calls else text, calls)
+
+    def certain_length(self, text: str) -> int:
+        begun = text.lstrip()
+        may_be_call = not begun or begun[0] in "{[`<"
+        return 0 if may_be_call else len(text)
 
 
 class VllmParser:
@@ -94,6 +109,9 @@ class VllmParser:
         calls = [ToolCall(FunctionCall(call.function.name, call.function.arguments)) for call in found.tool_calls]
         return ParsedText(found.content or "", calls)
 
+    def certain_length(self, text: str) -> int:  # noqa: ARG002 - where a call begins is that parser's secret
+        return 0
+
 
 class ForeignParser:
     """A parser object that an environment brought along: `parse(text)` gives content and calls."""
@@ -104,6 +122,9 @@ class ForeignParser:
     def parse(self, text: str) -> ParsedText:
         content, calls = self._parser.parse(text)
         return ParsedText(content or "", [_as_call(call) for call in calls or []])
+
+    def certain_length(self, text: str) -> int:  # noqa: ARG002 - where a call begins is that parser's secret
+        return 0
 
 
 OWN_PARSERS: Mapping[str, type[HermesParser | JsonParser]] = {"hermes": HermesParser, "json": JsonParser}
@@ -126,6 +147,11 @@ def tool_parser(wanted: Any, tokenizer: Any) -> ToolParser:
     except KeyError:
         reason = "vLLM has none of that name either"
     raise ToolParserUnknown(f"no tool parser {wanted!r}: {reason}; set --env.tool_parser to {' or '.join(OWN_PARSERS)}")
+
+
+def overlap(text: str, mark: str) -> int:
+    """How many letters at the end of the text may be the beginning of `mark`."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def read_calls(text: str) -> list[ToolCall]:

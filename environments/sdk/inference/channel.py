@@ -23,7 +23,7 @@ from environments.sdk.errors import EnvironmentsError, InferenceHostUnknown, Inf
 from environments.sdk.inference.generation import Split
 from environments.sdk.inference.limits import Limit
 from environments.sdk.inference.timings import Timings
-from environments.sdk.inference.transport import HttpTransport, Response, Transport
+from environments.sdk.inference.transport import HttpTransport, OnPiece, Response, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,10 @@ class _Call:
     url: str
     body: bytes | None
     elsewhere: Elsewhere = None
+    on_piece: OnPiece | None = None
     attempts: int = 0
+    begun: bool = False
+    """Whether a part of the answer was handed on, so that the request cannot be made again."""
 
     @property
     def may_leave(self) -> bool:
@@ -89,12 +92,23 @@ class Channel:
         """Up, or out for so long that a request may find out about it."""
         return self._recovered is None and time.monotonic() >= self._avoided_until
 
-    async def post(self, url: str, body: bytes, split: Split, *, elsewhere: Elsewhere = None) -> bytes:
-        """The body of a successful answer; waits for a server that is out, raises what waiting does not mend."""
+    async def post(
+        self,
+        url: str,
+        body: bytes,
+        split: Split,
+        *,
+        elsewhere: Elsewhere = None,
+        on_piece: OnPiece | None = None,
+    ) -> bytes:
+        """The body of a successful answer; waits for a server that is out, raises what waiting does not mend.
+
+        Once a part of it was handed to `on_piece`, a broken connection is an error and the request is not repeated.
+        """
         async with self.limits[split]:
             if self._avoided_seconds:
                 self._avoid()  # this request finds out; others keep away until it has
-            call = _Call("POST", url, body, elsewhere)
+            call = _Call("POST", url, body, elsewhere, on_piece)
             started = time.monotonic()
             answer = await self._through_outages(call)
             self.timings[split].note(time.monotonic() - started, call.attempts)
@@ -192,11 +206,24 @@ class Channel:
             f"no inference server answers at {url} ({type(error).__name__} {error}); start it or set --openai.base_url"
         )
 
+    async def _send(self, call: _Call) -> Response:
+        on_piece = call.on_piece
+        if on_piece is None:
+            return await self._transport.request(call.method, call.url, call.body)
+
+        def hand_on(part: bytes) -> None:
+            call.begun = True
+            on_piece(part)
+
+        return await self._transport.request(call.method, call.url, call.body, on_piece=hand_on)
+
     async def _attempt(self, call: _Call) -> Outcome:
         call.attempts += 1
         try:
-            outcome = await self._transport.request(call.method, call.url, call.body)
+            outcome = await self._send(call)
         except OSError as error:  # among them the timeout
+            if call.begun:
+                raise InferenceUnavailable(f"the answer of {call.url} broke off: {_describe(error)}") from error
             return error
         if outcome.status not in RETRIED_STATUSES:
             self._avoided_seconds = self._avoided_until = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from environments.sdk.inference.channel import Elsewhere
 
 Split = Literal["train", "eval"]
+
+OnTokens = Callable[[int, list[int], list[float]], None]
+"""Handed the number of a sample and its next tokens and logprobs, while the server goes on sampling."""
 
 
 @dataclass(slots=True)
@@ -52,9 +56,18 @@ class InferenceServer(Protocol):
     def config(self) -> APIServerConfig: ...
 
     async def generate(
-        self, prompt_tokens: list[int], sampling: Sampling, split: Split, *, elsewhere: Elsewhere = None
+        self,
+        prompt_tokens: list[int],
+        sampling: Sampling,
+        split: Split,
+        *,
+        elsewhere: Elsewhere = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """Sample from a prompt of tokens; raises `TokensUnavailable` where the server gives none."""
+        """Sample from a prompt of tokens; raises `TokensUnavailable` where the server gives none.
+
+        A server that streams hands tokens to `on_tokens` as they come; one that does not never calls it.
+        """
         ...
 
     async def prompt_logprobs(

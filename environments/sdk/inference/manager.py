@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import anyio
 
 from environments.sdk.config import APIServerConfig
 from environments.sdk.inference.generation import Split
@@ -18,13 +20,16 @@ from environments.sdk.inference.sglang import SglangServer
 from environments.sdk.inference.transport import Transport
 from environments.sdk.inference.trl import TrlServer
 from environments.sdk.inference.vllm import VllmServer
+from environments.sdk.session.address import SessionSettings
 from environments.sdk.session.answers import ChatCompletion, Completion, read_openai_chat, read_openai_completion
 from environments.sdk.session.codec import Codec
 from environments.sdk.session.drift import DriftLog
 from environments.sdk.session.journal import current_split
-from environments.sdk.session.proxy import SessionProxy
 from environments.sdk.session.session import ManagedSession
 from environments.sdk.session.text_session import TextSession
+
+if TYPE_CHECKING:
+    from environments.sdk.session.proxy import SessionProxy
 
 SERVER_KINDS: Mapping[str, type[HttpServer]] = {
     "vllm": VllmServer,
@@ -49,6 +54,7 @@ class ServerManager:
         reasoning: Reasoning | None = None,
         tool_parser: Any = "hermes",
         max_n_completions: int = MAX_N_COMPLETIONS,
+        sessions: SessionSettings | None = None,
         transport: Transport | None = None,
     ) -> None:
         servers = [
@@ -65,7 +71,9 @@ class ServerManager:
         self._load_tokenizer = load_tokenizer
         self._allow_truncated = allow_truncated_sampling
         self.allow_estimated_tokens = allow_estimated_tokens
+        self._sessions = sessions or SessionSettings()
         self._proxy: SessionProxy | None = None
+        self._starting_proxy = anyio.Lock()
         self._codecs: dict[int, Codec] = {}
 
     @property
@@ -79,13 +87,20 @@ class ServerManager:
 
     @asynccontextmanager
     async def managed_server(
-        self, tokenizer: Any = None, *, use_proxy: bool = False, **options: Any
+        self,
+        tokenizer: Any = None,
+        *,
+        use_proxy: bool = False,
+        base_url: str | None = None,
+        tool_call_parser: Any = None,
+        **options: Any,
     ) -> AsyncIterator[ManagedSession]:
         """A session that keeps exact tokens, masks, logprobs and versions; `options` as `ManagedSession` takes them.
 
-        With `use_proxy` its `get_url()` is an address that any client of OpenAI's API can use meanwhile.
+        With `use_proxy` its `get_url()` is an address that any client of OpenAI's API can use meanwhile, with its
+        `api_key`. `base_url` names one of several servers for it.
         """
-        session = self.open_session(tokenizer, **options)
+        session = self.open_session(tokenizer, base_url=base_url, tool_call_parser=tool_call_parser, **options)
         if not use_proxy:
             yield session
             return
@@ -93,9 +108,9 @@ class ServerManager:
         with proxy.serve(session):
             yield session
 
-    def open_session(self, tokenizer: Any = None, **options: Any) -> ManagedSession:
+    def open_session(self, tokenizer: Any = None, *, base_url: str | None = None, **options: Any) -> ManagedSession:
         """The same without an end; a server that gives text alone has its tokens estimated."""
-        pinned = self.pool.pinned()
+        pinned = self.pool.pinned(base_url)
         options = {"tool_parser": self.tool_parser, **options}
         shared: dict[str, Any] = {"allow_truncated_sampling": self._allow_truncated, "drift": self.drift}
         if pinned.config.server_type == "openai":
@@ -151,10 +166,14 @@ class ServerManager:
         return {**found, "server/drifted_chats": self.drift.count} if self.drift.count else found
 
     async def _started_proxy(self) -> SessionProxy:
-        if self._proxy is None:
-            self._proxy = SessionProxy(self)
-            await self._proxy.start()
-        return self._proxy
+        from environments.sdk.session.proxy import SessionProxy  # a web server, which most environments never need
+
+        async with self._starting_proxy:
+            if self._proxy is None:
+                proxy = SessionProxy(self, self._sessions)
+                await proxy.start()
+                self._proxy = proxy
+            return self._proxy
 
     async def aclose(self) -> None:
         if self._proxy is not None:

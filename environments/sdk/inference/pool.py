@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import anyio
 
 from environments.sdk.config import APIServerConfig
+from environments.sdk.errors import RequestRefused
 from environments.sdk.inference.channel import Elsewhere, ServerOut
-from environments.sdk.inference.generation import PromptLogprobs, Sample, Split
-from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.generation import OnTokens, PromptLogprobs, Sample, Split
+from environments.sdk.inference.sampling import Sampling, count_of
 from environments.sdk.inference.server import HttpServer
 
 logger = logging.getLogger(__name__)
@@ -33,14 +34,25 @@ class ServerPool:
         usable = [server for server in self.servers if server.channel.worth_trying and server not in avoid]
         return min(usable or self.servers, key=lambda server: server.in_flight)
 
-    def pinned(self) -> Pinned:
-        """For calls that belong together, which find their prefix in the cache of one server."""
-        return Pinned(self)
+    def pinned(self, base_url: str | None = None) -> Pinned:
+        """For calls that belong together, which find their prefix in the cache of one server: that one, if named."""
+        return Pinned(self if base_url is None else self._narrowed_to(self.named(base_url)))
+
+    def named(self, base_url: str) -> HttpServer:
+        """The server with this address."""
+        for server in self.servers:
+            if server.config.base_url.rstrip("/") == base_url.rstrip("/"):
+                return server
+        known = ", ".join(server.config.base_url for server in self.servers)
+        raise RequestRefused(f"no server has the address {base_url}; there are {known}", param="base_url")
 
     def narrowed(self) -> ServerPool:
         """The least loaded server alone."""
+        return self._narrowed_to(self.least_loaded())
+
+    def _narrowed_to(self, server: HttpServer) -> ServerPool:
         return ServerPool(
-            [self.least_loaded()],
+            [server],
             max_n_completions=self.max_n_completions,
             wait_timeout_seconds=self._wait_timeout_seconds,
         )
@@ -108,15 +120,18 @@ class Pinned:
         split: Split,
         *,
         elsewhere: Elsewhere = None,  # noqa: ARG002 - the pool knows
+        on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
         asked = 0
 
         async def ask(n: int) -> list[Sample]:
             nonlocal asked
-            part = sampling.part(n, first=asked)
+            first, part = asked, sampling.part(n, first=asked)
             asked += n
+            told = _from_number(on_tokens, first)
             self._chosen, found = await self._pool.ask(
-                self._server, lambda server, other: server.generate(prompt_tokens, part, split, elsewhere=other)
+                self._server,
+                lambda server, other: server.generate(prompt_tokens, part, split, elsewhere=other, on_tokens=told),
             )
             return found
 
@@ -166,9 +181,16 @@ class Pinned:
             answers.append(answer)
             return list(answer.get("choices") or [])
 
-        choices = await self._pool.split(self.config, int(kwargs.get("n") or 1), ask)
+        choices = await self._pool.split(self.config, count_of(kwargs), ask)
         numbered = [{**choice, "index": index} for index, choice in enumerate(choices)]
         return {**answers[0], "choices": numbered, "usage": _sum_usage(answers)}
+
+
+def _from_number(on_tokens: OnTokens | None, first: int) -> OnTokens | None:
+    """The same for a request that asks for the samples from number `first` on."""
+    if on_tokens is None or not first:
+        return on_tokens
+    return lambda index, tokens, logprobs: on_tokens(first + index, tokens, logprobs)
 
 
 def _sizes(n: int, most: int) -> list[int]:

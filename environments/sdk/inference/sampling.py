@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from environments.sdk.errors import SamplingNotTrainable
+from environments.sdk.errors import RequestRefused, SamplingNotTrainable
 
 LENGTH_NAMES = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 # Arguments of OpenAI's library about the call itself; no server is told them.
@@ -31,8 +31,9 @@ TRUNCATING: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
     "structured_outputs": (None,),
-    "response_format": (None,),
+    "response_format": (None, {"type": "text"}),
 }
+UNSENT = (None, {"type": "text"})  # the last is what `response_format` asks for by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +54,11 @@ class Sampling:
         stop = kwargs.get("stop") or ()
         temperature = kwargs.get("temperature")
         return cls(
-            n=int(kwargs.get("n") or 1),
+            n=count_of(kwargs),
             temperature=1.0 if temperature is None else float(temperature),
             max_tokens=limit,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            more={name: value for name, value in kwargs.items() if name not in NOT_SENT and value is not None},
+            more={name: value for name, value in kwargs.items() if name not in NOT_SENT and value not in UNSENT},
         )
 
     def payload(self) -> dict[str, Any]:
@@ -107,8 +108,9 @@ class Sampling:
         """Refuse what the trainer cannot recompute: greedy decoding always, truncated sampling unless allowed."""
         if self.temperature <= 0:
             raise SamplingNotTrainable(
-                f"temperature {self.temperature:g} has no logprobs to train on; "
-                "sample with a temperature above 0, or mark the call split='eval'"
+                f"temperature {self.temperature:g} has no logprobs to train on; sample with a temperature above 0, "
+                "mark the call split='eval' (over HTTP by the header X-Atropos-Split: eval), or let "
+                "--env.session_temperature 1 replace what agents ask for"
             )
         truncations = self.truncations()
         if truncations and not allow_truncated:
@@ -117,3 +119,11 @@ class Sampling:
                 f"{given}: the trainer recomputes the model's whole distribution, not a truncated one; "
                 "leave it out, or set --env.allow_truncated_sampling to train on it with importance weights"
             )
+
+
+def count_of(kwargs: Mapping[str, Any]) -> int:
+    """The number of samples asked for, one where nothing is said."""
+    n = kwargs.get("n")
+    if n is not None and int(n) < 1:
+        raise RequestRefused(f"n is {n}: one sample is the least", param="n")
+    return 1 if n is None else int(n)

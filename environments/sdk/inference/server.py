@@ -10,7 +10,7 @@ import msgspec
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceRefused, TokensUnavailable
 from environments.sdk.inference.channel import Channel, Elsewhere
-from environments.sdk.inference.generation import PromptLogprobs, Sample, Split
+from environments.sdk.inference.generation import OnTokens, PromptLogprobs, Sample, Split
 from environments.sdk.inference.reasoning import Reasoning
 from environments.sdk.inference.sampling import OPENAI_ONLY, Sampling
 from environments.sdk.inference.transport import Transport
@@ -49,6 +49,7 @@ class HttpServer:
         split: Split,  # noqa: ARG002
         *,
         elsewhere: Elsewhere = None,  # noqa: ARG002
+        on_tokens: OnTokens | None = None,  # noqa: ARG002
     ) -> list[Sample]:
         refuse_for_training(self.config)
 

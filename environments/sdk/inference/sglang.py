@@ -9,7 +9,7 @@ import msgspec
 from atropos_api.wire.groups import Span
 from environments.sdk.errors import InferenceRefused
 from environments.sdk.inference.channel import Elsewhere
-from environments.sdk.inference.generation import PromptLogprobs, Sample, Split
+from environments.sdk.inference.generation import OnTokens, PromptLogprobs, Sample, Split
 from environments.sdk.inference.sampling import Sampling
 from environments.sdk.inference.server import HttpServer
 
@@ -34,7 +34,13 @@ class SglangServer(HttpServer):
     """One SGLang server; the version of its weights is known where somebody has set it to a number."""
 
     async def generate(
-        self, prompt_tokens: list[int], sampling: Sampling, split: Split, *, elsewhere: Elsewhere = None
+        self,
+        prompt_tokens: list[int],
+        sampling: Sampling,
+        split: Split,
+        *,
+        elsewhere: Elsewhere = None,
+        on_tokens: OnTokens | None = None,  # noqa: ARG002 - it is asked for the whole
     ) -> list[Sample]:
         outputs = await self._ask(prompt_tokens, _parameters(sampling), {}, split, elsewhere)
         return [self._sample(output.meta_info) for output in outputs]

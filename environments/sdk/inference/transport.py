@@ -5,12 +5,16 @@ aiohttp, because its C parser costs a third of httpx's CPU a request; beside a m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import aiohttp
+
+
+OnPiece = Callable[[bytes], None]
+"""Handed the parts of a successful answer's body as they arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,9 @@ class Response:
 class Transport(Protocol):
     """What carries requests: `HttpTransport`, or an application called in process."""
 
-    async def request(self, method: str, url: str, body: bytes | None) -> Response: ...
+    async def request(
+        self, method: str, url: str, body: bytes | None, *, on_piece: OnPiece | None = None
+    ) -> Response: ...
 
     async def aclose(self) -> None: ...
 
@@ -39,17 +45,17 @@ class HttpTransport:
         self._timeout_seconds = timeout_seconds
         self._session: aiohttp.ClientSession | None = None
 
-    async def request(self, method: str, url: str, body: bytes | None) -> Response:
+    async def request(self, method: str, url: str, body: bytes | None, *, on_piece: OnPiece | None = None) -> Response:
         """Send and await the whole answer; raises `OSError` when the connection fails or the time is over."""
         import aiohttp  # only a served environment needs it, `--help` does not
 
         session = self._session or self._open()
         try:
             try:
-                return await _send(session, method, url, body)
+                return await _send(session, method, url, body, on_piece)
             except aiohttp.ServerDisconnectedError:
                 # Closed while idle, or before it answered: what we send changes nothing there, so it may be repeated.
-                return await _send(session, method, url, body)
+                return await _send(session, method, url, body, on_piece)
         except OSError:
             raise
         except aiohttp.ClientError as error:
@@ -72,6 +78,14 @@ class HttpTransport:
         return self._session
 
 
-async def _send(session: aiohttp.ClientSession, method: str, url: str, body: bytes | None) -> Response:
+async def _send(
+    session: aiohttp.ClientSession, method: str, url: str, body: bytes | None, on_piece: OnPiece | None
+) -> Response:
     async with session.request(method, url, data=body) as answer:
-        return Response(answer.status, await answer.read())
+        if on_piece is None or not answer.ok:
+            return Response(answer.status, await answer.read())
+        parts = []
+        async for part in answer.content.iter_any():
+            parts.append(part)
+            on_piece(part)
+        return Response(answer.status, b"".join(parts))

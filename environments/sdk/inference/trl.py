@@ -13,7 +13,7 @@ import msgspec
 
 from environments.sdk.errors import InferenceRefused
 from environments.sdk.inference.channel import Elsewhere
-from environments.sdk.inference.generation import Sample, Split
+from environments.sdk.inference.generation import OnTokens, Sample, Split
 from environments.sdk.inference.sampling import Sampling
 from environments.sdk.inference.server import HttpServer, refuse_for_training
 
@@ -32,7 +32,13 @@ class TrlServer(HttpServer):
     decode: Callable[[Sequence[int]], str] | None = None
 
     async def generate(
-        self, prompt_tokens: list[int], sampling: Sampling, split: Split, *, elsewhere: Elsewhere = None
+        self,
+        prompt_tokens: list[int],
+        sampling: Sampling,
+        split: Split,
+        *,
+        elsewhere: Elsewhere = None,
+        on_tokens: OnTokens | None = None,  # noqa: ARG002 - it is asked for the whole
     ) -> list[Sample]:
         if self.decode is None:
             refuse_for_training(self.config)

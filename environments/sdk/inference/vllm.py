@@ -13,7 +13,8 @@ from atropos_api.wire.groups import Span
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceRefused
 from environments.sdk.inference.channel import Elsewhere
-from environments.sdk.inference.generation import PromptLogprobs, Sample, Split
+from environments.sdk.inference.event_stream import SampleEvents
+from environments.sdk.inference.generation import OnTokens, PromptLogprobs, Sample, Split
 from environments.sdk.inference.sampling import Sampling
 from environments.sdk.inference.server import HttpServer
 from environments.sdk.inference.transport import Transport
@@ -82,7 +83,13 @@ class VllmServer(HttpServer):
         self._atropos_decoder = msgspec.json.Decoder(AtroposReply)
 
     async def generate(
-        self, prompt_tokens: list[int], sampling: Sampling, split: Split, *, elsewhere: Elsewhere = None
+        self,
+        prompt_tokens: list[int],
+        sampling: Sampling,
+        split: Split,
+        *,
+        elsewhere: Elsewhere = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
         dialect = self._dialect or await self._learn_dialect(elsewhere)
         if dialect == "plain":
@@ -90,8 +97,17 @@ class VllmServer(HttpServer):
         fields: dict[str, Any] = {"prompt": {"prompt_token_ids": prompt_tokens}, "logprobs": 0, **sampling.payload()}
         if dialect == "compact":
             fields["compact"] = True
+            if on_tokens is not None:
+                return await self._stream(fields, SampleEvents(sampling.n, on_tokens, self._url), split, elsewhere)
         body = await self.channel.post(self._url, self._encoder.encode(fields), split, elsewhere=elsewhere)
         return self._read(body)
+
+    async def _stream(
+        self, fields: dict[str, Any], events: SampleEvents, split: Split, elsewhere: Elsewhere
+    ) -> list[Sample]:
+        body = self._encoder.encode({**fields, "stream": True})
+        await self.channel.post(self._url, body, split, elsewhere=elsewhere, on_piece=events.feed)
+        return events.finished()
 
     async def prompt_logprobs(
         self, prompt_tokens: list[int], top_k: int, split: Split, *, elsewhere: Elsewhere = None

@@ -1,10 +1,18 @@
-"""A session with the calls of OpenAI's asynchronous client, for code that was written for that client."""
+"""A session with the calls of OpenAI's asynchronous client, for code that was written for that client.
+
+Fields are taken and refused as they are over HTTP; only a stream needs the session's address.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from environments.sdk.errors import RequestRefused
+from environments.sdk.session.answers import openai_document
+from environments.sdk.session.requests import Route, read_request
 from environments.sdk.session.session import ManagedSession
+
+ABOUT_THE_CALL = frozenset({"extra_body", "extra_headers", "extra_query", "timeout", "split"})
 
 
 class ManagedServerAdapter:
@@ -37,7 +45,8 @@ class _ChatCompletions:
         self._session = session
 
     async def create(self, *, messages: Any, **kwargs: Any) -> Any:
-        return _as_openai(await self._session.chat_completion(messages=messages, **_given(kwargs)), chat=True)
+        arguments = _read("chat", self._session, {"messages": list(messages), **kwargs})
+        return _as_openai(await self._session.chat_completion(**arguments), chat=True)
 
 
 class _Completions:
@@ -45,12 +54,18 @@ class _Completions:
         self._session = session
 
     async def create(self, *, prompt: Any, **kwargs: Any) -> Any:
-        return _as_openai(await self._session.completion(prompt=prompt, **_given(kwargs)), chat=False)
+        arguments = _read("text", self._session, {"prompt": prompt, **kwargs})
+        return _as_openai(await self._session.completion(**arguments), chat=False)
 
 
-def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's library marks what was left out with an object of its own."""
-    return {name: value for name, value in kwargs.items() if type(value).__name__ not in {"NotGiven", "Omit"}}
+def _read(route: Route, session: ManagedSession, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What the session is called with. OpenAI's library marks what was left out with an object of its own."""
+    given = {name: value for name, value in kwargs.items() if type(value).__name__ not in {"NotGiven", "Omit"}}
+    body = {name: value for name, value in given.items() if name not in ABOUT_THE_CALL}
+    asked = read_request(route, body | (given.get("extra_body") or {}))
+    if asked.stream:
+        raise RequestRefused("stream: a session streams at its address; open it with use_proxy=True", param="stream")
+    return session.arguments(asked) | {name: given[name] for name in ("split",) if name in given}
 
 
 def _as_openai(answer: Any, *, chat: bool) -> Any:
@@ -61,12 +76,4 @@ def _as_openai(answer: Any, *, chat: bool) -> Any:
     except ImportError:
         return answer
     model = ChatCompletion if chat else Completion
-    return model.model_validate(_openai_document(answer))
-
-
-def _openai_document(answer: Any) -> dict[str, Any]:
-    document: dict[str, Any] = answer.model_dump()
-    for choice in document["choices"]:
-        if choice["finish_reason"] not in {"stop", "length", "tool_calls", "content_filter", "function_call"}:
-            choice["finish_reason"] = "stop"  # an aborted or unknown end, which OpenAI's objects have no word for
-    return document
+    return model.model_validate(openai_document(answer))

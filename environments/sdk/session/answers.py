@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from environments.sdk.tools import FunctionCall, ToolCall
+
+FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
 
 
 @dataclass(slots=True)
@@ -40,7 +43,7 @@ class ChatChoice:
     index: int
     message: AssistantMessage
     finish_reason: str
-    logprobs: Any = None
+    logprobs: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -48,7 +51,7 @@ class TextChoice:
     index: int
     text: str
     finish_reason: str
-    logprobs: Any = None
+    logprobs: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -56,7 +59,7 @@ class ChatCompletion:
     choices: list[ChatChoice]
     usage: Usage
     model: str = "default"
-    id: str = "chatcmpl-managed"
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     object: str = "chat.completion"
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -69,12 +72,60 @@ class Completion:
     choices: list[TextChoice]
     usage: Usage
     model: str = "default"
-    id: str = "cmpl-managed"
+    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     object: str = "text_completion"
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A sampled token as text, and how likely it was."""
+
+    text: str
+    logprob: float
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """The `logprobs` of a chat's choice. A token that is only a part of a letter has no text, so no bytes either."""
+    entries = [
+        {
+            "token": token.text,
+            "logprob": token.logprob,
+            "bytes": None if "\ufffd" in token.text else list(token.text.encode()),
+            "top_logprobs": [],
+        }
+        for token in tokens
+    ]
+    return {"content": entries, "refusal": None}
+
+
+def text_logprobs(tokens: Sequence[TokenLogprob], *, offset: int = 0) -> dict[str, Any]:
+    """The `logprobs` of a text completion's choice; `offset` is where its first token begins."""
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+def openai_document(answer: ChatCompletion | Completion) -> dict[str, Any]:
+    """The answer as JSON, with reasons that OpenAI's objects have a word for."""
+    document = answer.model_dump()
+    for choice in document["choices"]:
+        choice["finish_reason"] = openai_finish_reason(choice["finish_reason"])
+    return document
+
+
+def openai_finish_reason(reason: str) -> str:
+    return reason if reason in FINISH_REASONS else "stop"  # an aborted or unknown end
 
 
 def read_openai_chat(answer: Mapping[str, Any]) -> ChatCompletion:

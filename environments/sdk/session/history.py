@@ -7,6 +7,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from environments.sdk.session.messages import text_of
+
 Key = frozenset[Hashable]
 """The ways a message may be recognised; two messages are the same when they share one."""
 
@@ -49,11 +51,6 @@ class Conversation:
         ]
 
 
-def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as dictionaries, whichever library's objects they are."""
-    return [_plain(message) for message in messages]
-
-
 def key_of(message: Mapping[str, Any]) -> Key:
     """A message by role and text; one with tool calls by their ids, or by what is called where ids were lost."""
     role = message.get("role")
@@ -61,24 +58,6 @@ def key_of(message: Mapping[str, Any]) -> Key:
     if role == "assistant" and calls:
         return frozenset({(role, "ids", *map(_call_id, calls)), (role, "calls", *map(_called, calls))})
     return frozenset({(role, text_of(message.get("content")), message.get("tool_call_id"))})
-
-
-def text_of(content: Any) -> str:
-    """The text of a message's content, given as text or as OpenAI's list of parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, Sequence) and all(isinstance(part, Mapping) and "text" in part for part in content):
-        return "".join(str(part["text"]) for part in content)
-    return json.dumps(content, sort_keys=True, default=str)
-
-
-def _plain(message: Any) -> dict[str, Any]:
-    if isinstance(message, dict):
-        return message
-    if isinstance(message, Mapping):
-        return dict(message)
-    dumped: dict[str, Any] = message.model_dump()
-    return {name: value for name, value in dumped.items() if value is not None or name == "content"}
 
 
 def _call_id(call: Any) -> Any:

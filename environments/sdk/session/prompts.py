@@ -18,9 +18,8 @@ from environments.sdk.session.history import (
     Key,
     key_of,
     placeholder,
-    plain_messages,
-    text_of,
 )
+from environments.sdk.session.messages import plain_messages, read_messages, text_of
 from environments.sdk.session.nodes import SequenceNode
 
 THINK_TAGS = ("<think>", "</think>")
@@ -43,14 +42,22 @@ class Chat:
     """A chat request: its messages and how they are rendered. An assistant's message at the end is gone on with."""
 
     messages: list[dict[str, Any]]
+    given: Sequence[Any] = ()
+    """The messages as they came, for a provider that reads more than text."""
     tools: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     keys: list[Key] = field(default_factory=list)
 
     @classmethod
-    def read(cls, messages: Sequence[Any], tools: Any, options: Mapping[str, Any]) -> Chat:
-        plain = plain_messages(messages)
-        return cls(plain, tools, options, [key_of(message) for message in plain])
+    def read(
+        cls, messages: Sequence[Any], tools: Any, options: Mapping[str, Any], *, other_parts: bool = False
+    ) -> Chat:
+        read = read_messages(messages, other_parts=other_parts)
+        return cls(read, messages, tools, options, [key_of(message) for message in read])
+
+    @property
+    def as_given(self) -> list[dict[str, Any]]:
+        return plain_messages(self.given)
 
     @property
     def open_end(self) -> bool:

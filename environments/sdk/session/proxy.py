@@ -1,105 +1,92 @@
 """Managed sessions over HTTP, for agents that speak OpenAI's API: programs of their own, in any language.
 
     async with self.server.managed_server(use_proxy=True) as session:
-        await run_agent(base_url=session.get_url())      # http://127.0.0.1:PORT/ID/v1
+        await run_agent(base_url=session.get_url(), api_key=session.api_key)
         return scored_group(session.nodes, scores), []
 
-The address is a loopback one and its id cannot be guessed. Requests run as if the rollout had made them itself. The
-routes are those of Atropos' session proxy: sessions may be opened and closed from outside as well.
+Requests run as if the rollout had made them itself. Each session has an address and a key that cannot be guessed. With
+the proxy's own key (`ATROPOS_SESSION_KEY`) sessions are listed, opened and closed from outside too, by the routes of
+Atropos' session proxy; those end when nobody uses them.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
+import os
 import socket
-import time
-import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
-import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from environments.sdk.errors import EnvironmentsError, InferenceRefused, InferenceUnavailable, SamplingNotTrainable
-from environments.sdk.session.history import plain_messages
+from environments.sdk.config import APIServerConfig
+from environments.sdk.errors import RequestRefused
+from environments.sdk.inference.server import HttpServer
+from environments.sdk.session import access
+from environments.sdk.session.address import KEY_VARIABLE, SessionAddress, SessionSettings
+from environments.sdk.session.completing import SessionRoutes, read_object
+from environments.sdk.session.listener import Listener
+from environments.sdk.session.problems import PROBLEM_HANDLERS, problem_response
+from environments.sdk.session.served import Served, ServedSessions
 from environments.sdk.session.session import ManagedSession
 
-if TYPE_CHECKING:
-    import uvicorn
-
-    from environments.sdk.inference.manager import ServerManager
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-SENT_AS_GIVEN = ("full_text", "tokens", "masked_tokens", "logprobs", "policy_versions")
+CREATE_FIELDS = frozenset({"tool_parser", "base_url", "track_tree"})
 
 
-@dataclass(slots=True)
-class Served:
-    """A session and the context of the rollout that it belongs to."""
+class SessionSource(Protocol):
+    """What opens sessions: a `ServerManager`."""
 
-    session: ManagedSession
-    context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    created_at: float = field(default_factory=time.time)
-    requests: set[asyncio.Task[Any]] = field(default_factory=set)
+    @property
+    def config(self) -> APIServerConfig: ...
 
-    async def run(self, call: Coroutine[Any, Any, Any]) -> Any:
-        task = asyncio.get_running_loop().create_task(call, context=self.context)
-        self.requests.add(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            asking = asyncio.current_task()
-            if asking is not None and asking.cancelling():
-                raise
-            raise InferenceUnavailable("the session was closed meanwhile") from None
-        finally:
-            self.requests.discard(task)
+    @property
+    def servers(self) -> Sequence[HttpServer]: ...
+
+    def open_session(self, tokenizer: Any = None, **options: Any) -> ManagedSession: ...
 
 
 class SessionProxy:
-    """An ASGI application over the sessions of one manager; `start` serves it on a free loopback port."""
+    """An ASGI application over the sessions of one manager; `start` serves it.
 
-    def __init__(self, manager: ServerManager) -> None:
-        self._manager = manager
-        self._served: dict[str, Served] = {}
-        self._server: uvicorn.Server | None = None
-        self._running: asyncio.Task[None] | None = None
-        self.root_url = ""
+    `tokenizer` and `model_name` stand in for the manager's own. With `asks_for_keys` off it is open to whoever the
+    program that serves it lets in.
+    """
+
+    def __init__(
+        self,
+        source: SessionSource,
+        settings: SessionSettings | None = None,
+        *,
+        tokenizer: Any = None,
+        model_name: str | None = None,
+        asks_for_keys: bool = True,
+        sessions: ServedSessions | None = None,
+    ) -> None:
+        self._source = source
+        self._settings = settings or SessionSettings()
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._asks_for_keys = asks_for_keys
+        self._sessions = ServedSessions() if sessions is None else sessions
+        self._key = os.environ.get(KEY_VARIABLE) or access.new_secret()
+        self._listener = Listener(self, self._settings)
+        self._root_url = self._settings.url.rstrip("/")
+        names = (self._settings.host, socket.gethostname(), urlsplit(self._settings.url).hostname or "")
+        self._names = frozenset(name.lower() for name in names)
+        self._app = Starlette(routes=self._routes(), exception_handlers=PROBLEM_HANDLERS)
 
     async def start(self) -> None:
-        import uvicorn
-
-        listening = asyncio.Event()
-
-        class QuietServer(uvicorn.Server):
-            """Leaves signals to the environment, and tells when it listens."""
-
-            @contextmanager
-            def capture_signals(self) -> Iterator[None]:
-                yield
-
-            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-                await super().startup(sockets=sockets)
-                listening.set()
-
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(self, log_config=None, access_log=False, lifespan="off", interface="asgi3")
-        self._server = QuietServer(config)
-        self._running = asyncio.create_task(self._server.serve(sockets=[listener]), context=contextvars.Context())
-        self.root_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        await listening.wait()
+        self._root_url = await self._listener.start()
 
     async def aclose(self) -> None:
-        if self._server is not None and self._running is not None:
-            self._server.should_exit = self._server.force_exit = True
-            await self._running
-            self._running = None
+        await self._listener.aclose()
 
     @contextmanager
     def serve(self, session: ManagedSession) -> Iterator[None]:
@@ -108,139 +95,130 @@ class SessionProxy:
         try:
             yield
         finally:
-            self._remove(name)
-
-    def _add(self, session: ManagedSession) -> str:
-        name = uuid.uuid4().hex
-        self._served[name] = Served(session)
-        session.url = f"{self.root_url}/{name}/v1"
-        return name
-
-    def _remove(self, name: str) -> None:
-        served = self._served.pop(name, None)
-        if served is not None:
-            served.session.url = None
-            for request in served.requests:
-                request.cancel()
+            self._sessions.remove(name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        parts = [part for part in scope["path"].split("/") if part]
+        headers = Headers(scope=scope)
         try:
-            body = msgspec.json.decode(await _read(receive) or b"{}", type=dict[str, Any])
-            status, answer = await self._answer(scope["method"], parts, body)
-        except msgspec.MsgspecError as error:
-            status, answer = 400, _problem(400, f"the request is no JSON object: {error}")
-        except EnvironmentsError as error:
-            status = _status_of(error)
-            answer = _problem(status, str(error))
-        if body_wants_stream(status, answer):
-            await _send_stream(send, answer)
+            if self._asks_for_keys:
+                access.refuse_foreign_host(headers, self._names)
+            access.refuse_foreign_page(headers)
+            access.refuse_other_content(scope["method"], headers)
+        except HTTPException as error:
+            await problem_response(error)(scope, receive, send)
+            return
+        key, path = access.split_key(scope["path"], headers)
+        try:
+            await self._app({**scope, "path": path, "raw_path": path.encode(), "session_key": key}, receive, send)
+        except ClientDisconnect:
+            return  # nobody waits for an answer
+
+    def _routes(self) -> list[Route]:
+        of_session = SessionRoutes(self._find, model_name=self._model_of, temperature=self._settings.temperature)
+        return [
+            Route("/health", self._health),
+            Route("/servers", self._list_servers),
+            Route("/setup", self._set_up, methods=["POST"]),
+            Route("/sessions", self._list_sessions),
+            Route("/sessions/create", self._create, methods=["POST"]),
+            Route("/v1/models", self._list_models),
+            Route("/{name}/v1/models", self._list_models),
+            Route("/{name}/v1/chat/completions", of_session.chat, methods=["POST"]),
+            Route("/{name}/v1/chat/completions/render", of_session.render, methods=["POST"]),
+            Route("/{name}/v1/completions", of_session.text, methods=["POST"]),
+            Route("/{name}/nodes", of_session.nodes),
+            Route("/{name}", self._delete, methods=["DELETE"]),
+        ]
+
+    async def _health(self, _: Request) -> Response:
+        up = sum(server.channel.up for server in self._source.servers)
+        counts = {"sessions": len(self._sessions), "servers": len(self._source.servers), "healthy_servers": up}
+        return JSONResponse({"status": "ok", "model": self._model_of(), **counts})
+
+    async def _list_servers(self, request: Request) -> Response:
+        self._require_owner(request)
+        listed = [
+            {
+                "index": index,
+                "base_url": server.config.base_url,
+                "healthy": server.channel.up,
+                "model_name": server.model_name,
+                "server_type": server.config.server_type,
+            }
+            for index, server in enumerate(self._source.servers)
+        ]
+        return JSONResponse({"servers": listed})
+
+    async def _set_up(self, request: Request) -> Response:
+        """Refused: Atropos' managers tell their proxy here which servers there are."""
+        self._require_owner(request)
+        raise HTTPException(409, "the servers are those of the environment; name them with --openai.base_url")
+
+    async def _list_models(self, request: Request) -> Response:
+        if "name" in request.path_params:
+            self._find(request)
         else:
-            await _send_json(send, status, answer)
+            self._require_owner(request)
+        model = {"id": self._model_of(), "object": "model", "created": 0, "owned_by": "environment"}
+        return JSONResponse({"object": "list", "data": [model]})
 
-    async def _answer(self, method: str, parts: list[str], body: dict[str, Any]) -> tuple[int, Any]:
-        match method, parts:
-            case "GET", ["health"]:
-                return 200, {"status": "ok", "sessions": len(self._served)}
-            case "GET", ["sessions"]:
-                return 200, {"sessions": [self._described(name) for name in self._served]}
-            case "POST", ["sessions", "create"]:
-                wanted = {key: body[key] for key in ("tool_parser",) if body.get(key)}
-                return 200, self._described(self._add(self._manager.open_session(**wanted)))
-            case "GET", ["v1", "models"] | [_, "v1", "models"]:
-                model = {"id": self._manager.config.model_name, "object": "model", "owned_by": "environment"}
-                return 200, {"object": "list", "data": [model]}
-            case _, [name, *rest] if name in self._served:
-                return await self._answer_session(method, rest, name, body)
-        return 404, _problem(404, f"{method} /{'/'.join(parts)}: no such session or route")
+    async def _list_sessions(self, request: Request) -> Response:
+        self._require_owner(request)
+        return JSONResponse({"sessions": [self._described(name, served) for name, served in self._sessions.items()]})
 
-    async def _answer_session(self, method: str, rest: list[str], name: str, body: dict[str, Any]) -> tuple[int, Any]:
-        served = self._served[name]
-        match method, rest:
-            case "POST", ["v1", "chat", "completions"]:
-                return 200, await self._complete(served, served.session.chat_completion, "messages", body)
-            case "POST", ["v1", "completions"]:
-                return 200, await self._complete(served, served.session.completion, "prompt", body)
-            case "GET", ["nodes"]:
-                nodes = [
-                    {**{key: getattr(node, key) for key in SENT_AS_GIVEN}, "finish_reason": node.finish_reason}
-                    for node in served.session.nodes
-                ]
-                return 200, {"nodes": nodes}
-            case "DELETE", []:
-                self._remove(name)
-                return 200, {"status": "deleted", "uuid": name}
-        return 404, _problem(
-            404, f"{method} /{'/'.join(rest)}: a session has v1/chat/completions, v1/completions, nodes"
-        )
+    async def _create(self, request: Request) -> Response:
+        self._require_owner(request)
+        body = await read_object(request)
+        refused = sorted(set(body) - CREATE_FIELDS) + ["track_tree"] * bool(body.get("track_tree"))
+        if refused:
+            raise RequestRefused(f"{refused[0]}: a session takes tool_parser and base_url alone", param=refused[0])
+        wanted = {key: body[key] for key in ("tool_parser", "base_url") if body.get(key)}
+        try:
+            session = self._source.open_session(self._tokenizer, **wanted)
+        except RequestRefused as error:  # no server has the address that was named
+            raise HTTPException(404, str(error)) from error
+        name = self._add(session, opened_outside=True)
+        served = self._sessions.find(name)
+        reached = {"url": served.session.get_url(), "api_key": served.key}
+        return JSONResponse({**self._described(name, served), **reached})
 
-    async def _complete(self, served: Served, call: Any, required: str, body: dict[str, Any]) -> dict[str, Any]:
-        given = body.get(required)
-        if not isinstance(given, list if required == "messages" else str):
-            raise InferenceRefused(f"{required} is missing or not what it should be: {given!r:.200}")
-        if required == "messages":
-            body["messages"] = plain_messages(given)
-        streamed = bool(body.pop("stream", False))
-        answer = await served.run(call(**body))
-        document: dict[str, Any] = answer.model_dump()
-        return {**document, "stream": True} if streamed else document
+    async def _delete(self, request: Request) -> Response:
+        """End a session; one that a rollout serves ends with the rollout, not by its agent."""
+        served, name = self._find(request), request.path_params["name"]
+        if not served.opened_outside:
+            self._require_owner(request)
+        self._sessions.remove(name)
+        return JSONResponse({"status": "deleted", "uuid": name})
 
-    def _described(self, name: str) -> dict[str, Any]:
-        served, config = self._served[name], self._manager.config
+    def _add(self, session: ManagedSession, *, opened_outside: bool = False) -> str:
+        name = self._sessions.add(session, opened_outside=opened_outside)
+        key = self._sessions.find(name).key
+        session.address = SessionAddress(self._root_url, name, key, self._settings.key_in_url)
+        return name
+
+    def _find(self, request: Request) -> Served:
+        """The session that a request names and has the key of."""
+        served = self._sessions.find(request.path_params["name"])
+        if self._asks_for_keys:
+            access.require_key(request.scope["session_key"], served.key, self._key)
+        return served
+
+    def _require_owner(self, request: Request) -> None:
+        if self._asks_for_keys:
+            access.require_key(request.scope["session_key"], self._key)
+
+    def _model_of(self, session: ManagedSession | None = None) -> str:
+        return self._model_name or (self._source.config.model_name if session is None else session.model_name)
+
+    def _described(self, name: str, served: Served) -> dict[str, Any]:
+        session = served.session
         return {
             "uuid": name,
-            "model_name": config.model_name,
-            "base_url": config.base_url,
-            "url": served.session.url,
-            "nodes": len(served.session.nodes),
+            "model_name": self._model_of(session),
+            "base_url": session.base_url,
+            "tool_parser": session.tool_parser_name,
+            "num_nodes": len(session.nodes),
             "created_at": served.created_at,
         }
-
-
-def body_wants_stream(status: int, answer: Any) -> bool:
-    return status == 200 and isinstance(answer, dict) and answer.pop("stream", False)
-
-
-def _status_of(error: EnvironmentsError) -> int:
-    if isinstance(error, InferenceUnavailable):
-        return 503
-    return 400 if isinstance(error, InferenceRefused | SamplingNotTrainable) else 500
-
-
-def _problem(status: int, message: str) -> dict[str, Any]:
-    """An error in OpenAI's form."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "code": status, "param": None}}
-
-
-async def _read(receive: Receive) -> bytes:
-    parts = []
-    while True:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-async def _send_json(send: Send, status: int, answer: Any) -> None:
-    content = msgspec.json.encode(answer)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
-
-
-async def _send_stream(send: Send, answer: dict[str, Any]) -> None:
-    """The whole answer as one event: agents that insist on a stream get one, of a single piece."""
-    choices = []
-    for choice in answer["choices"]:
-        message = dict(choice.pop("message", {}))
-        calls = message.get("tool_calls") or []
-        message["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)] or None
-        choices.append({**choice, "delta": message} if message.get("role") else choice)
-    kind = "chat.completion.chunk" if answer["object"] == "chat.completion" else answer["object"]
-    event = msgspec.json.encode({**answer, "object": kind, "choices": choices})
-    headers = [(b"content-type", b"text/event-stream")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": b"data: " + event + b"\n\ndata: [DONE]\n\n"})

@@ -7,70 +7,65 @@ A second call that goes on from the same place becomes a branch: a sequence of i
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
+from environments.sdk.errors import RequestRefused
 from environments.sdk.inference.generation import InferenceServer, Sample, Split
 from environments.sdk.inference.sampling import Sampling
 from environments.sdk.inference.server import refuse_for_training
+from environments.sdk.session.address import SessionAddress
 from environments.sdk.session.answers import (
-    AssistantMessage,
     ChatChoice,
     ChatCompletion,
     Completion,
     TextChoice,
+    TokenLogprob,
     Usage,
+    chat_logprobs,
+    text_logprobs,
 )
 from environments.sdk.session.codec import Codec
+from environments.sdk.session.deltas import DeltaWriter, OnDelta
 from environments.sdk.session.drift import DriftLog
 from environments.sdk.session.journal import current_split, record
-from environments.sdk.session.nodes import SequenceNode, grow
+from environments.sdk.session.nodes import SequenceNode
 from environments.sdk.session.prompts import Chat, Prompt, Prompter
-from environments.sdk.tools import JsonParser, ParsedText, ToolParser, expected_call, tool_parser
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Turn:
-    """One call to the server and where its sequences go.
-
-    The place is reserved when the call starts, so that the order of sequences never depends on who ends first.
-    """
-
-    prompt: Prompt
-    place: list[SequenceNode]
-    replaces: bool
-    sampling: Sampling
-    split: Split
-    generation_params: dict[str, Any]
-    parser: ToolParser | None = None
-    call_expected: bool = False
+from environments.sdk.session.requests import SessionRequest
+from environments.sdk.session.turns import SampleReader, Turn
+from environments.sdk.tools import ToolParser, expected_call, tool_parser
 
 
 class ManagedSession:
     """A conversation, or several side by side, with one inference server."""
 
+    reads_text_alone: ClassVar[bool] = True
+    """Whether messages must be text: the prompts are tokens that the chat template is encoded to."""
+
     def __init__(
         self,
         server: InferenceServer,
-        tokenizer: Any,
+        tokenizer: Any = None,
         *,
+        track_tree: bool = False,
         trainable: bool = True,
         allow_truncated_sampling: bool = False,
         preserve_think_blocks: bool = True,
         tool_parser: Any = None,
         tool_call_parser: Any = None,
         drift: DriftLog | None = None,
-        **unused: Any,
     ) -> None:
-        if unused:
-            logger.debug("managed session: ignored %s", ", ".join(sorted(unused)))
-        self.url: str | None = None
+        if track_tree:
+            raise ValueError("track_tree: a session keeps sequences, not a tree of them; leave it out")
+        if tokenizer is None:
+            tokenizer = getattr(server, "tokenizer", None)
+        if tokenizer is None:
+            raise ValueError("a session needs a tokenizer: its server has none, so give it one")
+        self.address: SessionAddress | None = None
+        """Where it is served, while it is."""
         self._server = server
         self._codec = tokenizer if isinstance(tokenizer, Codec) else Codec(tokenizer)
+        self._reader = SampleReader(self._codec)
         self._trainable = trainable
         self._allow_truncated = allow_truncated_sampling
         self._parser_wanted = tool_call_parser or tool_parser or "hermes"
@@ -80,39 +75,59 @@ class ManagedSession:
         self._superseded: list[SequenceNode] = []
         self._being_extended: set[SequenceNode] = set()
 
-    async def chat_completion(self, *, messages: Sequence[Any], **kwargs: Any) -> ChatCompletion:
-        """Answer a chat; keyword arguments as OpenAI's and vLLM's, and `split="eval"`."""
+    @property
+    def tokenizer(self) -> Any:
+        return self._codec.tokenizer
+
+    async def chat_completion(
+        self, *, messages: Sequence[Any], on_delta: OnDelta | None = None, **kwargs: Any
+    ) -> ChatCompletion:
+        """Answer a chat; keyword arguments as OpenAI's and vLLM's, and `split="eval"`.
+
+        `on_delta` is handed the answer piece by piece, as its tokens arrive.
+        """
         tools, choice = kwargs.pop("tools", None), kwargs.pop("tool_choice", None) or "auto"
-        options = kwargs.pop("chat_template_kwargs", None) or {}
-        input_ids = kwargs.pop("input_ids", None)
-        chat = Chat.read(messages, tools, options)
-        split, sampling = self._read(kwargs)
+        input_ids, one_call = kwargs.pop("input_ids", None), kwargs.pop("parallel_tool_calls", None) is False
+        chat = self._read_chat(messages, tools, kwargs.pop("chat_template_kwargs", None) or {})
         prompt = (
             self._prompter.for_chat(chat, self._known())
             if input_ids is None
             else self._prompter.for_tokens(input_ids, self._known())
         )
         prompt.chat = chat
-        turn = self._begin(prompt, sampling, split)
+        turn = self._begin(prompt, kwargs, on_delta)
+        turn.tool_choice, turn.one_call = choice, one_call
         if tools and choice != "none":
             turn.parser, turn.call_expected = self._tool_parser(), expected_call(choice)
         nodes = await self._sample(turn)
         choices = [
-            ChatChoice(index, node.metadata["message"], node.metadata["choice_finish_reason"])
-            for index, node in enumerate(nodes)
+            ChatChoice(index, node.metadata["message"], node.metadata["choice_finish_reason"], logprobs)
+            for index, (node, logprobs) in enumerate(
+                zip(nodes, self._logprobs(turn, nodes, chat_logprobs), strict=True)
+            )
         ]
-        return ChatCompletion(choices, _usage(turn, nodes), model=self._server.config.model_name)
+        return ChatCompletion(choices, _usage(turn, nodes), model=self.model_name)
 
-    async def completion(self, *, prompt: str = "", **kwargs: Any) -> Completion:
+    async def completion(self, *, prompt: str = "", on_delta: OnDelta | None = None, **kwargs: Any) -> Completion:
         """Go on with a text, or with the tokens given as `input_ids`."""
-        input_ids = kwargs.pop("input_ids", None)
-        split, sampling = self._read(kwargs)
-        known = self._known()
+        input_ids, known = kwargs.pop("input_ids", None), self._known()
         made = self._prompter.for_tokens(input_ids, known) if input_ids else self._prompter.for_text(prompt, known)
-        turn = self._begin(made, sampling, split)
+        turn = self._begin(made, kwargs, on_delta)
         nodes = await self._sample(turn)
-        choices = [TextChoice(index, n.metadata["content"], n.finish_reason) for index, n in enumerate(nodes)]
-        return Completion(choices, _usage(turn, nodes), model=self._server.config.model_name)
+        choices = [
+            TextChoice(index, node.metadata["content"], node.finish_reason, logprobs)
+            for index, (node, logprobs) in enumerate(
+                zip(nodes, self._logprobs(turn, nodes, text_logprobs), strict=True)
+            )
+        ]
+        return Completion(choices, _usage(turn, nodes), model=self.model_name)
+
+    def render(
+        self, messages: Sequence[Any], *, tools: Any = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[int]]:
+        """The prompt that a chat would be sent as, and its tokens; nothing is sampled and no sequence is kept."""
+        prompt = self._prompter.for_chat(self._read_chat(messages, tools, options or {}), self._known())
+        return prompt.text, prompt.tokens
 
     async def get_logprobs(
         self,
@@ -127,12 +142,25 @@ class ManagedSession:
         """What the model thinks of each token of a text; nothing is sampled and no sequence is kept."""
         if input_ids is None:
             input_ids = (
-                self._codec.encode_part(Chat.read(messages, None, {}).render(self._codec, list(messages)))
-                if messages is not None
-                else self._codec.encode(prompt or "")
+                self._codec.encode(prompt or "")
+                if messages is None
+                else self._codec.encode_part(self.render(messages)[0])
             )
         found = await self._server.prompt_logprobs(input_ids, top_k, split or current_split())
         return found.as_mapping()
+
+    @property
+    def model_name(self) -> str:
+        return self._server.config.model_name
+
+    @property
+    def base_url(self) -> str:
+        return self._server.config.base_url
+
+    @property
+    def tool_parser_name(self) -> str:
+        wanted = self._parser_wanted
+        return wanted if isinstance(wanted, str) else type(wanted).__name__
 
     @property
     def nodes(self) -> list[SequenceNode]:
@@ -146,23 +174,40 @@ class ManagedSession:
         """The same, by the name that sessions behind Atropos' proxy have."""
         return self.get_state()
 
-    def get_url(self) -> str:
-        """Where any client of OpenAI's API reaches this session, while it is open."""
-        if self.url is None:
+    def arguments(self, asked: SessionRequest) -> dict[str, Any]:
+        """What `chat_completion` or `completion` is called with for a request that was read."""
+        template = str(getattr(self.tokenizer, "chat_template", None))
+        for name in asked.template_variables:
+            if name not in template:
+                raise RequestRefused(f"{name}: the model's chat template reads none; leave it out", param=name)
+        options = {**asked.arguments.get("chat_template_kwargs", {}), **asked.template_variables}
+        more = {"chat_template_kwargs": options} if options else {}
+        return {**asked.arguments, **more, **({"labels": asked.labels} if asked.labels else {})}
+
+    def get_url(self, *, with_key: bool | None = None) -> str:
+        """The base URL of this session for any client of OpenAI's API, while it is open.
+
+        Clients send `api_key`; `with_key` gives an address that has it inside, for those that are told nothing else.
+        """
+        return self._served_at().url(with_key=with_key)
+
+    @property
+    def api_key(self) -> str:
+        """The key that clients of `get_url()` have to send."""
+        return self._served_at().key
+
+    def _served_at(self) -> SessionAddress:
+        if self.address is None:
             raise RuntimeError("this session is not served; open it with managed_server(use_proxy=True)")
-        return self.url
+        return self.address
 
     def reset(self) -> None:
         """Forget all sequences."""
         self._places.clear()
         self._superseded.clear()
 
-    def _read(self, kwargs: dict[str, Any]) -> tuple[Split, Sampling]:
-        split: Split = kwargs.pop("split", None) or current_split()
-        sampling = Sampling.from_kwargs(kwargs)
-        if split == "train" and self._trainable:
-            sampling.require_trainable(allow_truncated=self._allow_truncated)
-        return split, sampling
+    def _read_chat(self, messages: Sequence[Any], tools: Any, options: Mapping[str, Any]) -> Chat:
+        return Chat.read(messages, tools, options, other_parts=not self.reads_text_alone)
 
     def _known(self) -> Iterator[SequenceNode]:
         """Sequences that may be continued, those first that no other call has gone on from."""
@@ -171,16 +216,29 @@ class ManagedSession:
         yield from (node for node in nodes if node in self._being_extended)
         yield from self._superseded
 
-    def _begin(self, prompt: Prompt, sampling: Sampling, split: Split) -> Turn:
-        base, params = prompt.base, sampling.generation_params()
+    def _begin(self, prompt: Prompt, kwargs: dict[str, Any], on_delta: OnDelta | None) -> Turn:
+        split: Split = kwargs.pop("split", None) or current_split()
+        keep, labels = kwargs.pop("keep", True), kwargs.pop("labels", None) or {}
+        sampling = Sampling.from_kwargs(kwargs)
+        if split == "train" and self._trainable:
+            sampling.require_trainable(allow_truncated=self._allow_truncated)
+        place, replaces = self._place_of(prompt.base) if keep else ([], False)
+        turn = Turn(prompt, place, replaces, sampling, split, sampling.generation_params(), keep=keep, labels=labels)
+        logprobs = kwargs.get("logprobs")
+        turn.logprobs = logprobs is not None and logprobs is not False  # 0 asks for those of the sampled tokens
+        turn.deltas = DeltaWriter(self._codec, self._reader, on_delta) if on_delta is not None else None
+        return turn
+
+    def _place_of(self, base: SequenceNode | None) -> tuple[list[SequenceNode], bool]:
+        """Where the new sequences go, and whether the one that they continue makes way for them."""
         if base is not None and base not in self._being_extended:
             found = next((place for place in self._places if base in place), None)
             if found is not None:
                 self._being_extended.add(base)
-                return Turn(prompt, found, True, sampling, split, params)
+                return found, True
         place: list[SequenceNode] = []
         self._places.append(place)
-        return Turn(prompt, place, False, sampling, split, params)
+        return place, False
 
     async def _sample(self, turn: Turn) -> list[SequenceNode]:
         base = turn.prompt.base
@@ -189,68 +247,51 @@ class ManagedSession:
         finally:
             if turn.replaces and base is not None:
                 self._being_extended.discard(base)
-        if turn.split == "train" and any(s.tokens and not s.logprobs for s in samples):
-            self._require_logprobs()
-        nodes = [self._finish(turn, sample) for sample in samples]
-        self._put(turn, nodes)
+        if any(sample.tokens and not sample.logprobs for sample in samples):
+            self._do_without_logprobs(turn)
+        nodes = [self._reader.read(turn, sample) for sample in samples]
+        if turn.keep:
+            self._put(turn, nodes)
         record(nodes, turn.split if self._trainable else "eval")
+        if turn.deltas is not None:
+            for index, (sample, node) in enumerate(zip(samples, nodes, strict=True)):
+                turn.deltas.end(turn, index, sample, node)
         return nodes
 
     async def _generate(self, turn: Turn) -> list[Sample]:
-        return await self._server.generate(turn.prompt.tokens, turn.sampling, turn.split)
+        deltas = turn.deltas
+        if deltas is None:
+            return await self._server.generate(turn.prompt.tokens, turn.sampling, turn.split)
 
-    def _require_logprobs(self) -> None:
-        """Samples without logprobs came for training."""
-        if self._trainable:
-            refuse_for_training(self._server.config)
+        def receive(index: int, tokens: list[int], logprobs: list[float]) -> None:
+            deltas.receive(turn, index, tokens, logprobs)
 
-    def _finish(self, turn: Turn, sample: Sample) -> SequenceNode:
-        """The grown sequence with its texts: what was sampled, and what a client sees of it."""
-        node = grow(turn.prompt.base, turn.prompt.tokens, sample)
-        node.ended = self._has_end_token(sample, turn.sampling)
-        body = sample.tokens[:-1] if node.ended else sample.tokens
-        special = not self._codec.special_ids.isdisjoint(body)
-        sampled = content = self._codec.decode(body)
-        if special and turn.parser is None:
-            content = self._codec.visible(body)
-        content = turn.sampling.cut_at_stop(content)
-        text = turn.prompt.text
-        node.texts = (text + sampled,) if content == sampled else (text + sampled, text + content)
-        node.full_text = text + sampled + (self._codec.text_of(sample.tokens[-1]) if node.ended else "")
-        node.metadata["content"] = content
-        node.metadata["generation_params"] = turn.generation_params
-        if turn.prompt.chat is not None:
-            self._answer_chat(turn, turn.prompt.chat, node, content)
-        return node
+        return await self._server.generate(turn.prompt.tokens, turn.sampling, turn.split, on_tokens=receive)
 
-    def _answer_chat(self, turn: Turn, chat: Chat, node: SequenceNode, said: str) -> None:
-        """The message that the client gets, and by which it will be recognised when it comes back."""
-        message, reason = AssistantMessage(said), node.finish_reason
-        if turn.parser is not None:
-            parsed = self._parse(turn, said)
-            if parsed.calls:
-                message = AssistantMessage(parsed.content or None, tool_calls=parsed.calls)
-                reason = "tool_calls" if reason == "stop" else reason
-        node.metadata["message"] = message
-        node.metadata["choice_finish_reason"] = reason
-        prompt = turn.prompt  # not the turn, which holds the node: only the garbage collector would free such a circle
-        node.recall = lambda: chat.completed(message.content, message.tool_calls, said, prompt)
+    def _do_without_logprobs(self, turn: Turn) -> None:
+        """Refuse what needs the logprobs that the server does not tell: training, and clients that ask for them."""
+        if turn.split == "train" and self._trainable:
+            self._refuse_for_training()
+        if turn.logprobs:
+            config = self._server.config
+            raise RequestRefused(f"logprobs: {config.base_url} (server_type {config.server_type}) tells none")
 
-    def _parse(self, turn: Turn, text: str) -> ParsedText:
-        assert turn.parser is not None
-        parsed = turn.parser.parse(text)
-        return JsonParser().parse(text) if turn.call_expected and not parsed.calls else parsed
+    def _refuse_for_training(self) -> None:
+        refuse_for_training(self._server.config)
+
+    def _logprobs(
+        self, turn: Turn, nodes: Sequence[SequenceNode], form: Callable[[list[TokenLogprob]], dict[str, Any]]
+    ) -> list[dict[str, Any] | None]:
+        """The logprobs of each answer in the form of its route, where they were asked for."""
+        if not turn.logprobs:
+            return [None] * len(nodes)
+        start = len(turn.prompt.tokens)
+        return [form(self._reader.logprobs(node.tokens[start:], node.logprobs[start:])) for node in nodes]
 
     def _tool_parser(self) -> ToolParser:
         if self._parser is None:
             self._parser = tool_parser(self._parser_wanted, self._codec.tokenizer)
         return self._parser
-
-    def _has_end_token(self, sample: Sample, sampling: Sampling) -> bool:
-        if sample.finish_reason != "stop" or not sample.tokens:
-            return False
-        last = sample.tokens[-1]
-        return last in self._codec.special_ids or last in (sampling.more.get("stop_token_ids") or ())
 
     def _put(self, turn: Turn, nodes: list[SequenceNode]) -> None:
         """An extended sequence is replaced where it stood; further samples of the same prompt follow it."""

@@ -13,7 +13,8 @@ from environments.sdk.errors import TokensUnavailable
 from environments.sdk.inference.generation import InferenceServer, Sample, Split
 from environments.sdk.session.answers import AssistantMessage, read_openai_chat, read_openai_completion
 from environments.sdk.session.nodes import ESTIMATED
-from environments.sdk.session.session import ManagedSession, Turn
+from environments.sdk.session.session import ManagedSession
+from environments.sdk.session.turns import Turn
 
 
 class TextServer(InferenceServer, Protocol):
@@ -27,13 +28,14 @@ class TextServer(InferenceServer, Protocol):
 class TextSession(ManagedSession):
     """A managed session whose tokens are an estimate."""
 
+    reads_text_alone = False
+
     def __init__(self, *arguments: Any, allow_estimated_tokens: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._allowed = allow_estimated_tokens
 
     async def _generate(self, turn: Turn) -> list[Sample]:
-        if turn.split == "train":
-            self._require_logprobs()  # before the provider is paid for an answer that is refused
+        self._do_without_logprobs(turn)  # before the provider is paid for an answer that is refused
         turn.generation_params[ESTIMATED] = True
         server = cast("TextServer", self._server)
         fields = {name: value for name, value in turn.sampling.payload().items() if value is not None}
@@ -42,12 +44,12 @@ class TextSession(ManagedSession):
             texts = read_openai_completion(await server.complete(turn.prompt.text, fields, turn.split)).choices
             return [self._sample_of(choice.text, choice.finish_reason) for choice in texts]
         if chat.tools:
-            fields["tools"] = chat.tools
-        answers = read_openai_chat(await server.chat(chat.messages, fields, turn.split)).choices
+            fields |= {"tools": chat.tools, "tool_choice": turn.tool_choice}
+        answers = read_openai_chat(await server.chat(chat.as_given, fields, turn.split)).choices
         return [self._sample_of(written(choice.message), choice.finish_reason) for choice in answers]
 
-    def _require_logprobs(self) -> None:
-        if self._trainable and not self._allowed:
+    def _refuse_for_training(self) -> None:
+        if not self._allowed:
             config = self._server.config
             raise TokensUnavailable(
                 f"server_type {config.server_type} ({config.base_url}) returns no token ids and logprobs, which "

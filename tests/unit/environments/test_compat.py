@@ -12,6 +12,7 @@ from environments.compat.finder import AliasFinder, give_lists, install
 from environments.compat.names import ALIASES
 from environments.compat.page import generate_html
 from environments.sdk.testing import FakeInference, InProcess
+from environments.sdk.testing_chats import make_chat_tokenizer
 
 
 @pytest.fixture
@@ -188,10 +189,21 @@ async def test_a_session_poses_as_openais_client(manager):
 
 
 @pytest.mark.anyio
-async def test_an_environment_can_serve_sessions_itself_and_is_told_where_they_live(manager):
-    app = servers.create_app(manager, manager.config, "m")
-    created = await InProcess(app).request("POST", "http://x/sessions/create", b"{}")
-    assert json.loads(created.content)["model_name"] == "default"
+async def test_an_environment_can_serve_sessions_itself_and_is_told_where_they_live(manager, tmp_path):
+    own = make_chat_tokenizer(tmp_path, "llama")
+    app = InProcess(servers.create_app(manager, own, "m"))
+    created = json.loads((await app.request("POST", "http://x/sessions/create", b"{}")).content)
+    assert (created["model_name"], created["tool_parser"], created["base_url"]) == ("m", "hermes", "http://fake/v1")
+    body = json.dumps({"messages": CHAT[:1]}).encode()
+    shown = await app.request("POST", f"http://x/{created['uuid']}/v1/chat/completions/render", body)
+    assert json.loads(shown.content)["token_ids"] == own.apply_chat_template(CHAT[:1], add_generation_prompt=True)
+    answer = await app.request("POST", f"http://x/{created['uuid']}/v1/chat/completions", body)
+    assert json.loads(answer.content)["model"] == "m"
+    assert json.loads((await app.request("GET", "http://x/health", None)).content)["model"] == "m"
+    assert (await app.request("POST", "http://x/sessions/create", b'{"base_url": "http://no/v1"}')).status == 404
+    assert (
+        await app.request("POST", f"http://x/{created['uuid']}/v1/chat/completions", b'{"messages": []}')
+    ).status == 400
     with pytest.raises(NotImplementedError, match="use_proxy=True"):
         await servers.create_proxy_session("http://localhost:9100")
 
