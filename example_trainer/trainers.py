@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atropos_api.common import metric_names as names
 from atropos_api.wire import Batch, RunRequest
@@ -152,7 +153,8 @@ class Trainer:
         self._tail.run(step)
         whole = prepared.whole
         metrics |= clock.metrics(sampled_tokens=sum(whole.response_lengths), trained_tokens=len(whole.targets))
-        self.stopped_by = self._ranks.lead(partial(self._log, step, metrics))
+        sign = self._ranks.lead(partial(self._log, step, metrics))
+        self.stopped_by = None if sign is None else HealthEvent(**sign)
         return self.stopped_by is None
 
     def _take(self, step: int, feed: BatchFeed[PreparedBatch]) -> PreparedBatch | None:
@@ -173,8 +175,8 @@ class Trainer:
     def _all_should_stop(self) -> bool:
         return self._ranks.any(self._should_stop())
 
-    def _log(self, step: int, metrics: dict[str, float]) -> HealthEvent | None:
-        """Write down a step; the first sign of trouble that is to end the run, if there is one."""
+    def _log(self, step: int, metrics: dict[str, float]) -> dict[str, Any] | None:
+        """Write down a step; the fields of the first sign of trouble that is to end the run, if there is one."""
         stopped_by: HealthEvent | None = None
         metrics[names.POLICY_VERSION] = self.progress.version
         metrics |= step_log.publish_metrics(self._tail.report)
@@ -186,7 +188,7 @@ class Trainer:
             self._tracker.event(event)
             if {ANY_SIGN, event.sign} & set(self.config.stop_on or ()):
                 stopped_by = stopped_by or event
-        return stopped_by
+        return None if stopped_by is None else asdict(stopped_by)
 
     def _catch_up(self, state: TrainerState) -> None:
         """Judge the step that was resumed from, and log it where a crash came between its checkpoint and its line."""

@@ -14,13 +14,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar, cast
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from example_trainer.errors import RanksFailed
+from example_trainer.learning.rank_messages import decode, encode
+from example_trainer.weights.rendezvous import default_group_on_loopback, make_store
 
 ValueT = TypeVar("ValueT")
 
@@ -39,7 +42,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: ValueT) -> list[ValueT]:
-        """Every rank's value, in rank order; small things only, they travel pickled."""
+        """Every rank's value, in rank order; small things only, of what `rank_messages` can carry."""
         return [value]
 
     def lead(self, action: Callable[[], ValueT]) -> ValueT:
@@ -74,26 +77,39 @@ class GroupRanks(Ranks):
         self._control = control
 
     def gather(self, value: ValueT) -> list[ValueT]:
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._control)
-        return found
+        own = _as_tensor(encode(value))
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=self._control)
+        longest = int(max(sizes))
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(found, torch.nn.functional.pad(own, (0, longest - len(own))), group=self._control)
+        return [decode(message[: int(size)].numpy().tobytes()) for message, size in zip(found, sizes, strict=True)]
 
     def lead(self, action: Callable[[], ValueT]) -> ValueT:
-        outcome: list[Any] = [None, None]
-        raised: Exception | None = None
-        if self.is_main:
-            try:
-                outcome[0] = action()
-            except Exception as error:  # noqa: BLE001 - told to the other ranks, then raised
-                raised = error
-                outcome[1] = f"{type(error).__name__}: {error}"
-        dist.broadcast_object_list(outcome, src=0, group=self._control, device=torch.device("cpu"))
-        if raised is not None:
-            raise raised
-        if outcome[1] is not None:
-            raise RanksFailed(f"rank 0 cannot go on, so rank {self.rank} ends as well: {outcome[1]}")
-        value: ValueT = outcome[0]
-        return value
+        if not self.is_main:
+            value, failure = decode(self._hear_main())
+            if failure is not None:
+                raise RanksFailed(f"rank 0 cannot go on, so rank {self.rank} ends as well: {failure}")
+            return cast("ValueT", value)
+        try:
+            led = action()
+            message = encode((led, None))
+        except Exception as error:
+            self._tell_others(encode((None, f"{type(error).__name__}: {error}")))
+            raise
+        self._tell_others(message)
+        return led
+
+    def _tell_others(self, message: bytes) -> None:
+        dist.broadcast(torch.tensor([len(message)]), src=0, group=self._control)
+        dist.broadcast(_as_tensor(message), src=0, group=self._control)
+
+    def _hear_main(self) -> bytes:
+        size = torch.zeros(1, dtype=torch.long)
+        dist.broadcast(size, src=0, group=self._control)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(message, src=0, group=self._control)
+        return message.numpy().tobytes()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -136,23 +152,41 @@ def joined_ranks(
         torch.cuda.set_device(_gpu(device, rank))
     _require_meeting_point(init_method, world_size)
     timeout = timedelta(seconds=timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    host, port = _meeting_point(init_method)
+    with default_group_on_loopback(host):
+        try:
+            if port is None:
+                dist.init_process_group(
+                    backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+                )
+            else:
+                store = make_store(host, port, world_size=world_size, is_master=rank == 0, timeout=timeout)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise RanksFailed(
+                f"rank {rank} of {world_size} did not meet the others at --init-method {init_method}: {error}; start "
+                "as many processes as --world-size says, each with a --trainer-rank of its own"
+            ) from error
+        control = dist.new_group(backend="gloo", timeout=timeout)
     try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-        )
-    except (RuntimeError, ValueError, OSError) as error:
-        raise RanksFailed(
-            f"rank {rank} of {world_size} did not meet the others at --init-method {init_method}: {error}; start as "
-            "many processes as --world-size says, each with a --trainer-rank of its own"
-        ) from error
-    try:
-        yield GroupRanks(dist.new_group(backend="gloo", timeout=timeout))
+        yield GroupRanks(control)
     finally:
         dist.destroy_process_group()
+
+
+def _meeting_point(init_method: str) -> tuple[str, int | None]:
+    """Host of the meeting point, and the port at which a store of ours has to be there; None where it is another's."""
+    if init_method.startswith("env://"):
+        # torchrun keeps the store in its own process, of which the ranks are clients.
+        own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) if own else None
+    parts = urlsplit(init_method)
+    return parts.hostname or "", parts.port if parts.scheme == "tcp" else None
+
+
+def _as_tensor(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
 def _gpu(device: str, rank: int) -> int:

@@ -8,8 +8,11 @@ broker keeps for it, in a thread of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from atropos_api.client import BrokerClient
 from atropos_api.wire import Batch, RunInfo, RunRequest
@@ -39,7 +42,8 @@ class RankedSession(BrokerSession):
         self._ranks.lead(partial(super().wait_until_ready, timeout_seconds))
 
     def begin(self, request: RunRequest) -> RunInfo:
-        self._info = self._ranks.lead(partial(super().begin, request))
+        begin = super().begin
+        self._info = RunInfo(**self._ranks.lead(lambda: msgspec.structs.asdict(begin(request))))
         return self._info
 
     def announce_policy(self, version: int, step: int, policy_name: str | None = None) -> None:
@@ -90,7 +94,7 @@ class RankedBridge(WeightBridge):
         """Publish at rank 0; the other ranks wait, after giving it their part of the weights."""
         assert self._policy is not None, "prepare() comes first"
         with self._policy.gathered():
-            return self._led(lambda bridge: bridge.publish(version))
+            return PublishReport(**self._led(lambda bridge: asdict(bridge.publish(version))))
 
     def highest_version(self) -> int:
         return self._led(lambda bridge: bridge.highest_version())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -53,7 +53,8 @@ def plan_mini_batches(rows: Sequence[Row], parts: int, ranks: Ranks) -> list[lis
     """
     if parts == 1:
         return [list(rows)] if ranks.any(bool(rows)) else []
-    groups = [unit for share in ranks.gather(_units(rows, ranks.rank)) for unit in share]
+    shares = ranks.gather([astuple(unit) for unit in _units(rows, ranks.rank)])
+    groups = [_Unit(*unit) for share in shares for unit in share]
     units = groups if len(groups) >= parts else [piece for unit in groups for piece in _cut(unit)]
     parts = min(parts, len(units))
     loads, mine = [0] * parts, [list[int]() for _ in range(parts)]
@@ -90,10 +91,14 @@ def seen_by_all(own: Seen, ranks: Ranks) -> Seen:
     lean = replace(own.targets, teacher_ids=None, teacher_logprobs=None)
     host = torch.device("cpu")
     arrays = (own.logprobs.to(host), own.entropies.to(host), own.first_logprobs.to(host))
-    shares = ranks.gather((lean.to(host), arrays))
+    shares = ranks.gather((_tensors_of(lean.to(host)), arrays))
     logprobs, entropies, first = (torch.cat(pieces) for pieces in zip(*(arrays for _, arrays in shares), strict=True))
-    targets = _join([targets for targets, _ in shares])
+    targets = _join([type(lean)(**tensors) for tensors, _ in shares])
     return Seen(targets=targets, logprobs=logprobs, entropies=entropies, first_logprobs=first)
+
+
+def _tensors_of(targets: Targets) -> dict[str, Any]:
+    return {field.name: getattr(targets, field.name) for field in fields(targets)}
 
 
 def _units(rows: Sequence[Row], rank: int) -> list[_Unit]:

@@ -15,6 +15,8 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed
 
+from example_trainer.weights.rendezvous import make_gloo_group, make_store
+
 Backend = Literal["gloo", "nccl"]
 TIMEOUT_SECONDS = 60.0
 """For all to join, and for one tensor; a member that dies or leaves is noticed at once."""
@@ -38,13 +40,12 @@ class BroadcastGroup:
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
         timeout = timedelta(seconds=TIMEOUT_SECONDS)
-        store = dist.TCPStore(
+        store = make_store(
             rendezvous.address,
             rendezvous.port,
-            rendezvous.world_size,
+            world_size=rendezvous.world_size,
             is_master=rendezvous.rank == 0,
             timeout=timeout,
-            wait_for_workers=False,
         )
         self._device = device if rendezvous.backend == "nccl" else torch.device("cpu")
         self._store: Any = store
@@ -99,7 +100,7 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[list[int], 
 def _make_group(rendezvous: Rendezvous, store: Any, timeout: timedelta) -> Any:
     place = (dist.PrefixStore("weights", store), rendezvous.rank, rendezvous.world_size)
     if rendezvous.backend == "gloo":
-        return dist.ProcessGroupGloo(*place, timeout)
+        return make_gloo_group(*place, host=rendezvous.address, timeout=timeout)
     return dist.ProcessGroupNCCL(*place)
 
 
