@@ -85,7 +85,7 @@ class NotAcceptable(BrokerError):
 
 
 class UnusableGroupSize(BrokerError):
-    """No batch of the run could ever hold a group of this size."""
+    """The size is above that of a batch, so no other environment's groups could complete it."""
 
     kind = "group-size-cannot-fill-batch"
 

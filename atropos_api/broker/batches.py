@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from atropos_api.broker.packing import adds_up, can_fill, choose_groups
+from atropos_api.broker.packing import adds_up, can_fill, choose_groups, most_that_fits
 from atropos_api.broker.queue import version_of
 from atropos_api.broker.state import State
 from atropos_api.broker.units import in_unit, lanes_in_unit, queued_by_environment
@@ -141,14 +141,6 @@ class Batches:
         known = self._state.registered_sizes() | sizes
         return sorted(size for size in sizes if not can_fill(known, run.batch_size, containing=size))
 
-    def can_use(self, run: RunRow, size: int) -> bool:
-        """Whether a queued group of this size can be in a batch, if only groups of the registered sizes come."""
-        if run.unit == "groups":
-            return True
-        registered = self._state.registered_sizes()
-        waiting = {other: count for other, count in self._state.queue.groups_by_size.items() if other not in registered}
-        return can_fill(registered, run.batch_size, containing=size, at_most=waiting)
-
     def is_short_of(self, run: RunRow, row: EnvironmentRow) -> bool:
         """Whether the next batch cannot be made without more groups of this environment, although enough is queued.
 
@@ -240,14 +232,18 @@ class Batches:
         return self._waive(run, minima) or without
 
     def _waive(self, run: RunRow, minima: dict[int, int]) -> list[GroupRow] | None:
+        """As much of each minimum as can be had: those that can be met first, then what there is of the others."""
         state = self._state
+        lanes = lanes_in_unit(run, state.queue.lanes)
         queued = queued_by_environment(run, state.queue.lanes)
-        kept = {env_id: need for env_id, need in minima.items() if queued.get(env_id, 0) >= need}
-        groups = choose_groups(lanes_in_unit(run, state.queue.lanes), run.batch_size, kept)
-        waived = sorted(minima.keys() - kept.keys()) if groups is not None else sorted(minima)
+        due: dict[int, int] = {}
+        for env_id in sorted(minima, key=lambda env_id: (queued.get(env_id, 0) < minima[env_id], env_id)):
+            most = min(minima[env_id], queued.get(env_id, 0))
+            due[env_id] = most_that_fits(lanes, run.batch_size, due, env_id, most)
+        waived = sorted(env_id for env_id, need in minima.items() if due[env_id] < need)
         state.counters.minima_waived_total += len(waived)
         state.events.add("minimum-waived", run_id=run.run_id, environment_ids=waived)
-        return groups
+        return choose_groups(lanes, run.batch_size, due)
 
     def _minima(self, run: RunRow) -> dict[int, int]:
         """What is due to each environment alive; scaled down where they add up to more than a batch."""

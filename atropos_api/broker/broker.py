@@ -15,10 +15,10 @@ from atropos_api.broker.batches import Batches, slice_for_rank
 from atropos_api.broker.drops import Drops
 from atropos_api.broker.environments import Environments
 from atropos_api.broker.events import EventLog
+from atropos_api.broker.group_sizes import GroupSizes
 from atropos_api.broker.holds import Holds
 from atropos_api.broker.intake import Intake, Keys
 from atropos_api.broker.pacing import Pacer
-from atropos_api.broker.packing import can_fill
 from atropos_api.broker.queue import GroupQueue
 from atropos_api.broker.recovery import recover
 from atropos_api.broker.repair import Repair
@@ -27,7 +27,7 @@ from atropos_api.broker.settings import BrokerSettings
 from atropos_api.broker.state import Clock, State
 from atropos_api.broker.succession import Succession
 from atropos_api.broker.units import batch_in_sequences
-from atropos_api.errors import BrokerError, DamagedBatch, InvalidRequest, StoreDamaged, UnusableGroupSize
+from atropos_api.errors import BrokerError, DamagedBatch, InvalidRequest, StoreDamaged
 from atropos_api.store.base import LOST, NO_RUN, BodyLog, EnvironmentRow, GroupRow, Ledger, RunRow, Snapshot
 from atropos_api.store.steps import Reach, Step, pass_by
 from atropos_api.wire.messages import (
@@ -116,9 +116,10 @@ class Broker:
         self.intake = Intake(state, self.keys)
         self.batches = Batches(state, self.keys.finish)
         self.repair = Repair(state, self.batches)
-        self.succession = Succession(state, self.batches)
+        self.sizes = GroupSizes(state)
+        self.succession = Succession(state, self.batches, self.sizes)
         self.holds = Holds(state)
-        self.pacer = Pacer(state, self.batches, self.holds)
+        self.pacer = Pacer(state, self.batches, self.holds, self.sizes)
         recover(state, self.keys, self.intake, self.batches, snapshot)
 
     # Runs
@@ -228,34 +229,19 @@ class Broker:
     # Environments
 
     def register_environment(self, request: EnvironmentRequest) -> EnvironmentInfo:
-        self.check_group_size(request)
+        self.sizes.refuse_too_large(request.group_size)
         row = self.state.environments.register(request, self.state.clock())
         self.touch(row)
+        self.sizes.warn()
         self.state.events.add("environment-registered", environment_id=row.environment_id, name=row.name)
         self.state.pacing_changed()
         return self.environment_info(row)
 
     def disconnect_environment(self, environment_id: int) -> None:
         self.state.environments.disconnect(environment_id)
+        self.sizes.warn()
         self.state.events.add("environment-left", environment_id=environment_id)
         self.state.pacing_changed()
-
-    def check_group_size(self, request: EnvironmentRequest) -> None:
-        """Refuse a size that no batch of the open run could ever hold, with the arithmetic."""
-        run = self.state.runs.open
-        if run is None or run.unit == "groups":
-            return
-        sizes = self.state.registered_sizes()
-        if not can_fill(sizes, run.batch_size, containing=request.group_size):
-            others = f" with the registered sizes {sorted(sizes)}" if sizes else ""
-            raise UnusableGroupSize(
-                f"groups of {request.group_size} never add up to a batch of {run.batch_size} sequences{others}: choose "
-                f"a group size that divides {run.batch_size}, or change the trainer's batch size",
-                field="group_size",
-                value=request.group_size,
-                batch_size=run.batch_size,
-                registered_sizes=sorted(sizes),
-            )
 
     def environment_info(self, row: EnvironmentRow) -> EnvironmentInfo:
         run = self.state.runs.open
@@ -346,7 +332,7 @@ class Broker:
         repeated: Sequence[CheckedGroup] = (),
     ) -> Submitted:
         self.state.counters.groups_duplicate_total += duplicates
-        waiting = sum(not self.can_be_used(group.size, row.group_size) for group in taken)
+        waiting = sum(not self.can_be_used(group.size, row) for group in taken)
         answer = SubmitAnswer(accepted=len(taken), buffered=waiting, duplicates=duplicates, pacing=self.pacing(row))
         return Submitted(answer, taken, repeatable, repeated)
 
@@ -359,10 +345,13 @@ class Broker:
             return row.run_id
         return NO_RUN
 
-    def can_be_used(self, size: int, registered_size: int | None) -> bool:
-        """Whether a queued group can be in a batch, if groups of the registered sizes keep coming."""
+    def can_be_used(self, size: int, environment: EnvironmentRow | None) -> bool:
+        """Whether a queued group can be in a batch, if what is registered comes: `received`, else `buffered`.
+
+        The sizes of who never registered are known from what he sends alone, so they are taken to keep coming.
+        """
         run = self.state.runs.open
-        return run is None or size == registered_size or self.batches.can_use(run, size)
+        return run is None or self.sizes.can_use(run, size, keeps_coming=environment is None)
 
     def count_unpackable(self, groups: Sequence[GroupRow]) -> None:
         run = self.state.runs.open

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 NAMELESS: Final = "legacy"
 """The run of a trainer that names no group."""
 
+WAIT_FOR_TRAINER: Final = "wait for trainer to start"
+
 
 class LegacyRegistration(msgspec.Struct, kw_only=True):
     """Body of `POST /register`; `batch_size` counts sequences."""
@@ -102,11 +104,15 @@ class LegacyContract:
         # Fits the integers of every JSON reader, unlike a whole UUID.
         return uuid.uuid4().int >> 75
 
-    def register_environment(self, wanted: LegacyEnvironment) -> tuple[EnvironmentRow, RunRow] | None:
-        """None until a trainer has registered and asked for its first batch."""
+    def register_environment(self, wanted: LegacyEnvironment) -> tuple[EnvironmentRow, RunRow] | str:
+        """The environment and its run, or what it has to wait for: it asks again each second.
+
+        That is a trainer that has registered and asked for its first batch, or another environment without whose groups
+        its own fill no batch.
+        """
         run = self._state.runs.open
         if run is None or not run.started:
-            return None
+            return WAIT_FOR_TRAINER
         request = EnvironmentRequest(
             name=wanted.desired_name or "environment",
             group_size=wanted.group_size,
@@ -114,9 +120,13 @@ class LegacyContract:
             weight=wanted.weight,
             min_batch_allocation=wanted.min_batch_allocation,
         )
-        self._broker.check_group_size(request)
+        self._broker.sizes.refuse_too_large(request.group_size)
+        obstacle = self._broker.sizes.ask(request.name, request.group_size)
+        if obstacle is not None:
+            return f"wait: {obstacle}"
         row = self._state.environments.register_legacy(request, self._state.clock())
         self._broker.touch(row)
+        self._broker.sizes.warn()
         self._state.events.add("environment-registered", environment_id=row.environment_id, name=row.display_name)
         self._state.pacing_changed()
         return row, run
@@ -232,6 +242,7 @@ class LegacyContract:
             run.committed_batch + 1,
         )
         self._state.events.add("trainer-returned", run_id=run.run_id, name=run.name)
+        self._broker.sizes.warn()
         self._state.pacing_changed()
 
     def _replace_config(self, run: RunRow, wanted: LegacyRegistration) -> None:
@@ -289,7 +300,7 @@ class LegacyContract:
 
     def _can_be_used(self, group: GroupRow | QueueLane) -> bool:
         row = self._state.environments.find(group.env_id)
-        return self._broker.can_be_used(group.size, row.group_size if row is not None else None)
+        return self._broker.can_be_used(group.size, row)
 
 
 def _same_trainer(run: RunRow, wanted: LegacyRegistration) -> bool:

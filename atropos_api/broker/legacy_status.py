@@ -103,12 +103,14 @@ class LegacyStatus:
 
     def _queue_size(self, row: EnvironmentRow, own: int, others: int, run: RunRow | None) -> int:
         group_size = max(row.group_size, self._state.queue.largest_size_of(row.environment_id))
+        if run is not None and self._broker.sizes.reason_to_pause(run, row) is not None:
+            return self._with_pressure(own // group_size, group_size, run, pause=True)
         if run is not None and self._broker.batches.is_short_of(run, row):
             # The rest of the queue is of no use without its groups: it must not pause for them.
             others = 0
         return self._with_pressure((own + others) // group_size, group_size, run)
 
-    def _with_pressure(self, queue_size: int, group_size: int, run: RunRow | None) -> int:
+    def _with_pressure(self, queue_size: int, group_size: int, run: RunRow | None, *, pause: bool = False) -> int:
         """Legacy environments heed nothing but this number: it grows before the queue is full or the groups too old.
 
         It stays below what would make them believe that the run is over.
@@ -120,7 +122,7 @@ class LegacyStatus:
         budget = max_staleness_of(self._state, run)
         if budget is not None and budget + 1 < ASSUMED_MAX_BATCHES_OFFPOLICY:
             reported = -(-queue_size * ASSUMED_MAX_BATCHES_OFFPOLICY // (budget + 1))
-        if self._broker.under_pressure():
+        if pause or self._broker.under_pressure():
             reported = max(reported, ASSUMED_MAX_BATCHES_OFFPOLICY * 10 * batch_sequences // group_size)
         steps_left = run.num_steps - self._broker.trained_steps(run)
         believable = max(queue_size, ((steps_left + 1) * batch_sequences - 1) // group_size)

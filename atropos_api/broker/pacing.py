@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from atropos_api.broker.batches import Batches, max_staleness_of
+from atropos_api.broker.group_sizes import GroupSizes
 from atropos_api.broker.holds import Holds
 from atropos_api.broker.state import State
 from atropos_api.broker.units import amount, batch_in_sequences, in_unit
@@ -18,10 +19,11 @@ PacingState = Literal["wait", "run", "finished"]
 class Pacer:
     """What environments are told. Room is reckoned in the run's unit and told in sequences."""
 
-    def __init__(self, state: State, batches: Batches, holds: Holds) -> None:
+    def __init__(self, state: State, batches: Batches, holds: Holds, sizes: GroupSizes) -> None:
         self._state = state
         self._batches = batches
         self._holds = holds
+        self._sizes = sizes
 
     def pacing(self, row: EnvironmentRow) -> Pacing:
         state = self.environment_state(row)
@@ -29,6 +31,7 @@ class Pacer:
         if run is None and state == "finished":
             run = self._state.runs.find(row.run_id or "")
         running = run is not None and state == "run"
+        obstacle = self._sizes.reason_to_pause(run, row) if run and running else None
         return Pacing(
             state=state,
             revision=self._state.revision,
@@ -36,11 +39,12 @@ class Pacer:
             num_steps=run.num_steps if run else 0,
             batch_size=batch_in_sequences(run, row.group_size) if run else 0,
             outstanding_sequences=self.outstanding_sequences(run) if run and running else 0,
-            room_sequences=self._room(run, row) if run and running else 0,
+            room_sequences=self._room(run, row) if run and running and obstacle is None else 0,
             policy_version=run.policy_version if run else None,
             policy_step=run.policy_step if run else None,
             policy_held_seconds=self._holds.seconds(run) if run else 0.0,
             policy_name=run.policy_name if run else None,
+            paused_because=obstacle,
         )
 
     def environment_state(self, row: EnvironmentRow) -> PacingState:

@@ -54,6 +54,19 @@ def choose_groups(lanes: Sequence[Lane], target: int, minima: Mapping[int, int])
     return chosen
 
 
+def most_that_fits(lanes: Sequence[Lane], target: int, minima: Mapping[int, int], owner: int, most: int) -> int:
+    """The largest minimum of `owner` up to `most` that a batch can meet beside `minima`."""
+    least = 0
+    while least < most:
+        # More is harder: what a batch cannot meet, none can exceed.
+        middle = (least + most + 1) // 2
+        if _Remainder(lanes, target, {**minima, owner: middle}).can_be_made():
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
 def _choose_oldest(lanes: Sequence[Lane], target: int, size: int) -> list[GroupRow] | None:
     """All groups are alike: the first that come."""
     count, rest = divmod(target, size)

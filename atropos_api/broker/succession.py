@@ -9,6 +9,7 @@ import msgspec
 
 from atropos_api.broker import liveness
 from atropos_api.broker.batches import Batches
+from atropos_api.broker.group_sizes import GroupSizes
 from atropos_api.broker.runs import make_run
 from atropos_api.broker.state import State
 from atropos_api.broker.units import amount
@@ -23,9 +24,10 @@ logger = logging.getLogger(__name__)
 class Succession:
     """Opens, resumes and ends runs, with an event and a line in the log for each."""
 
-    def __init__(self, state: State, batches: Batches) -> None:
+    def __init__(self, state: State, batches: Batches, sizes: GroupSizes) -> None:
         self._state = state
         self._batches = batches
+        self._sizes = sizes
 
     def begin(self, request: RunRequest) -> RunRow:
         """Begin a run of the v1 contract, or resume the one of that name where the trainer's checkpoint left it."""
@@ -93,6 +95,7 @@ class Succession:
         if former is not None:
             logger.info("%s closed for it%s", named(former), self._left_of(former))
         state.events.add("run-began", run_id=run.run_id, name=run.name, epoch=run.epoch)
+        self._sizes.warn()
         state.pacing_changed()
         state.groups_changed()
 

@@ -151,8 +151,8 @@ async def register_environment(request: Request) -> Response:
     wanted = decode_body(await read_body(request), LegacyEnvironment, strict=False)
     services = services_of(request)
     registered = services.legacy.register_environment(wanted)
-    if registered is None:
-        return json_response({"status": "wait for trainer to start"})
+    if isinstance(registered, str):
+        return json_response({"status": registered})
     environment, run = registered
     return json_response(
         {

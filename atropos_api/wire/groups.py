@@ -51,6 +51,7 @@ class Group(msgspec.Struct, kw_only=True):
     inference_logprobs: list[list[float]] | None = None
     """As `tokens`: logprob under the sampling policy, 1.0 where nothing was sampled."""
     overrides: list[dict[str, Any] | None] | None = None
+    """One entry a rollout; a null is delivered as an empty object, for that is all that some trainers can read."""
     group_overrides: dict[str, Any] | None = None
     images: Any = None
     env_id: int | None = None

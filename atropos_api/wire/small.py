@@ -39,7 +39,7 @@ class _SmallGroup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=F
     messages: list[list[dict[str, Any]]] | UnsetType | None = UNSET
     generation_params: dict[str, Any] | UnsetType | None = UNSET
     inference_logprobs: _FloatRows | UnsetType = UNSET
-    overrides: list[dict[str, Any] | None] | UnsetType | None = UNSET
+    overrides: list[dict[str, Any]] | UnsetType | None = UNSET
     group_overrides: dict[str, Any] | UnsetType | None = UNSET
     images: Any = UNSET
     env_id: _EnvironmentId | UnsetType | None = UNSET

@@ -174,5 +174,7 @@ class BrokerLink:
             self.on_policy(pacing)
         if known is not None and known.current_step != pacing.current_step:
             self.on_step(pacing)
+        if pacing.paused_because and (known is None or known.paused_because != pacing.paused_because):
+            logger.warning("paused by the broker: %s", pacing.paused_because)
         if known != pacing:
             self.changed.ring()

@@ -56,10 +56,13 @@ LEGACY: Final = (
     Operation(
         method="POST",
         path="/register-env",
+        help="Sizes are judged together with those registered or asked for in the last seconds: one that fills no "
+        "batch yet is told to ask again, with what it waits for.",
         body=LegacyEnvironment,
         example={"max_token_length": 2048, "desired_name": "gsm8k", "weight": 1.0, "group_size": 8},
         answers=ok(
-            object_of(status={"enum": ["success", "wait for trainer to start"]}), "Its id, or a request to wait"
+            object_of(status=TEXT_SCHEMA),
+            "`success` and its id; or `wait for trainer to start`, or `wait: ...` with the sizes that fill no batch",
         ),
         errors=("invalid-request", "group-size-cannot-fill-batch", *WRITES),
     ),

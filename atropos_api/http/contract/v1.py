@@ -149,7 +149,8 @@ V1: Final = (
     Operation(
         method="POST",
         path="/v1/environments",
-        help="The same name gets the same id, also after a restart of either side.",
+        help="The same name gets the same id, also after a restart of either side. Group sizes are judged together: "
+        "while its own fills no batch, with those of others, the pacing has no room and says why.",
         body=EnvironmentRequest,
         example={"name": "gsm8k", "group_size": 8, "max_token_length": 2048},
         answers=ok(EnvironmentInfo, "The environment's id, and what it needs to know of the run"),

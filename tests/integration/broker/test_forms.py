@@ -76,7 +76,7 @@ def test_each_form_comes_out_in_each_form_with_every_number_it_had(caller):
         sent = caller.send(clients[sender], number + 1, version=2, overrides=[None, {"a": 1}])
         found = caller.read(clients[reader], number + 1)
         assert (found.env_id, found.received_version) == (caller.env_id, None)
-        sent.env_id = found.env_id
+        sent.env_id, sent.overrides = found.env_id, [{}, {"a": 1}]
         assert found == sent
 
 

@@ -335,10 +335,11 @@ def test_an_invalid_group_is_refused_with_field_and_value(loop):
     assert loop.client.status()["queue"]["groups"] == 0
 
 
-def test_a_group_size_that_fills_no_batch_is_told_with_the_arithmetic(loop):
+def test_a_group_size_that_no_partner_could_help_is_refused(loop):
     loop.begin(batch_size=12)
-    with pytest.raises(BrokerRefused, match="groups of 8 never add up to a batch of 12"):
-        loop.register(group_size=8)
+    with pytest.raises(BrokerRefused, match="groups of 13 are larger than a batch of 12 sequences") as caught:
+        loop.register(group_size=13)
+    assert (caught.value.status, caught.value.kind) == (422, "group-size-cannot-fill-batch")
 
 
 @pytest.mark.parametrize("loop", [{"max_queued_sequences": 4}], indirect=True)

@@ -92,7 +92,7 @@ class BrokerMachine(RuleBasedStateMachine):
         request = EnvironmentRequest(
             name=f"env {place}", group_size=size, max_token_length=99, min_batch_allocation=minimum
         )
-        if self.model.run and not self.model.usable(size, queue=[]):
+        if self.model.run and self.model.run.unit == "sequences" and size > self.model.run.size:
             with pytest.raises(UnusableGroupSize):
                 self.broker.register_environment(request)
             return

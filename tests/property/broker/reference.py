@@ -135,7 +135,11 @@ class Reference:
             if self.now - self.blocked_since < self.patience:
                 return None
             had = {n: self.weigh([row for row in run.queue if row.env == n]) for n in needs}
-            best = first({n: need for n, need in needs.items() if had[n] >= need}) or without
+            due = {}
+            for n in sorted(needs, key=lambda n: (had[n] < needs[n], n)):
+                most = min(needs[n], had[n])
+                due[n] = next(need for need in range(most, -1, -1) if first({**due, n: need}))
+            best = first(due)
         self.blocked_since = None
         return best
 

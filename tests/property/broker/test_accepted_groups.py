@@ -84,6 +84,7 @@ def test_a_group_that_was_accepted_can_be_read_by_a_trainer(changes):
         return
     read = msgspec.json.decode(seal(checked, 3), type=Group)
     assert read.env_id == checked.env_id
+    assert None not in (read.overrides or ())
     assert len(read.tokens) == checked.size
 
 

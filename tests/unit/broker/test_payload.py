@@ -9,6 +9,7 @@ from atropos_api.errors import InvalidGroup, InvalidRequest
 from atropos_api.testing import make_group
 from atropos_api.wire import WIRE_KEYS, Group
 from atropos_api.wire.payload import check_group, decode_fields, decode_submission, seal, unseal
+from atropos_api.wire.small import check_body
 
 
 def check(**changes):
@@ -58,7 +59,7 @@ def test_what_no_trainer_could_use_is_refused_by_its_place(field, changes):
     "changes",
     [
         {"advantages": []},
-        {"overrides": [None, {"set_advantage_to_zero": True}]},
+        {"overrides": [{}, {"set_advantage_to_zero": True}]},
         {"messages": [[{"role": "tool", "content": [{"type": "text"}], "reward": 1}], []]},
         {"distill_token_ids": [[[1, 2], []], [[3]]], "distill_logprobs": [[[0.1, 0.2], []], [[0.3]]]},
         {"env_id": -1},
@@ -98,8 +99,14 @@ def test_groups_survive_the_way_through_types():
     group = make_group(3, 5, version=2, overrides=[None, {}, {"a": 1}], generation_params={"temperature": 0.8})
     stored = seal(check_group(decode_fields(msgspec.json.encode(group)), env_id=1), 6)
     back = msgspec.json.decode(stored, type=Group)
-    group.env_id, group.received_version = 1, 6
+    group.env_id, group.received_version, group.overrides = 1, 6, [{}, {}, {"a": 1}]
     assert back == group
+
+
+def test_r38a_a_null_among_overrides_is_kept_as_an_empty_object_and_its_neighbours_as_they_were_written():
+    text = b'{"tokens":[[1],[2]],"masks":[[1],[2]],"scores":[0,1],"overrides":[ null , {"a": [null, 1.50]}]}'
+    for checked in (check_group(decode_fields(text)), check_body(text)):
+        assert b'"overrides":[{},{"a": [null, 1.50]}]' in seal(checked, None)
 
 
 @pytest.mark.parametrize("body", [b"", b"[", b"[]", b'{"environment_id": "x", "groups": []}', b"\xff", b"[" * 100_000])

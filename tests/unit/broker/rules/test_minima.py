@@ -88,6 +88,29 @@ def test_the_weight_of_a_silent_environment_goes_to_the_others(desk):
     assert desk.room(light) == 4
 
 
+@pytest.mark.parametrize("desk", [{"environment_timeout_seconds": 1e9}], indirect=True)
+def test_r15a_a_waived_minimum_takes_what_is_there(desk):
+    bound, free = desk.register("bound", min_batch_allocation=1.0), desk.register("free")
+    desk.begin()
+    desk.send(free, 1, 2, 3)
+    desk.send(bound, 4)
+    assert desk.batch(1) is None
+    desk.now += 120
+    assert desk.batch(1) == [1, 4]
+    assert desk.counters.minima_waived_total == 1
+
+
+@pytest.mark.parametrize("desk", [{"min_allocation_wait_seconds": 0.0}], indirect=True)
+def test_r15a_of_what_is_there_as_much_as_a_batch_can_hold(desk):
+    bound, free = desk.register("bound", min_batch_allocation=1.0), desk.register("free", 3)
+    desk.begin()
+    desk.send(bound, 1, 2, size=1)
+    desk.send(bound, 3, size=3)
+    desk.send(free, 4, 5, 6, size=3)
+    # Of its 1 + 1 + 3 a batch of 8 holds all, beside one 3 of the other; of the 3s alone none fills it.
+    assert desk.batch(1) == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("desk", [{"min_allocation_wait_seconds": 0.0}], indirect=True)
 def test_waiving_one_minimum_leaves_the_others(desk):
     desk.register("absent", min_batch_allocation=0.2)

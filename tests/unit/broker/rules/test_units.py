@@ -23,7 +23,7 @@ def test_no_size_is_refused_or_called_unpackable_where_groups_are_counted(desk):
     desk.send(env, 1, size=11)
     assert desk.counters.groups_unpackable_total == 0
     desk.begin(name="other", batch_size=3)
-    with pytest.raises(UnusableGroupSize, match="groups of 7 never add up to a batch of 3"):
+    with pytest.raises(UnusableGroupSize, match="groups of 7 are larger than a batch of 3"):
         desk.register(group_size=7)
 
 
