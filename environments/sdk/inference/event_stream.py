@@ -1,8 +1,8 @@
-"""The events in which our server streams an answer: put together to samples, and handed on as they come."""
+"""Streams of events: put together to samples, and handed on as they come. Our server's form, and a plain vLLM's."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -21,6 +21,26 @@ class Event(msgspec.Struct):
     policy_versions: list[Span] | None = None
 
 
+class PlainLogprobs(msgspec.Struct):
+    token_logprobs: list[float]
+
+
+class PlainChoice(msgspec.Struct):
+    """One sample of a plain vLLM, or what is new of it."""
+
+    token_ids: list[int] | None = None
+    logprobs: PlainLogprobs | None = None
+    finish_reason: str | None = None
+    index: int = 0
+
+
+class PlainReply(msgspec.Struct):
+    """What vLLM's own completions route answers when token ids are asked for, whole or in events."""
+
+    choices: list[PlainChoice] = []
+    error: dict[str, Any] | None = None
+
+
 class Problem(msgspec.Struct):
     """What the server says when it fails on the way."""
 
@@ -36,7 +56,6 @@ class SampleEvents:
         self._on_tokens = on_tokens
         self._url = url
         self._rest = b""
-        self._events = msgspec.json.Decoder(Event)
 
     def feed(self, part: bytes) -> None:
         """Take up a part of the body; raises what the server says went wrong."""
@@ -50,6 +69,9 @@ class SampleEvents:
             raise InferenceUnavailable(f"the answer of {self._url} broke off before its end")
         return self.samples
 
+    def events_of(self, data: bytes) -> list[Event]:
+        return [msgspec.json.decode(data, type=Event)]
+
     def _read(self, event: bytes) -> None:
         kind, data = b"", b""
         for line in event.splitlines():
@@ -61,14 +83,14 @@ class SampleEvents:
         if kind == b"error":
             self._raise(data)
         elif data and data != b"[DONE]":
-            self._take(data)
+            try:
+                for found in self.events_of(data):
+                    self._take(found)
+            except (msgspec.MsgspecError, IndexError) as error:
+                raise InferenceRefused(f"{self._url} streamed something unexpected: {error}") from error
 
-    def _take(self, data: bytes) -> None:
-        try:
-            event = self._events.decode(data)
-            sample = self.samples[event.index]
-        except (msgspec.MsgspecError, IndexError) as error:
-            raise InferenceRefused(f"{self._url} streamed something unexpected: {error}") from error
+    def _take(self, event: Event) -> None:
+        sample = self.samples[event.index]
         sample.tokens += event.token_ids
         sample.logprobs += event.logprobs
         if event.finish_reason == "abort":
@@ -83,3 +105,21 @@ class SampleEvents:
         problem = msgspec.json.decode(data, type=Problem)
         kind = InferenceUnavailable if problem.status >= 500 else InferenceRefused
         raise kind(f"{self._url} failed on the way: {problem.status}: {problem.detail}")
+
+
+class PlainEvents(SampleEvents):
+    """The same of vLLM's own completions route, which tells no versions."""
+
+    def events_of(self, data: bytes) -> list[Event]:
+        reply = msgspec.json.decode(data, type=PlainReply)
+        if reply.error is not None:
+            raise InferenceUnavailable(f"{self._url} failed on the way: {reply.error.get('message', reply.error)}")
+        return [
+            Event(
+                choice.index,
+                choice.token_ids or [],
+                [] if choice.logprobs is None else choice.logprobs.token_logprobs,
+                choice.finish_reason,
+            )
+            for choice in reply.choices
+        ]

@@ -13,7 +13,7 @@ from atropos_api.wire.groups import Span
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceRefused
 from environments.sdk.inference.channel import Elsewhere
-from environments.sdk.inference.event_stream import SampleEvents
+from environments.sdk.inference.event_stream import PlainEvents, PlainReply, SampleEvents
 from environments.sdk.inference.generation import OnTokens, PromptLogprobs, Sample, Split
 from environments.sdk.inference.sampling import Sampling
 from environments.sdk.inference.server import HttpServer
@@ -42,24 +42,6 @@ class AtroposReply(msgspec.Struct):
     finish_reasons: list[str | None]
     token_ids: list[list[int]] | None = None
     policy_versions: list[list[Span]] | None = None
-
-
-class PlainLogprobs(msgspec.Struct):
-    token_logprobs: list[float]
-
-
-class PlainChoice(msgspec.Struct):
-    """One sample of a plain vLLM."""
-
-    token_ids: list[int]
-    logprobs: PlainLogprobs
-    finish_reason: str | None = None
-
-
-class PlainReply(msgspec.Struct):
-    """What vLLM's own completions route answers when token ids are asked for."""
-
-    choices: list[PlainChoice]
 
 
 class PromptReply(msgspec.Struct):
@@ -93,7 +75,7 @@ class VllmServer(HttpServer):
     ) -> list[Sample]:
         dialect = self._dialect or await self._learn_dialect(elsewhere)
         if dialect == "plain":
-            return await self._generate_plainly(prompt_tokens, sampling, split, elsewhere)
+            return await self._generate_plainly(prompt_tokens, sampling, split, elsewhere, on_tokens)
         fields: dict[str, Any] = {"prompt": {"prompt_token_ids": prompt_tokens}, "logprobs": 0, **sampling.payload()}
         if dialect == "compact":
             fields["compact"] = True
@@ -142,28 +124,29 @@ class VllmServer(HttpServer):
             return self._dialect
 
     async def _generate_plainly(
-        self, prompt_tokens: list[int], sampling: Sampling, split: Split, elsewhere: Elsewhere
+        self,
+        prompt_tokens: list[int],
+        sampling: Sampling,
+        split: Split,
+        elsewhere: Elsewhere,
+        on_tokens: OnTokens | None,
     ) -> list[Sample]:
         """The name that was asked for says which version has answered."""
         policy = self.policy
         fields = {"model": self.model_name, "prompt": prompt_tokens, "logprobs": 0, "return_token_ids": True}
         url = f"{self.config.root_url}/v1/completions"
-        body = self._encoder.encode({**sampling.payload(), **fields})
-        answer = await self.channel.post(url, body, split, elsewhere=elsewhere)
-        try:
-            choices = msgspec.json.decode(answer, type=PlainReply).choices
-        except msgspec.ValidationError as error:
-            raise InferenceRefused(f"{url} answered something unexpected: {error}") from error
-        version = None if policy is None else policy.version
-        return [
-            Sample(
-                choice.token_ids,
-                choice.logprobs.token_logprobs,
-                choice.finish_reason or "stop",
-                [] if version is None else [(0, len(choice.token_ids), version)],
-            )
-            for choice in choices
-        ]
+        if on_tokens is None:
+            body = self._encoder.encode({**sampling.payload(), **fields})
+            samples = _from_plain(await self.channel.post(url, body, split, elsewhere=elsewhere), url)
+        else:
+            events = PlainEvents(sampling.n, on_tokens, url)
+            body = self._encoder.encode({**sampling.payload(), **fields, "stream": True})
+            await self.channel.post(url, body, split, elsewhere=elsewhere, on_piece=events.feed)
+            samples = events.finished()
+        if policy is not None and policy.version is not None:
+            for sample in samples:
+                sample.versions = [(0, len(sample.tokens), policy.version)]
+        return samples
 
     def _read(self, body: bytes) -> list[Sample]:
         try:
@@ -177,6 +160,20 @@ class VllmServer(HttpServer):
 def _from_compact(reply: CompactReply) -> list[Sample]:
     parts = zip(reply.token_ids, reply.logprobs, reply.finish_reasons, reply.policy_versions, strict=True)
     return [Sample(tokens, logprobs, reason or "stop", versions) for tokens, logprobs, reason, versions in parts]
+
+
+def _from_plain(body: bytes, url: str) -> list[Sample]:
+    try:
+        choices = msgspec.json.decode(body, type=PlainReply).choices
+    except msgspec.ValidationError as error:
+        raise InferenceRefused(f"{url} answered something unexpected: {error}") from error
+    if any(choice.token_ids is None or choice.logprobs is None for choice in choices):
+        raise InferenceRefused(f"{url} answered without token_ids or logprobs; a vLLM of 0.32 or newer tells them")
+    return [
+        Sample(choice.token_ids, choice.logprobs.token_logprobs, choice.finish_reason or "stop", [])
+        for choice in choices
+        if choice.token_ids is not None and choice.logprobs is not None
+    ]
 
 
 def _from_atropos(reply: AtroposReply) -> list[Sample]:

@@ -13,7 +13,9 @@ import pytest
 from atropos_api.wire.groups import Group
 from environments.gsm8k_server import GSM8kEnv, GSM8kEnvConfig
 from environments.sdk.config import APIServerConfig
+from environments.sdk.inference.manager import ServerManager
 from environments.sdk.process import process
+from environments.sdk.tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]
 
@@ -66,3 +68,29 @@ async def test_the_trainer_gets_the_logprobs_that_the_model_gives(env, reference
     assert count > 4
     assert group.generation_params == {"temperature": 1.0}
     assert {version for spans in group.policy_versions for _, _, version in spans} == {7}
+
+
+@pytest.mark.parametrize("dialect", ["compact", "plain"])
+async def test_what_is_streamed_is_what_is_answered_at_once(tiny_qwen2, plain_server, dialect):
+    """By our `/generate`, and by vLLM's own route as on a plain vLLM."""
+    server = APIServerConfig(server_type="vllm", base_url=f"{plain_server.url}/v1", model_name=str(tiny_qwen2))
+    manager = ServerManager([server], load_tokenizer=lambda: load_tokenizer(str(tiny_qwen2)))
+    manager.servers[0]._dialect = dialect
+    if dialect == "plain":
+        manager.follow(str(tiny_qwen2), 7)  # which tells the version there
+    pieces = {0: [], 1: []}
+    asked = {"prompt": "What is 35 + 7?", "max_tokens": 40, "seed": 5, "n": 2}
+    try:
+        async with manager.managed_server() as whole, manager.managed_server() as streamed:
+            await whole.completion(**asked)
+            answer = await streamed.completion(**asked, on_delta=lambda delta: pieces[delta.index].append(delta))
+    finally:
+        await manager.aclose()
+    for index, (once, bit_by_bit) in enumerate(zip(whole.nodes, streamed.nodes, strict=True)):
+        assert bit_by_bit.tokens == once.tokens
+        assert bit_by_bit.policy_versions == once.policy_versions
+        assert bit_by_bit.logprobs == pytest.approx(once.logprobs, abs=1e-4)
+        assert len(pieces[index]) > 10
+        assert "".join(piece.text for piece in pieces[index]) == answer.choices[index].text
+        assert pieces[index][-1].finish_reason == bit_by_bit.finish_reason
+    assert {version for node in streamed.nodes for _, _, version in node.policy_versions} == {7}
