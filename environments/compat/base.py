@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any, ClassVar
 
 import anyio
 
 from environments.compat.config import APIServerConfig, BaseEnvConfig, ServerBaseline
-from environments.compat.servers import APIServer, ServerManager, ServerManagerConfig, answer_one_by_one
+from environments.compat.servers import (
+    APIServer,
+    ServerManager,
+    ServerManagerConfig,
+    answer_one_by_one,
+    refuse_server_class,
+)
 from environments.sdk import env as sdk
 from environments.sdk.config import EvalHandlingEnum
 from environments.sdk.errors import EnvironmentsError
@@ -28,7 +35,11 @@ __all__ = [
     "ServerBaseline",
     "ServerManager",
     "ServerManagerConfig",
+    "logger",
 ]
+
+logger = logging.getLogger(__name__)
+"""Environments take it along with `BaseEnv`."""
 
 OpenaiConfig = APIServerConfig
 """An old name that environments still import although Atropos itself dropped it."""
@@ -59,6 +70,7 @@ class BaseEnv(sdk.BaseEnv):
         slurm: bool = False,
         testing: bool = False,
     ) -> None:
+        refuse_server_class(self.server_cls)
         super().__init__(config, server_configs, slurm=slurm, testing=testing)
         answer_one_by_one(self.server)
         self.server.allow_estimated_tokens |= bool(os.environ.get(ALLOW_ESTIMATED_TOKENS))

@@ -42,10 +42,11 @@ class AliasFinder(MetaPathFinder):
             return None
         if fullname not in ALIASES:
             raise ModuleNotFoundError(
-                f"{fullname} is not provided; python -m environments.compat knows {', '.join(sorted(ALIASES))}",
+                f"{fullname} is not provided; there are {', '.join(sorted(ALIASES))}",
                 name=fullname,
             )
-        is_package = any(name.startswith(f"{fullname}.") for name in ALIASES)
+        # One without supplied modules below it is a package too: else Python says so, and not what there is.
+        is_package = ALIASES[fullname] is None or any(name.startswith(f"{fullname}.") for name in ALIASES)
         return ModuleSpec(fullname, AliasLoader(ALIASES[fullname]), is_package=is_package)
 
 

@@ -15,11 +15,12 @@ from atropos_api.common.cliconfig import ConfigError, run_cli
 from environments.compat.finder import install
 from environments.sdk.env import BaseEnv
 
-USAGE = "usage: python -m environments.compat FILE {serve,process,evaluate,validate} [flags]"
+USAGE = "usage: atropos-compat FILE {serve,process,evaluate,validate} [flags]"
 
 
 def main() -> NoReturn:
-    sys.argv[0] = "environments.compat"  # until the environment's own name is known
+    """The command `atropos-compat`; a folder `environments` where it is started does not stand in its way."""
+    sys.argv[0] = "atropos-compat"  # until the environment's own name is known
     run_cli(run)
 
 

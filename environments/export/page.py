@@ -38,7 +38,7 @@ def write_page(source: Path) -> Path:
 def render(groups: Iterable[Mapping[str, Any]], *, title: str, refresh_seconds: int | None = None) -> str:
     """The whole page; with `refresh_seconds` the browser asks for it again and again."""
     again = f'<meta http-equiv="refresh" content="{refresh_seconds}">' if refresh_seconds else ""
-    body = "".join(_group(number, group) for number, group in enumerate(groups, 1))
+    body = "".join(render_group(number, group) for number, group in enumerate(groups, 1))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{again}'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -47,7 +47,7 @@ def render(groups: Iterable[Mapping[str, Any]], *, title: str, refresh_seconds: 
     )
 
 
-def _group(number: int, group: Mapping[str, Any]) -> str:
+def render_group(number: int, group: Mapping[str, Any]) -> str:
     scores = list(group["scores"])
     mean = sum(scores) / max(len(scores), 1)
     texts = group.get("messages") or [None] * len(scores)
@@ -70,7 +70,9 @@ def _chat(chat: Any) -> str:
 def _turn(turn: Any) -> str:
     if not isinstance(turn, Mapping):
         return f"<pre>{escape(_text(turn))}</pre>"
-    return f'<div class="role">{escape(str(turn.get("role", "")))}</div><pre>{escape(_content(turn))}</pre>'
+    return (
+        f'<div class="role">{escape(str(turn.get("role", "")).capitalize())}</div><pre>{escape(_content(turn))}</pre>'
+    )
 
 
 def _content(turn: Mapping[str, Any]) -> str:

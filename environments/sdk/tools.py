@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -16,8 +16,25 @@ from typing import Any, Protocol
 from environments.sdk.errors import ToolParserUnknown
 
 
+class Named(Mapping[str, Any]):
+    """Fields that are read as attributes, as of OpenAI's objects, and by name, as of the JSON that they stand for."""
+
+    __slots__ = ()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in getattr(self, "__dataclass_fields__", ()):
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(getattr(self, "__dataclass_fields__", ()))
+
+    def __len__(self) -> int:
+        return len(getattr(self, "__dataclass_fields__", ()))
+
+
 @dataclass(slots=True)
-class FunctionCall:
+class FunctionCall(Named):
     """A function and its arguments, these as JSON text like in OpenAI's objects."""
 
     name: str
@@ -25,7 +42,7 @@ class FunctionCall:
 
 
 @dataclass(slots=True)
-class ToolCall:
+class ToolCall(Named):
     """One call with the id by which its result refers to it."""
 
     function: FunctionCall

@@ -163,7 +163,7 @@ def test_pass_at_k():
 
 
 def test_returns_are_discounted():
-    assert advantages.compute_discounted_returns([1, 0, 2], 0.5) == [1.5, 1.0, 2.0]
+    assert advantages.compute_discounted_returns([1, 0, 2], 0.5).tolist() == [1.5, 1.0, 2.0]
     assert advantages.compute_stats([[1, 2], [3]])["mean"] == 2
 
 
