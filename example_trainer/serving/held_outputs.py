@@ -3,6 +3,10 @@
 vLLM sends each token of each request in every step and unpacks it on the other side, which on cores shared with the
 decoding costs as much as a good part of the decoding. Where nobody looks at a token before the last one, the engine
 core keeps them and sends all in one piece. A pause sends what is kept, because a message has one weight version.
+
+vLLM's logprob rows are as wide as the widest request of a step wants them, so one request's rows change their width
+with its neighbours. Each is cut to what its own request asked for before it is kept; rows of two widths cannot be
+joined, and an exception here ends the engine.
 """
 
 from __future__ import annotations
@@ -13,10 +17,19 @@ from typing import Any
 
 @dataclass(slots=True)
 class Held:
-    """What has been sampled for one request since anything was sent: its outputs in order."""
+    """What has been sampled for one request since anything was sent: its outputs in order.
+
+    `columns` is the width of its own logprob rows, None where it asked for none.
+    """
 
     client_index: int
+    columns: int | None
     outputs: list[Any] = field(default_factory=list)
+
+    def add(self, output: Any) -> None:
+        if self.columns is not None and output.new_logprobs is not None:
+            output.new_logprobs = fit_columns(output.new_logprobs, self.columns)
+        self.outputs.append(output)
 
 
 class HeldOutputs:
@@ -46,14 +59,15 @@ class HeldOutputs:
             if held is None:
                 return output
             del self._held[output.request_id]
-            held.outputs.append(output)
+            held.add(output)
             return merge(held.outputs)
         if held is None:
             request = scheduler.requests.get(output.request_id)
             if request is None or not (is_plain(output) and may_wait(request.sampling_params)):
                 return output
-            held = self._held[output.request_id] = Held(request.client_index)
-        held.outputs.append(output)
+            columns = logprob_columns(request.sampling_params)
+            held = self._held[output.request_id] = Held(request.client_index, columns)
+        held.add(output)
         return None
 
 
@@ -62,6 +76,28 @@ def may_wait(params: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     return params is not None and not params.detokenize and params.output_kind == RequestOutputKind.FINAL_ONLY
+
+
+def logprob_columns(params: Any) -> int | None:
+    """The sampled token's own logprob and as many alternatives as were asked for; -1 asks for the whole vocabulary."""
+    asked = params.num_logprobs
+    return None if asked is None or asked < 0 else asked + 1
+
+
+def fit_columns(logprobs: Any, columns: int) -> Any:
+    """`logprobs` with rows of just that width; alternatives that a row lacks have the probability 0."""
+    import numpy as np
+
+    tokens, values = logprobs[0], logprobs[1]
+    width = tokens.shape[1]
+    if width == columns:
+        return logprobs
+    if width > columns:
+        tokens, values = tokens[:, :columns], values[:, :columns]
+    else:
+        missing = ((0, 0), (0, columns - width))
+        tokens, values = np.pad(tokens, missing), np.pad(values, missing, constant_values=-np.inf)
+    return type(logprobs)(tokens, values, *logprobs[2:])
 
 
 def is_plain(output: Any) -> bool:

@@ -32,13 +32,14 @@ def output(request_id, token, *, finished=None, **more):
 
 
 def scheduler(*, waiting=(), client_index=0):
-    requests = {name: SimpleNamespace(sampling_params=name in waiting, client_index=client_index) for name in "ab"}
+    params = {name: SimpleNamespace(may_wait=name in waiting, num_logprobs=0) for name in "ab"}
+    requests = {name: SimpleNamespace(sampling_params=params[name], client_index=client_index) for name in "ab"}
     return SimpleNamespace(requests=requests)
 
 
 @pytest.fixture(autouse=True)
 def params_are_the_answer(monkeypatch):
-    monkeypatch.setattr(held_outputs, "may_wait", lambda params: params)
+    monkeypatch.setattr(held_outputs, "may_wait", lambda params: params.may_wait)
 
 
 def test_a_request_that_waits_gets_everything_in_one_piece_at_its_end():
@@ -86,3 +87,32 @@ def test_tokens_without_logprobs_are_joined_too():
     held.pass_on(core, [output("a", 1, new_logprobs=None)])
     (whole,) = held.pass_on(core, [output("a", 2, new_logprobs=None, finished="length")])
     assert (whole.new_token_ids, whole.new_logprobs) == ([1, 2], None)
+
+
+def rows_of_width(width):
+    tokens = np.arange(5, 5 + width)[None, :]
+    return Logprobs(tokens, -tokens / 10, np.array([1]))
+
+
+@pytest.mark.parametrize(("asked", "widths"), [(0, [1, 3, 1]), (2, [5, 3, 4]), (None, [2, 1, 4]), (-1, [4, 4, 4])])
+def test_rows_as_wide_as_the_neighbours_wanted_them_are_joined_in_the_width_that_was_asked_for(asked, widths):
+    """Rows of two widths cannot be joined: the exception ended the engine, and every run on it."""
+    held, core = HeldOutputs(), scheduler(waiting="a")
+    core.requests["a"].sampling_params.num_logprobs = asked
+    told = [None if asked is None else rows_of_width(width) for width in widths]
+    steps = [output("a", 5, new_logprobs=rows) for rows in told]
+    steps[-1].finish_reason = "length"
+    (*nothing, [whole]) = [held.pass_on(core, [step]) for step in steps]
+    assert nothing == [[], []]
+    if asked is None:
+        assert whole.new_logprobs is None
+    else:
+        columns = 4 if asked == -1 else asked + 1
+        assert whole.new_logprobs.tokens.tolist() == [list(range(5, 5 + columns))] * 3
+        assert whole.new_logprobs.logprobs.shape == (3, columns)
+
+
+def test_a_row_with_too_few_alternatives_says_that_the_missing_ones_have_no_probability():
+    fitted = held_outputs.fit_columns(rows_of_width(2), 3)
+    assert fitted.tokens.tolist() == [[5, 6, 0]]
+    assert fitted.logprobs.tolist() == [[-0.5, -0.6, float("-inf")]]
