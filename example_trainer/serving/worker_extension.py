@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from example_trainer.serving import adapter_worker, engine_core, seeds_on_cpu
+from example_trainer.serving import (
+    adapter_worker,
+    adapters_on_cpu,
+    engine_core,
+    grammar_libraries,
+    logprob_token_ids,
+    seeds_on_cpu,
+)
 from example_trainer.serving.adapter_worker import AdapterWorker
 from example_trainer.serving.broadcast_worker import BroadcastWorker
 from example_trainer.serving.checkpoint_shapes import read_checkpoint_shapes
@@ -29,6 +36,8 @@ _CHECKSUM_SAMPLE = 8
 
 engine_core.install()
 adapter_worker.install()
+logprob_token_ids.install()
+grammar_libraries.install()
 
 
 def keep_linear_weights_unpacked() -> None:
@@ -179,3 +188,4 @@ def _device_name(device: torch.device) -> str:
 if current_platform.is_cpu():
     keep_linear_weights_unpacked()
     seeds_on_cpu.install()
+    adapters_on_cpu.install()

@@ -179,6 +179,27 @@ def test_r5_successive_adapters_differ_clearly_so_that_exactness_is_decided(send
     assert statistics.fmean(abs(a - b) >= 1e-2 for a, b in zip(first, second, strict=True)) >= 0.9
 
 
+def test_the_model_itself_is_computed_without_an_adapter_whatever_runs_beside_it(lora_server, sender, reference):
+    """On a CPU vLLM took its mark of no adapter, -1, for the last slot: here all slots hold one that is in use."""
+    post(lora_server, "/lora/unload", name=lora_server.get("/lora/status")["active"])
+    names = []
+    for _ in range(3):
+        assert sender.send(activate=False).status_code == 200
+        names.append(f"policy-v{sender.version}")
+    asked = {"max_tokens": 60, "ignore_eos": True, "compact": True}
+    with ThreadPoolExecutor(9) as pool:
+        beside = [pool.submit(lora_server.generate, PROMPT, model=name, **asked) for name in names]
+        plain = [pool.submit(lora_server.generate, PROMPT, **asked) for _ in range(6)]
+        replies = [each.result() for each in plain]
+        errors = [error for each in beside for error in sender.errors(each.result())]
+    for reply in replies:
+        (tokens,), (said,) = reply["token_ids"], reply["logprobs"]
+        assert reply["policy_versions"] == [[[0, 60, None]]]
+        expected = reference.logprobs(reference.base, PROMPT, tokens)
+        errors += [abs(a - b) for a, b in zip(said, expected, strict=True)]
+    assert max(errors) <= 1e-4
+
+
 def in_metrics(server):
     """The names of all adapters that `/metrics` tells of."""
     rows = re.findall(r"^vllm:lora_requests_info{(.*)}", server.client.get("/metrics").text, re.MULTILINE)
