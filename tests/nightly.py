@@ -27,6 +27,7 @@ LONG = {
     "ATROPOS_ACCEPTED_EXAMPLES": "2000",
     "ATROPOS_BRIDGE_KILLS": "all",
     "ATROPOS_CODE_MUTANTS": "all",
+    "ATROPOS_CROWD": "20000",
     "ATROPOS_DEMO_MODES": "lora_only,lora_restart,none,broadcast",
     "ATROPOS_FAMILIES": "all",
     "ATROPOS_KILLS": "all",

@@ -26,18 +26,21 @@ from example_trainer.serving import refusals
 from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.bridge_routes import make_bridge_router, make_health_router
 from example_trainer.serving.broadcast_routes import make_broadcast_router
+from example_trainer.serving.checkpoint_shapes import shapes_if_told
 from example_trainer.serving.config import ServerConfig
 from example_trainer.serving.door import Door
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.errors import CannotServe
 from example_trainer.serving.fence import Fence
-from example_trainer.serving.front import Front, keys_of
+from example_trainer.serving.front import Application, Front, keys_of, with_cors
 from example_trainer.serving.generate import GenerateHandler
+from example_trainer.serving.guard import Sites
 from example_trainer.serving.lora_routes import make_lora_router
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.replies import Replies
 from example_trainer.serving.root_cause import how_ended
 from example_trainer.serving.state import ServerState
+from example_trainer.serving.unknown_names import list_served_names, tell_unknown_routes
 from example_trainer.serving.vllm_compat import end_engine, engine_processes
 from example_trainer.serving.warmup import warm_up
 from example_trainer.weights.manifest import BridgeManifest, process_start_time, write_manifest
@@ -116,6 +119,7 @@ class Serving:
             door=door,
             adapters=adapters,
             manifest=manifest,
+            checkpoint_shapes=shapes_if_told(self._config.model, engine.async_llm.model_config.revision),
         )
         if manifest is not None:
             state.manifest_path = write_manifest(manifest, self._config.manifest_directory(os.environ))
@@ -128,6 +132,8 @@ class Serving:
         app.include_router(make_lora_router())
         app.include_router(make_broadcast_router())
         app.include_router(make_health_router())
+        tell_unknown_routes(app)
+        list_served_names()
         return state
 
     async def _share(self, engine: EngineAdapter, token: str) -> BridgeManifest:
@@ -177,16 +183,19 @@ class Serving:
     def _url(self) -> str:
         return f"http://{_reachable(self._config.host)}:{self._config.port}"
 
-    def _make_front(self, app: FastAPI, state: ServerState) -> Front:
+    def _make_front(self, app: FastAPI, state: ServerState) -> Application:
         tokenizer = state.engine.async_llm.tokenizer
         replies = Replies(boot_id=self._boot_id, tokenizer=tokenizer)
         generate = GenerateHandler(state.engine, state.fence, state.door, state.adapters, replies, tokenizer)
         args: Namespace = app.state.args
         keys = keys_of(args, bridge_token=state.bridge_token)
-        return Front(app, generate, state.door, root_path=args.root_path or "", keys=keys)
+        names = [state.hostname, *self._config.allowed_hosts]
+        sites = Sites(host=self._config.host, names=names, origins=args.allowed_origins, has_keys=bool(keys))
+        front = Front(app, generate, state.door, root_path=args.root_path or "", keys=keys, sites=sites)
+        return with_cors(front, args)
 
 
-def _make_server(front: Front, options: dict[str, Any]) -> uvicorn.Server:
+def _make_server(front: Application, options: dict[str, Any]) -> uvicorn.Server:
     """Uvicorn with vLLM's settings for it."""
     for ours in ("enable_ssl_refresh", "peer_loads"):
         options.pop(ours, None)

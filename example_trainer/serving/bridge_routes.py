@@ -13,9 +13,11 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
 from example_trainer.serving.fence import InFlight
-from example_trainer.serving.guard import bearer, refuse_foreign_host, refuse_foreign_page
+from example_trainer.serving.guard import bearer, refuse_foreign_page
 from example_trainer.serving.problems import Problem, engine_problems
 from example_trainer.serving.state import ServerState
+
+LARGEST_VERSION = 2**63 - 1
 
 
 class BeginPublish(BaseModel):
@@ -33,14 +35,14 @@ class PublishId(BaseModel):
 
 
 class EndPublish(PublishId):
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, le=LARGEST_VERSION)
 
 
 class Reload(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     path: str
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, le=LARGEST_VERSION)
     drain_seconds: float = Field(0.5, ge=0, le=600)
 
 
@@ -53,16 +55,19 @@ State = Annotated[ServerState, Depends(state_of)]
 
 
 def require_token(request: Request, state: State) -> None:
-    """Refuse what comes without the token, from another site's page, or under a name that is not this machine's."""
+    """Refuse what comes without the token, or from another site's page."""
     headers = request.scope["headers"]
-    refuse_foreign_host(request.headers.get("host", ""), [*state.config.allowed_hosts, state.hostname])
     refuse_foreign_page(headers)
-    if not secrets.compare_digest(bearer(headers), state.bridge_token.encode()):
+    if not holds_token(request, state):
         detail = (
             "changing weights needs 'Authorization: Bearer <bridge token>': "
             "bridge_token in the manifest, or what --bridge-token was given"
         )
         raise Problem(401, "token-needed", detail)
+
+
+def holds_token(request: Request, state: ServerState) -> bool:
+    return secrets.compare_digest(bearer(request.scope["headers"]), state.bridge_token.encode())
 
 
 class ProblemRoute(APIRoute):
@@ -135,8 +140,9 @@ def _add_reads(router: APIRouter) -> None:
         }
 
     @router.get("/debug")
-    async def debug(state: State) -> dict[str, Any]:
-        return await state.debug()
+    async def debug(request: Request, state: State) -> dict[str, Any]:
+        """Counters for everybody; the checksum, for which all weights are read, for who holds the bridge token."""
+        return await state.debug(with_checksum=holds_token(request, state))
 
     @router.get("/is_paused")
     async def is_paused(state: State) -> dict[str, bool]:

@@ -34,11 +34,47 @@ def read_checkpoint_shapes(model: str, revision: str | None = None) -> Shapes:
     return shapes
 
 
+def check_replacement(path: str, served: Shapes) -> None:
+    """Refuse what cannot take the place of the weights served, as far as the files' headers tell.
+
+    A mistyped path is found so before anything is overwritten.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointUnreadable(f"{path!r} is no directory on the server's machine")
+    if not any(directory.glob("*.safetensors")):
+        if any(directory.glob("*.bin")):
+            return
+        raise CheckpointUnreadable(f"{path} holds neither *.safetensors nor *.bin files, so it is no checkpoint")
+    found = read_checkpoint_shapes(path)
+    common = found.keys() & served.keys()
+    if served and not common:
+        raise CheckpointUnreadable(f"{path} holds none of the model's tensors, but {', '.join(sorted(found)[:3])}")
+    for name in sorted(common):
+        if found[name] != served[name]:
+            detail = f"its {name} has shape {list(found[name])}, the model's {list(served[name])}"
+            raise CheckpointUnreadable(f"{path} is a checkpoint of another model: {detail}")
+
+
+def shapes_if_told(model: str, revision: str | None) -> Shapes:
+    """The tensors of a model, or nothing where its files do not tell."""
+    try:
+        return read_checkpoint_shapes(model, revision)
+    except CheckpointUnreadable:
+        return {}
+
+
 def _read_header(file: Path) -> Shapes:
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (OSError, ValueError, struct.error, AttributeError, LookupError, TypeError) as error:
+        raise CheckpointUnreadable(f"{file} is no safetensors file: {error}") from error
+    if file.stat().st_size < end:
+        raise CheckpointUnreadable(f"{file} has {file.stat().st_size} bytes of {end}: it has been cut off")
     unknown = {entry["dtype"] for entry in tensors.values()} - _PLAIN_DTYPES
     if unknown:
         raise CheckpointUnreadable(

@@ -84,7 +84,8 @@ class ServerConfig(BaseModel):
         json_schema_extra=SECRET,
     )
     allowed_hosts: list[str] = Field(
-        [], description="host names, besides this machine's, under which weights may be changed"
+        [],
+        description="public host names under which the server may be asked, besides this machine's; * for any",
     )
     gpu_memory_utilization: float | None = Field(
         None, description="share of the GPU's memory to use; on a CPU, share of one GiB for the KV cache", gt=0, le=1

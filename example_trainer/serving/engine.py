@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from example_trainer.serving import admission, prompt_ends
 from example_trainer.serving.fence import Counters
 
 
@@ -19,7 +20,15 @@ class EngineAdapter:
         self.serves_adapter: Callable[[str], bool] = lambda _: True
         """Whether an adapter of this name may be given to a new request."""
         self._numbers = itertools.count()
+        prompt_ends.install()
         self._admit_everything()
+        admission.refuse_what_cannot_be_sent(async_llm)
+        admission.blame_impossible_grammars(async_llm)
+
+    @property
+    def most_characters(self) -> int:
+        """No longer text fits into the context, however it is cut into tokens."""
+        return int(self.async_llm.model_config.max_model_len * self.async_llm.tokenizer.max_chars_per_token)
 
     async def pause(self, *, discard: bool) -> Counters:
         return await self._count("atropos_pause", discard)
@@ -46,6 +55,10 @@ class EngineAdapter:
         states = self.async_llm.output_processor.request_states.values()
         return {state.lora_name for state in states if state.lora_name is not None}
 
+    def requests_known(self) -> int:
+        """Requests that vLLM's side of the HTTP process has taken and not yet ended."""
+        return len(self.async_llm.output_processor.request_states)
+
     def forget_adapter(self, name: str) -> None:
         """Take a dropped adapter out of `/metrics`: vLLM keeps a row for every set that ever ran at once."""
         manager = self.async_llm.logger_manager
@@ -66,10 +79,12 @@ class EngineAdapter:
             await self.async_llm.abort(running, internal=True)
         return len(running)
 
-    def generate(self, prompt_token_ids: list[int], params: Any, lora_request: Any = None) -> AsyncIterator[Any]:
+    def generate(self, prompt_token_ids: list[int], params: Any, lora_request: Any = None) -> AsyncGenerator[Any, None]:
         prompt = {"type": "token", "prompt_token_ids": prompt_token_ids}
         request_id = f"generate-{next(self._numbers)}"
-        stream: AsyncIterator[Any] = self.async_llm.generate(prompt, params, request_id, lora_request=lora_request)
+        stream: AsyncGenerator[Any, None] = self.async_llm.generate(
+            prompt, params, request_id, lora_request=lora_request
+        )
         return stream
 
     async def _count(self, method: str, *arguments: object) -> Counters:
@@ -81,9 +96,15 @@ class EngineAdapter:
 
         processor = self.async_llm.input_processor
         process = processor.process_inputs
+        vocabulary = self.async_llm.model_config.get_vocab_size()
 
         def admit(*args: Any, **kwargs: Any) -> Any:
-            request = process(*args, **kwargs)
+            try:
+                request = process(*args, **kwargs)
+            except (OverflowError, UnicodeEncodeError, TypeError) as error:
+                raise VLLMValidationError(f"the request holds what is no text or number: {error}") from error
+            if request.sampling_params is not None:
+                admission.check_sampling(request.sampling_params, vocabulary)
             adapter = request.lora_request
             if adapter is not None and not self.serves_adapter(adapter.lora_name):
                 raise VLLMValidationError(f"model: adapter {adapter.lora_name!r} is not served any more; ask again")

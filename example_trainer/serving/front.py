@@ -7,11 +7,18 @@ from typing import Any
 
 from example_trainer.serving.door import Door
 from example_trainer.serving.generate import GenerateHandler, Receive, Scope, Send
-from example_trainer.serving.guard import refuse_foreign_page, refuse_without_key
+from example_trainer.serving.guard import Sites, refuse_without_key
 from example_trainer.serving.problems import Problem
 
-_GENERATING = ("/v1/", "/v2/", "/inference/", "/invocations")
+_GENERATING = ("/v1/", "/v2/", "/inference/", "/invocations", "/generative_scoring", "/cohere/")
 _OPEN = frozenset({"/health", "/readyz", "/ping"})
+_LEFT_OUT = {
+    "/scale_elastic_ep": "this server has one engine",
+    "/is_scaling_elastic_ep": "this server has one engine",
+    "/inference/v1/abort_requests": "a client ends its own requests by closing their connections, and nobody else's",
+    "/abort_requests": "a client ends its own requests by closing their connections, and nobody else's",
+}
+"""Routes of vLLM's that are not answered, each with the reason."""
 _TAKEN_OVER = {f"/v1/{name}": f"/lora/{name}" for name in ("load_lora_adapter", "unload_lora_adapter")}
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -25,22 +32,34 @@ class Front:
     """
 
     def __init__(
-        self, app: Application, generate: GenerateHandler, door: Door, *, root_path: str, keys: list[bytes]
+        self,
+        app: Application,
+        generate: GenerateHandler,
+        door: Door,
+        *,
+        root_path: str,
+        keys: list[bytes],
+        sites: Sites,
     ) -> None:
         self._app = app
         self._generate = generate
         self._door = door
         self._root_path = root_path.rstrip("/")
         self._keys = keys
+        self._sites = sites
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] == "OPTIONS":
+        if scope["type"] not in {"http", "websocket"} or scope.get("method") == "OPTIONS":
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(self._root_path)
         try:
             if path not in _OPEN:
                 refuse_without_key(scope["headers"], self._keys)
+                self._sites.check(scope.get("method", "POST"), path, scope["headers"])
+            if scope["type"] == "websocket":
+                await self._app(scope, receive, send)
+                return
             await self._answer(path, scope, receive, send)
         except Problem as problem:
             await problem.response()(scope, receive, send)
@@ -50,8 +69,9 @@ class Front:
         if path in {"/generate", "/generate/"}:
             if not posted:
                 raise Problem(405, "method-not-allowed", f"/generate takes POST, not {scope['method']}", allow="POST")
-            refuse_foreign_page(scope["headers"])
             await self._generate(scope, receive, send)
+        elif path in _LEFT_OUT:
+            raise Problem(404, "not-served", f"{path} is not answered: {_LEFT_OUT[path]}")
         elif path in _TAKEN_OVER:
             await self._app({**scope, "path": self._root_path + _TAKEN_OVER[path]}, receive, send)
         elif posted and path.startswith(_GENERATING):
@@ -65,6 +85,21 @@ class Front:
             await self._app(scope, receive, send)
         finally:
             self._door.leave()
+
+
+def with_cors(front: Application, args: Any) -> Application:
+    """Let the pages that vLLM's `--allowed-origins` names read what is answered here too."""
+    if not args.allowed_origins:
+        return front
+    from starlette.middleware.cors import CORSMiddleware
+
+    return CORSMiddleware(
+        front,
+        allow_origins=args.allowed_origins,
+        allow_credentials=args.allow_credentials,
+        allow_methods=args.allowed_methods,
+        allow_headers=args.allowed_headers,
+    )
 
 
 def keys_of(args: Any, *, bridge_token: str) -> list[bytes]:

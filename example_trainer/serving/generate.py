@@ -7,7 +7,8 @@ routing and models would cost tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from example_trainer.serving.door import Door
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.fence import Fence
 from example_trainer.serving.problems import Problem, engine_problems
-from example_trainer.serving.replies import Replies
+from example_trainer.serving.replies import Replies, all_finite
 from example_trainer.serving.sampling import GenerateRequest, RequestParser, TokenPrompt, sampling_params
 
 Scope = MutableMapping[str, Any]
@@ -76,33 +77,39 @@ class GenerateHandler:
             return
         gone = asyncio.ensure_future(_wait_for_disconnect(receive))
         leave = _once(self._door.leave)
-        adapter = self._adapters.named(request.model)  # for good: an adapter activated later is not this request's
-        kept = self._fence.publishes_keeping_kv
-        exchange = Exchange(request, prompt, params, gone, leave, send, kept, adapter)
-        work = asyncio.ensure_future(self._stream(exchange) if request.stream else self._answer(exchange))
-        gone.add_done_callback(lambda _: work.cancel())  # the engine aborts what nobody waits for
         try:
-            with self._adapters.held(adapter):
-                await work
+            adapter = self._adapters.named(request.model)  # for good: one activated later is not this request's
+            kept = self._fence.publishes_keeping_kv
+            await self._see_through(Exchange(request, prompt, params, gone, leave, send, kept, adapter))
         except Problem as problem:
             await problem.response()(scope, receive, send)
-        except asyncio.CancelledError:
-            if not gone.done():
-                raise
         finally:
             leave()
-            work.cancel()
             gone.cancel()
+
+    async def _see_through(self, exchange: Exchange) -> None:
+        work = asyncio.ensure_future(self._stream(exchange) if exchange.request.stream else self._answer(exchange))
+        exchange.gone.add_done_callback(lambda _: work.cancel())  # the engine aborts what nobody waits for
+        try:
+            with self._adapters.held(exchange.adapter):
+                await work
+        except asyncio.CancelledError:
+            if not exchange.gone.done():
+                raise
+        finally:
+            work.cancel()
 
     async def _answer(self, exchange: Exchange) -> None:
         final = None
         with engine_problems():
-            async for output in self._outputs(exchange):
-                final = output
+            async with aclosing(self._outputs(exchange)) as outputs:
+                async for output in outputs:
+                    final = output
         exchange.leave()  # the engine is done with it; a publish need not wait for the answer to be written
         assert final is not None
         if any(output.finish_reason == "abort" for output in final.outputs):
             raise problems.stopping()
+        check_finite(exchange.request, final.outputs)
         body = self._replies.whole(exchange.request, exchange.prompt, final, self._exact(exchange), exchange.adapter)
         length = (b"content-length", str(len(body)).encode())
         await exchange.send({"type": "http.response.start", "status": 200, "headers": [_JSON, length]})
@@ -113,12 +120,15 @@ class GenerateHandler:
         last = b"data: [DONE]\n\n"
         try:
             with engine_problems():
-                async for piece in self._outputs(exchange):
-                    events = self._events(exchange, piece, first=not started)
-                    if not started:  # not before the engine has accepted the request: a refusal needs its own status
-                        started = True
-                        await exchange.send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-                    await exchange.send({"type": "http.response.body", "body": events, "more_body": True})
+                async with aclosing(self._outputs(exchange)) as pieces:
+                    async for piece in pieces:
+                        events = self._events(exchange, piece, first=not started)
+                        if (
+                            not started
+                        ):  # not before the engine has accepted the request: a refusal needs its own status
+                            started = True
+                            await exchange.send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+                        await exchange.send({"type": "http.response.body", "body": events, "more_body": True})
         except Problem as problem:
             if not started:
                 raise
@@ -127,6 +137,7 @@ class GenerateHandler:
 
     def _events(self, exchange: Exchange, piece: Any, *, first: bool) -> bytes:
         request, exact = exchange.request, self._exact(exchange)
+        check_finite(request, piece.outputs)
         head = self._replies.of_prompt(request, exchange.prompt, piece) if first else {}
         events = []
         for output in piece.outputs:
@@ -134,7 +145,7 @@ class GenerateHandler:
             head = {}
         return b"".join(events)
 
-    def _outputs(self, exchange: Exchange) -> AsyncIterator[Any]:
+    def _outputs(self, exchange: Exchange) -> AsyncGenerator[Any, None]:
         lora_request = exchange.adapter.request if exchange.adapter else None
         return self._engine.generate(exchange.prompt, exchange.params, lora_request)
 
@@ -149,9 +160,18 @@ class GenerateHandler:
             return prompt
         if self._tokenizer is None:
             raise Problem(422, "bad-request", 'prompt: this server has no tokenizer; send {"prompt_token_ids": [...]}')
+        most = self._engine.most_characters
+        if len(prompt) > most:  # 10 MB take 17 s to tokenise, for nothing
+            detail = f"prompt: {len(prompt)} characters are more than the {most} that the context can hold"
+            raise Problem(422, "bad-request", detail)
         if len(prompt) < _LONG_TEXT:
             return list(self._tokenizer.encode(prompt))
         return list(await asyncio.to_thread(self._tokenizer.encode, prompt))
+
+
+def check_finite(request: GenerateRequest, outputs: list[Any]) -> None:
+    if not all_finite(outputs):
+        raise problems.nothing_to_sample(limited=request.limits_sampling)
 
 
 async def read_body(receive: Receive) -> bytes:

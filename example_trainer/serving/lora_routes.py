@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import PlainTextResponse
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from example_trainer.serving.bridge_routes import ProblemRoute, State, require_token
+from example_trainer.serving.bridge_routes import LARGEST_VERSION, ProblemRoute, State, require_token
 from example_trainer.serving.problems import Problem
 
 _MEBIBYTE = 1 << 20
@@ -22,7 +22,7 @@ class LoadAdapter(BaseModel):
 
     name: str = Field(min_length=1, validation_alias=AliasChoices("name", "adapter_name"))
     path: str = Field(validation_alias=AliasChoices("path", "adapter_path"))
-    version: int | None = Field(None, ge=0)
+    version: int | None = Field(None, ge=0, le=LARGEST_VERSION)
     activate: bool = True
 
 
@@ -58,7 +58,7 @@ def make_lora_router() -> APIRouter:
     async def upload(
         request: Request,
         state: State,
-        version: Annotated[int, Query(ge=0)],
+        version: Annotated[int, Query(ge=0, le=LARGEST_VERSION)],
         name: Annotated[str | None, Query(min_length=1)] = None,
         activate: bool = True,
     ) -> dict[str, Any]:

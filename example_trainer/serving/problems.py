@@ -69,6 +69,15 @@ def engine_dead() -> Problem:
     )
 
 
+def nothing_to_sample(*, limited: bool) -> Problem:
+    """For an output with a token that had no probability."""
+    if limited:
+        detail = "the request's own limits left no token to sample; allow more tokens, or forbid fewer"
+        return Problem(422, "nothing-to-sample", detail)
+    detail = "a sampled token's logprob is no finite number, so the weights served hold some that are none"
+    return Problem(500, "not-finite", detail)
+
+
 @contextmanager
 def engine_problems() -> Iterator[None]:
     """VLLM's errors as answers for the client."""
@@ -79,5 +88,5 @@ def engine_problems() -> Iterator[None]:
         yield
     except EngineDeadError as error:
         raise engine_dead() from error
-    except VLLMClientError as error:
+    except (VLLMClientError, UnicodeEncodeError, OverflowError) as error:
         raise Problem(422, "bad-request", " ".join(str(error).split())) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -35,11 +37,30 @@ def chosen_logprobs(logprobs: Any) -> list[float] | None:
 
 
 def all_logprobs(logprobs: Any) -> list[list[dict[str, float]]] | None:
-    """For each position a list of `{token id: logprob}`, the sampled token first."""
+    """For each position a list of `{token id: logprob}`, the sampled token first, then the other likely ones.
+
+    vLLM mentions a sampled token that is among the most likely a second time, or does not, by how the pieces of a
+    stream came together; and it fills up with tokens of the probability 0. Neither is told.
+    """
     if logprobs is None:
         return None
-    pairs = [{str(token): value} for token, value in zip(logprobs.token_ids, logprobs.logprobs, strict=True)]
-    return [pairs[start:end] for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True)]
+    ids, values = logprobs.token_ids, logprobs.logprobs
+    if len(values) == len(logprobs.start_indices):
+        return [[{str(token): value}] for token, value in zip(ids, values, strict=True)]
+    told = []
+    for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
+        sampled = ids[start]
+        others = [
+            {str(ids[i]): values[i]} for i in range(start + 1, end) if ids[i] != sampled and values[i] > -math.inf
+        ]
+        told.append([{str(sampled): values[start]}, *others])
+    return told
+
+
+def all_finite(outputs: Iterable[Any]) -> bool:
+    """Whether every sampled token had a probability: where nothing is left to sample vLLM still takes token 0."""
+    sums = (output.cumulative_logprob for output in outputs)
+    return all(total is None or math.isfinite(total) for total in sums)
 
 
 def prompt_logprobs(logprobs: Any) -> list[dict[str, float] | None]:
@@ -116,6 +137,9 @@ class Replies:
 
     def text(self, request: Any, output: Any) -> str:
         """VLLM's text where it made one (stop strings are cut off there), else the tokens decoded at once."""
-        if output.text or self._tokenizer is None:
+        if request.detokenized_by_engine or self._tokenizer is None:
             return str(output.text)
-        return str(self._tokenizer.decode(list(output.token_ids), skip_special_tokens=request.skip_special_tokens))
+        tokens = list(output.token_ids)
+        if output.finish_reason == "stop" and not request.include_stop_str_in_output:
+            del tokens[-1:]  # the token that ended it is no more part of the text than a stop string
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=request.skip_special_tokens))

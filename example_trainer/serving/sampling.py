@@ -11,6 +11,8 @@ from atropos_api.common.cliconfig import nearest
 from example_trainer.serving.problems import Problem
 
 _LARGEST_BIAS = 100
+_LARGEST_SEED = 2**64 - 1
+_INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs")
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<name>[^`]*)`(?: - at `(?P<where>[^`]*)`)?")
 
 
@@ -57,6 +59,18 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return self.detokenize if self.detokenize is not None else not self.compact
 
     @property
+    def detokenized_by_engine(self) -> bool:
+        """Text is made token by token only where stop strings or a stream need it."""
+        return bool(self.stop) or (self.stream and self.wants_text)
+
+    @property
+    def limits_sampling(self) -> bool:
+        """Whether it forbids tokens, and so may leave none to sample."""
+        return bool(self.allowed_token_ids or self.bad_words or self.logit_bias or self.min_tokens) or (
+            self.repetition_penalty != 1
+        )
+
+    @property
     def logprob_count(self) -> int | None:
         """`true` means the sampled token's own, as 0 does; `false` none, as null does."""
         if isinstance(self.logprobs, bool):
@@ -84,19 +98,20 @@ class RequestParser:
 
 
 def sampling_params(request: GenerateRequest) -> Any:
-    """VLLM's sampling parameters; text is made incrementally only where stop strings or a stream need it."""
+    """VLLM's sampling parameters."""
+    _check_bias(request.logit_bias)
+    _check_integers(request)
     from vllm import SamplingParams
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind
 
-    _check_bias(request.logit_bias)
     fields = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
     try:
         return SamplingParams(
             **fields,
             logprobs=request.logprob_count,
             flat_logprobs=True,
-            detokenize=bool(request.stop or request.bad_words) or (request.stream and request.wants_text),
+            detokenize=request.detokenized_by_engine,
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
@@ -110,6 +125,18 @@ def _check_bias(logit_bias: dict[int, float] | None) -> None:
         if abs(bias) > _LARGEST_BIAS:
             limits = f"between -{_LARGEST_BIAS} and {_LARGEST_BIAS}"
             raise Problem(422, "bad-request", f"logit_bias: {bias} for token {token} is not {limits}")
+
+
+def _check_integers(request: GenerateRequest) -> None:
+    """Nothing beyond 64 bits can be passed to the engine, and a seed of -1 would mean none to vLLM."""
+    for name in _INTEGERS:
+        value = getattr(request, name)
+        if value is not None and not -(2**63) <= value < 2**63:
+            raise Problem(422, "bad-request", f"{name}: {value} has more than 64 bits")
+    seed = request.seed
+    if seed is not None and not 0 <= seed <= _LARGEST_SEED - max(0, request.n - 1):
+        limit = f"{_LARGEST_SEED}" if request.n <= 1 else f"{_LARGEST_SEED} less the other {request.n - 1} outputs"
+        raise Problem(422, "bad-request", f"seed: {seed} is not between 0 and {limit}")
 
 
 def _explain(message: str) -> str:

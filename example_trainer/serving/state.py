@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from example_trainer.serving import problems
 from example_trainer.serving.adapters import Adapters
+from example_trainer.serving.checkpoint_shapes import CheckpointUnreadable, Shapes, check_replacement
 from example_trainer.serving.config import SHARING_HOW_TO, ServerConfig
 from example_trainer.serving.door import Door
 from example_trainer.serving.engine import EngineAdapter
@@ -40,6 +41,8 @@ class ServerState:
     manifest_path: Path | None = None
     token_path: Path | None = None
     sleeping: bool = False
+    checkpoint_shapes: Shapes = field(default_factory=dict)
+    """Of the model that was loaded, by which one to be read in its place is judged."""
 
     def info(self) -> dict[str, Any]:
         """Who this server is and what it serves now."""
@@ -69,12 +72,16 @@ class ServerState:
         adapter = self.adapters.active
         return adapter.version if adapter else self.fence.policy_version
 
-    async def debug(self) -> dict[str, Any]:
-        """Counters, and a checksum over the shared tensors as the server sees them at this moment."""
+    async def debug(self, *, with_checksum: bool) -> dict[str, Any]:
+        """Counters, and `with_checksum` one over the shared tensors as the server sees them at this moment.
+
+        That reads all weights, and nothing is decoded meanwhile.
+        """
         told: dict[str, Any] = dict(await self.engine.counters())
         told["requests_inside"] = self.door.inside
+        told["requests_known"] = self.engine.requests_known()
         told.update(await self.adapters.counters())
-        if self.manifest is None:
+        if self.manifest is None or not with_checksum:
             return {**told, "checksum": None, "per_tensor": {}, "segment": None}
         began = time.monotonic()
         told.update(await self.engine.call_worker("atropos_checksum"))
@@ -104,6 +111,10 @@ class ServerState:
         """
         if self.manifest is not None or self.config.enable_lora:
             raise Problem(409, "cannot-reload", "a server that shares weights or serves adapters reads none")
+        try:
+            await asyncio.to_thread(check_replacement, path, self.checkpoint_shapes)
+        except CheckpointUnreadable as error:
+            raise Problem(422, "bad-checkpoint", str(error)) from error
         begun = await self.fence.begin(lease_seconds=_RELOAD_SECONDS, drain_seconds=drain_seconds, in_flight="drain")
         publish_id = str(begun["publish_id"])
         try:

@@ -60,7 +60,12 @@ def check_internals() -> None:
             "EngineCore.resume_scheduler",
             "EngineCore.set_weight_version",
         ),
-        "vllm.v1.engine.core_client": ("AsyncMPClient.call_utility_async",),
+        "vllm.v1.engine.core_client": ("AsyncMPClient.call_utility_async", "AsyncMPClient.add_request_async"),
+        "vllm.v1.engine.async_llm": ("AsyncLLM._add_request",),
+        "vllm.v1.engine.detokenizer": ("FastIncrementalDetokenizer",),
+        "vllm.v1.sample.sampler": ("Sampler.gather_logprobs", "Sampler.gather_specific_token_logprobs"),
+        "vllm.v1.structured_output": ("StructuredOutputManager.grammar_init",),
+        "vllm.entrypoints.serve.engine.serving": ("BaseServing._check_model",),
         "vllm.v1.core.sched.scheduler": (
             "Scheduler.schedule",
             "Scheduler.update_from_output",

@@ -28,6 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY = 300
 CONTEXT = 4096
 START_LIMIT_SECONDS = 180.0
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}{{ message['content'] }}{% endfor %}"
 
 
 @pytest.fixture(scope="session")
@@ -146,7 +147,10 @@ class VllmServer:
         return self.get("/bridge/info")
 
     def debug(self) -> dict[str, Any]:
-        return self.get("/bridge/debug")
+        token = self.manifest.bridge_token if self.manifest_path.exists() else ""
+        answer = self.client.get("/bridge/debug", headers={"Authorization": f"Bearer {token}"} if token else {})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
     def get(self, path: str) -> dict[str, Any]:
         answer = self.client.get(path)
@@ -268,7 +272,8 @@ def make_tiny_qwen2(directory: Path) -> None:
     tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(directory)
+    names = {"eos_token": "<eos>", "unk_token": "<unk>", "chat_template": CHAT_TEMPLATE}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(directory)
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY,

@@ -11,6 +11,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from example_trainer import vllm_manager
 from example_trainer.errors import PublishFailed
@@ -123,11 +124,37 @@ def check_reading_in_place(bridge, policy, version, tmp_path):
     assert load.errors == []
     assert len(load.samples) == load.asked
     client = ServerClient(bridge._manager.url, bridge._manager.token)
-    refused = client._http.post("/bridge/reload", json={"path": str(tmp_path / "nowhere"), "version": 99})
+    check_mistyped_paths(client, tmp_path)
+    norm = policy.masters["model.norm.weight"]
+    save_file({"model.norm.weight": torch.zeros(norm.shape), "more": torch.zeros(1)}, tmp_path / "model.safetensors")
+    refused = client._http.post("/bridge/reload", json={"path": str(tmp_path), "version": 99})
     assert refused.status_code == 422
     assert client.info().torn, "nobody knows what the weights are now"
     assert client._http.post("/generate", json={"prompt": [1]}).status_code == 503
     client.close()
+
+
+def check_mistyped_paths(client, tmp_path):
+    """They are refused before anything is overwritten: the weights stay whole, and are served."""
+    other, cut = tmp_path / "other", tmp_path / "cut"
+    for directory in (other, cut):
+        directory.mkdir()
+        save_file({"model.norm.weight": torch.zeros(7)}, directory / "model.safetensors")
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-4])
+    served = client.info().policy_version
+    for path, said in (
+        (tmp_path / "nowhere", "is no directory"),
+        (tmp_path, "holds neither"),
+        (other, "another model: its model.norm.weight has shape [7]"),
+        (cut, "it has been cut off"),
+        ("\0", "is no directory"),
+    ):
+        refused = client._http.post("/bridge/reload", json={"path": str(path), "version": 99})
+        assert (refused.status_code, refused.json()["type"].rpartition(":")[2]) == (422, "bad-checkpoint")
+        assert said in refused.json()["detail"]
+    assert client._http.post("/bridge/reload", json={"path": str(other), "version": 2**70}).status_code == 422
+    assert (client.info().torn, client.info().policy_version) == (False, served)
+    assert client._http.post("/generate", json={"prompt": [1], "max_tokens": 1}).status_code == 200
 
 
 @pytest.mark.skipif(RESTARTS == 1, reason="ATROPOS_RESTARTS=10 runs it, which takes minutes")

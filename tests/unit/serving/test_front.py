@@ -14,16 +14,19 @@ from example_trainer.serving.door import Door
 from example_trainer.serving.fence import Fence
 from example_trainer.serving.front import Front
 from example_trainer.serving.generate import GenerateHandler
+from example_trainer.serving.guard import Sites
 from example_trainer.serving.replies import Replies
 
 pytestmark = pytest.mark.anyio
+
+ANY_SITE = Sites(host="127.0.0.1", names=["*"], origins=["*"], has_keys=False)
 
 
 class Wire:
     """One request as uvicorn would hand it on, and what was sent back."""
 
-    def __init__(self, path, *, method="POST", key=None, body=b"{}"):
-        headers = [] if key is None else [(b"authorization", b"Bearer " + key)]
+    def __init__(self, path, *, method="POST", key=None, body=b"{}", headers=()):
+        headers = [*headers] if key is None else [*headers, (b"authorization", b"Bearer " + key)]
         self.scope = {"type": "http", "method": method, "path": path, "headers": headers}
         self.sent = []
         self._messages = [{"type": "http.request", "body": body}]
@@ -73,7 +76,7 @@ async def ask(front, path, **fields):
 
 
 async def test_with_keys_every_route_but_health_needs_one_and_the_bridge_token_is_one(app, door):
-    front = Front(app, app, door, root_path="", keys=[b"sesam", b"bridge"])
+    front = Front(app, app, door, root_path="", keys=[b"sesam", b"bridge"], sites=ANY_SITE)
     routes = ["/generate", "/v1/completions", "/v1/load_lora_adapter", "/bridge/info", "/lora/status", "/metrics"]
     for path in routes:
         for method in ("GET", "POST"):
@@ -89,12 +92,12 @@ async def test_with_keys_every_route_but_health_needs_one_and_the_bridge_token_i
 
 
 async def test_without_keys_nothing_is_asked(app, door):
-    front = Front(app, app, door, root_path="", keys=[])
+    front = Front(app, app, door, root_path="", keys=[], sites=ANY_SITE)
     assert (await ask(front, "/bridge/info", method="GET")).status == 200
 
 
 async def test_generating_routes_pass_the_door_and_vllms_loading_of_adapters_is_ours(app, door):
-    front = Front(app, app, door, root_path="/behind", keys=[])
+    front = Front(app, app, door, root_path="/behind", keys=[], sites=ANY_SITE)
     for path in ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/bridge/pause"):
         await ask(front, f"/behind{path}")
     assert app.asked == [
@@ -108,6 +111,42 @@ async def test_generating_routes_pass_the_door_and_vllms_loading_of_adapters_is_
     assert (await ask(front, "/behind/v1/completions")).status == 503
 
 
+async def test_routes_of_no_use_here_are_not_answered(app, door):
+    """They answered 500, or ended other clients' requests whose names can be guessed."""
+    front = Front(app, app, door, root_path="", keys=[], sites=ANY_SITE)
+    for path in ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/inference/v1/abort_requests", "/abort_requests"):
+        answer = await ask(front, path)
+        assert answer.status == 404
+        assert path.encode() in answer.body
+    assert app.asked == []
+
+
+async def test_another_sites_page_gets_no_answer_by_any_route_but_health(app, door):
+    sites = Sites(host="127.0.0.1", names=[], origins=[], has_keys=False)
+    front = Front(app, app, door, root_path="", keys=[], sites=sites)
+    foreign = [(b"host", b"127.0.0.1:9001"), (b"origin", b"http://evil.example")]
+    for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/bridge/pause", "/ping/"):
+        assert (await ask(front, path, headers=foreign)).status == 403
+    rebound = [(b"host", b"evil.example:9001")]
+    for path in ("/v1/models", "/metrics", "/bridge/info"):
+        assert (await ask(front, path, method="GET", headers=rebound)).status == 403
+    assert app.asked == []
+    for path in ("/health", "/readyz", "/ping"):
+        assert (await ask(front, path, method="GET", headers=rebound)).status == 200
+
+
+async def test_a_websocket_of_another_sites_page_is_refused(app, door):
+    """Browsers ask nobody before they open one."""
+    sites = Sites(host="127.0.0.1", names=[], origins=[], has_keys=False)
+    front = Front(app, app, door, root_path="", keys=[], sites=sites)
+    wire = Wire("/v1/realtime", headers=[(b"host", b"127.0.0.1:9001"), (b"origin", b"http://evil.example")])
+    wire.scope["type"] = "websocket"
+    del wire.scope["method"]
+    await front(wire.scope, wire.receive, wire.send)
+    assert wire.status == 403
+    assert app.asked == []
+
+
 class BreakingEngine:
     """An engine that gives one token and dies."""
 
@@ -118,6 +157,7 @@ class BreakingEngine:
             output = SimpleNamespace(
                 index=0, token_ids=[7], logprobs=None, text="", finish_reason=None, weight_versions=None
             )
+            output.cumulative_logprob = None
             yield SimpleNamespace(outputs=[output], prompt_logprobs=None)
             raise problems.engine_dead()
 

@@ -1,20 +1,20 @@
-"""Requests and replies of `/generate` without an engine, and who may ask."""
+"""Requests and replies of `/generate` without an engine."""
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import orjson
 import pytest
 
-from example_trainer.serving.guard import bearer, refuse_foreign_host, refuse_foreign_page, refuse_without_key
 from example_trainer.serving.problems import Problem
-from example_trainer.serving.replies import Replies, all_logprobs, chosen_logprobs, version_spans
-from example_trainer.serving.sampling import RequestParser, TokenPrompt
+from example_trainer.serving.replies import Replies, all_finite, all_logprobs, chosen_logprobs, version_spans
+from example_trainer.serving.sampling import RequestParser, TokenPrompt, sampling_params
 
 
 def parse(**body):
-    return RequestParser().parse(orjson.dumps(body))
+    return RequestParser().parse(json.dumps(body).encode())
 
 
 def flat(*positions):
@@ -110,28 +110,61 @@ def test_problems_are_problem_json_with_retry_after():
     }
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:9001", "localhost:9001", "[::1]:9001", "10.0.0.4", "gpu-3:9001"])
-def test_r28_names_and_addresses_of_this_machine_are_its_own(host):
-    refuse_foreign_host(host, ["gpu-3"])
+def test_each_token_is_mentioned_once_and_none_that_cannot_be_sampled():
+    """VLLM mentions the sampled token twice or once, by how the pieces of a stream came together."""
+    nothing = float("-inf")
+    told = all_logprobs(flat([(5, -1.0), (6, -0.5), (5, -1.0)], [(7, -2.0), (8, -0.1), (0, nothing)]))
+    assert told == [[{"5": -1.0}, {"6": -0.5}], [{"7": -2.0}, {"8": -0.1}]]
 
 
-@pytest.mark.parametrize("host", ["attacker.example", "gpu-4:9001", ""])
-def test_r28_other_names_may_have_been_pointed_here_by_anybody(host):
-    with pytest.raises(Problem, match="403"):
-        refuse_foreign_host(host, ["gpu-3"])
+@pytest.mark.parametrize(
+    ("total", "finite"), [(-3.0, True), (None, True), (float("-inf"), False), (float("nan"), False)]
+)
+def test_a_token_without_a_probability_is_noticed(total, finite):
+    assert all_finite([SimpleNamespace(cumulative_logprob=-1.0), SimpleNamespace(cumulative_logprob=total)]) is finite
 
 
-def test_r28_pages_of_other_sites_are_refused():
-    refuse_foreign_page([(b"host", b"h:1"), (b"origin", b"http://h:1")])
-    for headers in ([(b"sec-fetch-site", b"cross-site")], [(b"host", b"h:1"), (b"origin", b"http://h:2")]):
-        with pytest.raises(Problem):
-            refuse_foreign_page(headers)
+class Tokenizer:
+    """Each token is the letter of its number."""
+
+    def decode(self, tokens, **_):
+        return "".join(chr(96 + token) for token in tokens)
 
 
-def test_a_key_is_asked_for_only_where_one_is_set():
-    refuse_without_key([], [])
-    refuse_without_key([(b"authorization", b"Bearer k")], [b"j", b"k"])
-    for given in ([], [(b"authorization", b"Basic k")], [(b"authorization", b"Bearer x")]):
-        with pytest.raises(Problem):
-            refuse_without_key(given, [b"k"])
-    assert bearer([(b"authorization", b"bearer k")]) == b"k"
+@pytest.mark.parametrize(
+    ("fields", "reason", "text"),
+    [
+        ({}, "length", "abc"),
+        ({}, "stop", "ab"),
+        ({"include_stop_str_in_output": True}, "stop", "abc"),
+        ({"stop": "z"}, "stop", "by the engine"),
+    ],
+)
+def test_what_ended_an_output_is_no_part_of_its_text(fields, reason, text):
+    replies = Replies(boot_id="b", tokenizer=Tokenizer())
+    assert replies.text(parse(prompt=[1], **fields), output([1, 2, 3], reason=reason, text="by the engine")) == text
+
+
+def test_a_text_of_the_engines_may_be_empty():
+    """It is where the stop string came first; decoding the tokens instead would give the stop string."""
+    replies = Replies(boot_id="b", tokenizer=Tokenizer())
+    assert replies.text(parse(prompt=[1], stop="a"), output([1], reason="stop", text="")) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"seed": 2**70}, f"seed: {2**70} is not between 0 and {2**64 - 1}"),
+        ({"seed": -1}, "seed: -1 is not between"),
+        ({"seed": 2**64 - 2, "n": 4}, f"seed: {2**64 - 2} is not between 0 and {2**64 - 1} less the other 3 outputs"),
+        ({"max_tokens": 2**63}, f"max_tokens: {2**63} has more than 64 bits"),
+        ({"top_k": 2**70}, "top_k"),
+        ({"n": -(2**70)}, "n: "),
+        ({"logprobs": 2**64}, "logprobs"),
+    ],
+)
+def test_numbers_beyond_64_bits_are_refused_before_the_engine_hears_of_them(fields, said):
+    with pytest.raises(Problem) as caught:
+        sampling_params(parse(prompt=[5], **fields))
+    assert (caught.value.status, caught.value.kind) == (422, "bad-request")
+    assert said in caught.value.detail

@@ -1,0 +1,197 @@
+"""Requests of all kinds among each other: every answer is the one that its request is given alone.
+
+`ATROPOS_CROWD=20000` is the long form: so many requests, with 60 publishes of other weights between, and a quarter as
+many on a server of adapters.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import psutil
+import pytest
+
+from .asks import Asking
+from .crowd import Crowd, difference, until_difference
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(4 * 3600)]
+
+logger = logging.getLogger(__name__)
+
+REQUESTS = int(os.environ.get("ATROPOS_CROWD", "200"))
+LONG = REQUESTS >= 2000
+KINDS = 400 if LONG else 100
+PUBLISHES = 60 if LONG else 2
+VARIANTS = 3 if LONG else 1
+"""Weights that the publishes change between; the short form publishes the same again, so that one answer is right."""
+
+CLIENTS = 24
+MOST_GROWTH_BYTES = 64 << 20
+
+
+@dataclass
+class Policy:
+    """Which weights are served: the number of those of each version."""
+
+    server: object
+    reference: object
+    numbers: dict[int, int] = field(default_factory=dict)
+    versions: tuple[int, int] = (0, 0)
+    """The one that is served, and the one that is being published, if there is."""
+
+    def publish(self, number, **fields):
+        served = self.server.version or 0
+        self.numbers[served + 1] = number
+        self.versions = (served, served + 1)
+        self.server.publish(lambda: self.server.write(self.reference.variant(number)), version=served + 1, **fields)
+        self.versions = (served + 1, served + 1)
+
+
+@dataclass
+class Verdict:
+    """What came of a crowd's requests."""
+
+    counts: Counter = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def judge(self, ask, lone, said, numbers):
+        """`lone`: the answers alone under each of the weights, none for a mistake; `numbers`: a version's weights."""
+        if said.status == 0:
+            self.counts["left"] += 1
+        elif not lone:
+            self.counts["mistakes"] += 1
+            if not 400 <= said.status < 500:
+                self.wrong.append(f"{ask}: answered {said.status} {said.body[:300]}")
+        else:
+            self._compare(ask, lone, said, numbers)
+
+    def _compare(self, ask, lone, said, numbers):
+        spans = {version for output in said.outputs for _, _, version in output.versions or ()}
+        oldest, newest = said.versions
+        versions = spans or range(oldest, newest + 1)
+        under = {numbers(version) for version in versions}
+        if spans and len(under) > 1:  # each token is of the version stamped on it; alone only the first ones can be
+            self.counts["changed on the way"] += 1
+            found = until_difference(lone, said, numbers)
+        else:
+            found = [difference(lone[number], said) for number in sorted(under)]
+            if len(under) > 1 and None not in found:  # `/v1` does not tell the versions
+                self.counts["not told"] += 1
+                return
+            found = None if None in found else found[0]
+            self.counts["as alone"] += 1
+        if found is not None:
+            self.wrong.append(f"{ask}: {found}")
+
+
+def test_among_each_other_and_publishes_requests_are_answered_as_alone(shared_server, reference, wait_until):
+    asking = Asking(7, str(shared_server.model))
+    asks, policy = asking.make(KINDS), Policy(shared_server, reference)
+    crowd = Crowd(shared_server.url, lambda: policy.versions)
+    lone = []
+    for number in range(VARIANTS):
+        policy.publish(number)
+        lone.append(alone(crowd, asks))
+    sent = mixed(len(asks), REQUESTS, asks, asking.mistakes())
+    memory = []
+
+    def publish():
+        rng = random.Random(5)
+        for count in range(PUBLISHES):
+            due = (count + 1) * len(sent) // (PUBLISHES + 1)
+            wait_until(lambda due=due: crowd.answered >= due, 3600)
+            policy.publish(rng.randrange(VARIANTS), **rng.choice([{}, {"drain_seconds": 0}, {"in_flight": "finish"}]))
+            memory.append(memory_of(shared_server))
+
+    crowd.answered = 0
+    publishing = threading.Thread(target=publish)
+    publishing.start()
+    said = crowd.together([ask for ask, _ in sent], CLIENTS)
+    publishing.join()
+    verdict = judged(sent, said, lone, policy.numbers.__getitem__)
+    report(verdict, memory)
+    assert verdict.wrong == []
+    assert verdict.counts["as alone"] > 0.8 * REQUESTS
+    assert_nothing_left(shared_server, wait_until)
+    assert not LONG or memory[-1] - memory[len(memory) // 4] < MOST_GROWTH_BYTES
+
+
+@pytest.mark.skipif(not LONG, reason="ATROPOS_CROWD=20000 runs it, which takes minutes")
+def test_among_adapters_that_come_and_go_requests_are_answered_as_alone(start_server, tiny_qwen2, wait_until):
+    from .test_lora import Sender
+
+    server = start_server("--enable-lora", "--max-loras", "3", environ={"ATROPOS_BRIDGE_TOKEN": "known"})
+    sender = Sender(server, tiny_qwen2)
+    names = ("fixed-1", "fixed-2")
+    for name in names:
+        assert sender.send(name=name, activate=False).status_code == 200
+    asking = Asking(9, str(server.model), names)
+    asks = asking.make(KINDS)
+    crowd = Crowd(server.url)
+    lone = [alone(crowd, asks)]
+    sent = mixed(len(asks), REQUESTS // 4, asks, asking.mistakes())
+    memory, stopping = [], threading.Event()
+
+    def upload():
+        while not stopping.wait(1.0):
+            sender.send(name=f"passing-{sender.version}", activate=False)
+            memory.append(memory_of(server))
+
+    uploading = threading.Thread(target=upload)
+    uploading.start()
+    said = crowd.together([ask for ask, _ in sent], CLIENTS)
+    stopping.set()
+    uploading.join()
+    verdict = judged(sent, said, lone, lambda _: 0)
+    report(verdict, memory)
+    assert verdict.wrong == []
+    assert_nothing_left(server, wait_until)
+    assert memory[-1] - memory[len(memory) // 4] < MOST_GROWTH_BYTES
+
+
+def alone(crowd, asks):
+    said = crowd.alone(asks)
+    assert [(ask, each.body) for ask, each in zip(asks, said, strict=True) if each.status != 200] == []
+    return said
+
+
+def mixed(kinds, count, asks, mistakes):
+    """So many requests with their numbers, always beside others: some left by their client, and mistakes between."""
+    rng = random.Random(11)
+    numbers = [number for _ in range(count // kinds) for number in rng.sample(range(kinds), kinds)]
+    sent = []
+    for number in numbers:
+        leaving = rng.uniform(0.002, 0.1) if rng.random() < 0.05 else None
+        sent.append((replace(asks[number], leave_after_seconds=leaving), number))
+        if rng.random() < 0.05:
+            sent.append((rng.choice(mistakes), None))
+    return sent
+
+
+def judged(sent, said, lone, numbers):
+    verdict = Verdict()
+    for (ask, number), each in zip(sent, said, strict=True):
+        verdict.judge(ask, [] if number is None else [under[number] for under in lone], each, numbers)
+    return verdict
+
+
+def report(verdict, memory):
+    mebibytes = [each >> 20 for each in (memory[0], memory[len(memory) // 4], memory[-1])]
+    logger.info("%s; %d publishes; MiB at first, a quarter, end: %s", dict(verdict.counts), len(memory), mebibytes)
+
+
+def memory_of(server):
+    """Resident bytes of its processes, those shared by several counted once."""
+    family = psutil.Process(server.process.pid)
+    return sum(each.memory_full_info().pss for each in [family, *family.children(recursive=True)])
+
+
+def assert_nothing_left(server, wait_until):
+    left = ("requests_running", "requests_waiting", "requests_inside", "requests_known")
+    wait_until(lambda: not any(server.debug()[name] for name in left))
+    assert server.client.get("/health").status_code == 200
