@@ -18,6 +18,7 @@ from pydantic import Field
 
 from environments.rewards.gold import GoldItem
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, scored_group
+from environments.sdk.background import run_blocking
 from environments.tasks.arithmetic import (
     Problem,
     TaskName,
@@ -76,16 +77,14 @@ class ArithmeticEnv(BaseEnv):
 
     async def setup(self) -> None:
         config = self.config
-        self.problems: Iterator[Problem | WordProblem] = (
-            drawn_for_ever(as_word_problems(config.training_questions()), config.seed)
-            if config.has_data
-            else problem_stream(config.task, seed=config.seed)
-        )
-        self.held_out: Sequence[Problem | WordProblem] = (
-            as_word_problems(config.evaluation_questions())[: config.eval_problems]
-            if config.val_data_path is not None or config.dataset_name is not None
-            else held_out_problems(config.task, config.eval_problems)
-        )
+        self.problems: Iterator[Problem | WordProblem] = problem_stream(config.task, seed=config.seed)
+        self.held_out: Sequence[Problem | WordProblem] = held_out_problems(config.task, config.eval_problems)
+        if config.has_data:
+            questions = await run_blocking(config.training_questions, about="the training questions")
+            self.problems = drawn_for_ever(as_word_problems(questions), config.seed)
+        if config.val_data_path is not None or config.dataset_name is not None:
+            questions = await run_blocking(config.evaluation_questions, about="the evaluation questions")
+            self.held_out = as_word_problems(questions)[: config.eval_problems]
 
     async def get_next_item(self) -> Problem | WordProblem:
         return next(self.problems)

@@ -88,7 +88,6 @@ class MathZeroEnv(QuestionEnv):
     def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:
         config = MathZeroEnvConfig(
             dataset_name="zwhe99/DeepMath-103K",
-            tokenizer_name="Qwen/Qwen3-4B-Instruct-2507",
             group_size=8,
             max_token_length=32000,
             total_steps=120,

@@ -34,6 +34,7 @@ from environments.sdk import (
     ScoredDataGroup,
     scored_group,
 )
+from environments.sdk.background import run_blocking
 from environments.sdk.errors import InferenceRefused
 from environments.sdk.session.adapter import ManagedServerAdapter
 from environments.tasks.question_env import mean, run_all
@@ -85,7 +86,10 @@ class VerifiersEnv(BaseEnv):
     async def setup(self) -> None:
         self.items_taken = 0
         self.inner = load_environment(self.config)
-        self.problems: Any = () if self.evaluation_only else self.inner.get_dataset(seed=self.config.seed)
+        self.problems: Any = ()
+        if not self.evaluation_only:
+            load = partial(self.inner.get_dataset, seed=self.config.seed)
+            self.problems = await run_blocking(load, about="the training problems")
 
     async def get_next_item(self) -> dict[str, Any]:
         self.items_taken += 1

@@ -6,8 +6,6 @@ import logging
 import os
 from typing import Any, ClassVar
 
-import anyio
-
 from environments.compat.config import APIServerConfig, BaseEnvConfig, ServerBaseline
 from environments.compat.servers import (
     APIServer,
@@ -17,6 +15,7 @@ from environments.compat.servers import (
     refuse_server_class,
 )
 from environments.sdk import env as sdk
+from environments.sdk.background import run_blocking
 from environments.sdk.config import EvalHandlingEnum
 from environments.sdk.errors import EnvironmentsError
 from environments.sdk.types import Item, Message, ScoredDataGroup, ScoredDataItem
@@ -99,7 +98,7 @@ class BaseEnv(sdk.BaseEnv):
         """Begin W&B's run at once: these environments log to it themselves."""
         await super().setup_wandb()
         if self.tracker is not None:
-            await anyio.to_thread.run_sync(self.tracker.begin)
+            await run_blocking(self.tracker.begin, about="W&B")
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
         """Timings are added to the metrics later; nothing is left to do here."""

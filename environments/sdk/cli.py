@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from atropos_api.common.cliconfig import ConfigError, load_config, nearest
 from atropos_api.common.logs import setup_logging
-from atropos_api.common.token_file import TokenSource
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
 from environments.sdk.env import BaseEnv
 from environments.sdk.inference.manager import MAX_N_COMPLETIONS
+from environments.sdk.running import Verb, run
 from environments.sdk.slurm import slurm_servers
-
-Verb = Literal["serve", "process", "evaluate", "validate"]
 
 VERBS: dict[Verb, str] = {
     "serve": "generate rollouts for a trainer, through the broker",
@@ -71,11 +69,15 @@ def run_verb(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
     if verb == "serve" and not (env_cls.lenient or command.env.allow_estimated_tokens):
         _require_trainable(servers)
     setup_logging(env_cls.name or env_cls.__name__)
-    env = env_cls(command.env, servers, slurm=command.slurm, testing=command.testing)
-    env.server.pool.max_n_completions = command.max_n_completions
-    if command.teachers is not None:
-        env.set_teacher(command.teachers)
-    return _run(_main_of(verb), env)
+
+    def make_env() -> BaseEnv:
+        env = env_cls(command.env, servers, slurm=command.slurm, testing=command.testing)
+        env.server.pool.max_n_completions = command.max_n_completions
+        if command.teachers is not None:
+            env.set_teacher(command.teachers)
+        return env
+
+    return run(verb, make_env)
 
 
 def read_command(env_cls: type[BaseEnv], verb: Verb, argv: Sequence[str]) -> EnvironmentCommand:
@@ -146,58 +148,3 @@ def _require_trainable(servers: Sequence[APIServerConfig]) -> None:
     for server in servers:
         if server.server_type == "openai":
             refuse_for_training(server)
-
-
-def _main_of(verb: Verb) -> Callable[[BaseEnv], Awaitable[int | None]]:
-    from environments.sdk.evaluate import evaluate_alone
-    from environments.sdk.process import process
-    from environments.sdk.validate import validate
-
-    verbs: dict[Verb, Callable[[BaseEnv], Awaitable[int | None]]] = {
-        "serve": _serve,
-        "process": process,
-        "evaluate": evaluate_alone,
-        "validate": validate,
-    }
-    return verbs[verb]
-
-
-async def _serve(env: BaseEnv) -> None:
-    from atropos_api.client import AsyncBrokerClient
-    from environments.sdk.worker import EnvironmentWorker
-
-    config = env.config
-    token = TokenSource.settle(
-        config.rollout_server_token,
-        config.rollout_server_token_file,
-        os.environ,
-        flag="--env.rollout_server_token_file",
-    )
-    async with AsyncBrokerClient(config.rollout_server_url, token=token) as client:
-        await EnvironmentWorker(env, client).serve()
-
-
-def _run(main: Callable[[BaseEnv], Awaitable[int | None]], env: BaseEnv) -> int:
-    """Run in an event loop; the exit code. Of errors that happened together the first one is reported."""
-    import anyio
-
-    from atropos_api.common.errors import AtroposError
-    from environments.sdk.garbage import collect_rarely
-
-    async def run_and_close() -> int:
-        try:
-            return await main(env) or 0
-        finally:
-            await env.aclose()
-
-    collect_rarely()
-    try:
-        return anyio.run(run_and_close, backend_options={"use_uvloop": True})
-    except BaseExceptionGroup as errors:
-        known = errors.subgroup(AtroposError)
-        while known is not None:
-            first = known.exceptions[0]
-            if not isinstance(first, BaseExceptionGroup):
-                raise first from errors
-            known = first
-        raise

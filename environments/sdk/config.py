@@ -52,8 +52,8 @@ class BaseEnvConfig(BaseModel):
     inference_weight: float = Field(1.0, gt=0, description="share of the batch against other environments")
     batch_size: int = Field(-1, description="sequences in a batch; the broker's answer replaces it")
     max_batches_offpolicy: int = Field(3, ge=1, description="batches that may be under way or waiting to be trained")
-    tokenizer_name: str = Field(
-        "NousResearch/DeepHermes-3-Llama-3-3B-Preview", description="name or folder of the model's tokenizer"
+    tokenizer_name: str | None = Field(
+        None, description="name or folder of the model's tokenizer; default: that of the model the server serves"
     )
     use_wandb: bool = Field(True, description="log to Weights & Biases, if it is installed")
     rollout_server_url: Address = Field("http://localhost:8000", description="where run-api answers")

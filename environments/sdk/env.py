@@ -22,6 +22,7 @@ from environments.rewards.gold import GoldItem
 from environments.sdk import checkpoint
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
 from environments.sdk.drops import DroppedGroups
+from environments.sdk.errors import TokenizerUnavailable
 from environments.sdk.evaluation import EvaluationResult, format_metrics
 from environments.sdk.groups import group_items
 from environments.sdk.inference.manager import ServerManager
@@ -297,7 +298,10 @@ class BaseEnv(ABC):
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer: encode, decode, chat template, and all of transformers' on demand."""
-        return load_tokenizer(self.config.tokenizer_name)
+        name = self.config.tokenizer_name
+        if name is None:
+            raise TokenizerUnavailable("no tokenizer is named, and no server has told one; set --env.tokenizer_name")
+        return load_tokenizer(name)
 
     @property
     def registered_name(self) -> str:

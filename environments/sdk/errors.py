@@ -50,7 +50,11 @@ class ToolParserUnknown(EnvironmentsError):
 
 
 class TokenizerUnavailable(EnvironmentsError):
-    """The tokenizer named in the configuration cannot be loaded."""
+    """The tokenizer named in the configuration cannot be loaded, or none is named."""
+
+
+class TokenizerMismatch(EnvironmentsError):
+    """The tokenizer is not that of the model that is sampled from."""
 
 
 class ItemDropped(EnvironmentsError):
@@ -65,3 +69,10 @@ class RolloutsKeepFailing(EnvironmentsError):
 
 class EvaluationFailed(EnvironmentsError):
     """An evaluation that was asked for by name could not be done."""
+
+
+def innermost(error: BaseException) -> BaseException:
+    """The first real error inside nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -10,6 +10,7 @@ import yaml
 from atropos_api.common.private_files import write_private
 from atropos_api.common.secret_fields import public_settings
 from environments.sdk.env import BaseEnv
+from environments.sdk.preparing import prepare_tokenizer
 from environments.sdk.session.journal import keep_journal
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ async def run_evaluation(env: BaseEnv, *, step: int | None) -> None:
 async def evaluate_alone(env: BaseEnv) -> None:
     """The verb `evaluate`: set up, evaluate, done. `evaluation_only` spares an environment what it trains on."""
     env.evaluation_only = True
+    if any(server.config.server_type != "openai" for server in env.server.servers):
+        await prepare_tokenizer(env)
     await env.setup()
     await env.setup_wandb()
     try:

@@ -11,7 +11,7 @@ import anyio
 from environments.sdk.delivery import Delivery, hold_groups
 from environments.sdk.drops import FAILED, NO_GROUP, TIMED_OUT, Rejection, one_line, quoted
 from environments.sdk.env import BaseEnv
-from environments.sdk.errors import EnvironmentsError, ItemDropped, RolloutsKeepFailing
+from environments.sdk.errors import EnvironmentsError, ItemDropped, RolloutsKeepFailing, innermost
 from environments.sdk.session.journal import keep_journal
 from environments.sdk.types import Item
 
@@ -44,7 +44,7 @@ class Collector:
             try:
                 sent = await self._attempt(item)
             except Exception as error:  # an environment's own code may raise anything
-                reason = _innermost(error)
+                reason = innermost(error)
                 if isinstance(reason, ItemDropped):
                     return await self._came_to_nothing(item, str(reason), started)
                 if isinstance(reason, EnvironmentsError) and reason.ends_server:
@@ -100,10 +100,3 @@ class Collector:
 
     def _drop(self, item: Item, reason: str, why: str) -> None:
         self._env.dropped_groups.note(Rejection(reason, one_line(why)), lambda: f"last item: {quoted(item)}")
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """The first real error inside nested exception groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

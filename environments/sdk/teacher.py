@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
 from environments.sdk.delivery import as_groups
 from environments.sdk.env import BaseEnv
+from environments.sdk.errors import TokenizerMismatch, innermost
 from environments.sdk.inference.manager import ServerManager
 from environments.sdk.types import Item
 
@@ -94,7 +95,9 @@ class TeacherMixin(BaseEnv):
             async with anyio.create_task_group() as questions:
                 for index in range(len(tokens)):
                     questions.start_soon(ask, index)
-        except Exception as error:  # noqa: BLE001 - a teacher that fails costs its advice, never the rollout
+        except Exception as error:  # a teacher that fails costs its advice, never the rollout
+            if isinstance(mismatch := innermost(error), TokenizerMismatch):
+                raise mismatch from error
             logger.warning("a group goes without its teacher: %r", error)
             return untaught
         ids = [one["prompt_topk_token_ids"] for one in found]

@@ -57,6 +57,9 @@ class FakeInference:
     broken_after: int | None = None
     ours: bool = True
     problem: tuple[int, str] | None = None
+    model: str = "fake"
+    vocabulary: str | None = None
+    """The fingerprint of its vocabulary, where it tells one."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
@@ -68,7 +71,8 @@ class FakeInference:
             return
         path = scope["path"]
         if path == "/bridge/info" and self.ours:
-            await _answer(send, 200, {"boot_id": "fake", "policy_version": self.version, "model": "fake"})
+            told = {"boot_id": "fake", "policy_version": self.version, "model": self.model}
+            await _answer(send, 200, {**told, "vocabulary": self.vocabulary})
         elif path == "/generate":
             await self._generate(msgspec.json.decode(await _read(receive)), send)
         else:

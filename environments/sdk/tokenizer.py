@@ -39,8 +39,8 @@ def load_transformers_tokenizer(name: str) -> Any:
         # Since version 5 it gives a mapping by default; environments expect the list that its other versions give.
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
         return tokenizer
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # it raises whatever its files, its hub and the packages of odd tokenizers raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise TokenizerUnavailable(
             f"tokenizer {name!r} cannot be loaded ({reason}); set --env.tokenizer_name to a model's name or folder"
         ) from error
@@ -73,16 +73,19 @@ class FastTokenizer:
     def __len__(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
+    def get_vocab(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
     def encode(self, text: str, *, add_special_tokens: bool = True, **more: Any) -> list[int]:
         if more:
-            return list(self._load_full().encode(text, add_special_tokens=add_special_tokens, **more))
+            return list(self.load_full().encode(text, add_special_tokens=add_special_tokens, **more))
         # "fast" leaves out the places of tokens in the text, which are not asked for.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **more: Any) -> str:
         if more:
-            return str(self._load_full().decode(token_ids, skip_special_tokens=skip_special_tokens, **more))
+            return str(self.load_full().decode(token_ids, skip_special_tokens=skip_special_tokens, **more))
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         if self._bytes is not None and not skip_special_tokens:
             return b"".join(map(self._bytes.__getitem__, ids)).decode("utf-8", "replace")
@@ -103,7 +106,7 @@ class FastTokenizer:
         """The chat as text, or as a plain list of ids when `tokenize`; other forms come from the full tokenizer."""
         if more.get("return_dict") or more.get("return_tensors") or not self._can_render(more):
             more.setdefault("return_dict", False)
-            return self._load_full().apply_chat_template(
+            return self.load_full().apply_chat_template(
                 conversation, tools=tools, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **more
             )
         variables = {key: value for key, value in more.items() if key not in {"return_dict", "return_tensors"}}
@@ -120,12 +123,13 @@ class FastTokenizer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._load_full(), name)
+        return getattr(self.load_full(), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._load_full()(*args, **kwargs)
+        return self.load_full()(*args, **kwargs)
 
-    def _load_full(self) -> Any:
+    def load_full(self) -> Any:
+        """The tokenizer as transformers makes it of the same files."""
         if self._full is None:
             self._full = load_transformers_tokenizer(self.name_or_path)
         return self._full

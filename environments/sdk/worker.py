@@ -7,7 +7,7 @@ for something to change (pacing, a finished rollout, the end of an evaluation) a
 from __future__ import annotations
 
 import logging
-import signal
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -24,7 +24,9 @@ from environments.sdk.errors import EnvironmentsError, EvaluationFailed
 from environments.sdk.evaluate import run_evaluation
 from environments.sdk.groups import GroupRules
 from environments.sdk.link import BrokerLink
+from environments.sdk.preparing import prepare_tokenizer
 from environments.sdk.rollouts import Collector
+from environments.sdk.stopping import StopRequest, listen_for_stop
 from environments.sdk.types import Item
 
 if TYPE_CHECKING:
@@ -33,13 +35,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_ITEM_PAUSE_SECONDS = 1.0
+ENDING_SECONDS = 5.0
+"""What an orderly end may take beside the drains of rollouts and of groups."""
+FINISHING_SECONDS = 30.0
+"""What W&B may take to send what it has."""
 
 
 class EnvironmentWorker:
     """Serves one environment to one broker."""
 
-    def __init__(self, env: BaseEnv, client: AsyncBrokerClient) -> None:
+    def __init__(self, env: BaseEnv, client: AsyncBrokerClient, stop: StopRequest | None = None) -> None:
+        """Without `stop` the worker listens for signals itself, for as long as it serves."""
         config = env.config
+        self._stop = stop
         request = EnvironmentRequest(
             name=env.registered_name,
             group_size=config.group_size,
@@ -69,24 +77,33 @@ class EnvironmentWorker:
     async def serve(self) -> None:
         """Run until the broker says the run is finished, or until SIGTERM or SIGINT."""
         self._env.require_servable()
+        with listen_for_stop() if self._stop is None else nullcontext(self._stop) as stop:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._obey, stop, group)
+                with anyio.CancelScope() as self._beginning:
+                    await self._begin(group)
+                    stop.patience_seconds = 2 * self._env.config.drain_seconds + ENDING_SECONDS
+                await self._serve_run(group)
+                group.cancel_scope.cancel()
+            if self._stopping:
+                stop.allow(FINISHING_SECONDS)
+            self._finish()
+
+    async def _begin(self, group: TaskGroup) -> None:
+        """All that comes before the first rollout; a stop ends it at once, whatever it waits for."""
+        await prepare_tokenizer(self._env)
         await self._env.setup()
         info = await self._link.register()
         logger.info("registered as %s with %s", info.display_name, self._env.config.rollout_server_url)
-        async with anyio.create_task_group() as group:
-            self._background = group
-            group.start_soon(self._stop_on_signal, group)
-            group.start_soon(self._link.keep_pacing)
-            group.start_soon(self._link.keep_submitting)
-            group.start_soon(self._link.keep_reporting, self._env.dropped_groups)
-            await self._serve_run(group)
-            group.cancel_scope.cancel()
-        self._finish()
+        self._background = group
+        group.start_soon(self._link.keep_pacing)
+        group.start_soon(self._link.keep_submitting)
+        group.start_soon(self._link.keep_reporting, self._env.dropped_groups)
+        await self._wait_for_run()
+        await self._adopt_run()
 
     async def _serve_run(self, group: TaskGroup) -> None:
-        with anyio.CancelScope() as self._beginning:
-            await self._wait_for_run()
-            await self._adopt_run()
-        if self._env.config.eval_at_start and self._active:
+        if self._active and self._env.config.eval_at_start:
             await self._evaluate(required=True)
         async with anyio.create_task_group() as rollouts:
             self._rollouts = rollouts
@@ -278,20 +295,18 @@ class EnvironmentWorker:
     def _active(self) -> bool:
         return not self._stopping and self._pacing.state != "finished"
 
-    async def _stop_on_signal(self, group: TaskGroup) -> None:
+    async def _obey(self, stop: StopRequest, group: TaskGroup) -> None:
         """The first signal drains, the second stops at once."""
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            async for number in signals:
-                if self._stopping:
-                    self._given_up = self._rolling
-                    group.cancel_scope.cancel()
-                    return
-                logger.info("%s: finishing what is under way", signal.Signals(number).name)
-                self._stopping = True
-                for scope in (self._beginning, self._evaluation):
-                    if scope is not None:
-                        scope.cancel()
-                self._changed.ring()
+        await stop.wait_for(1)
+        logger.info("%s: finishing what is under way", stop.number.name if stop.number is not None else "stopped")
+        self._stopping = True
+        for scope in (self._beginning, self._evaluation):
+            if scope is not None:
+                scope.cancel()
+        self._changed.ring()
+        await stop.wait_for(2)
+        self._given_up = self._rolling
+        group.cancel_scope.cancel()
 
     def _finish(self) -> None:
         self._delivery.close()

@@ -20,6 +20,7 @@ from environments.rewards.accuracy import reference
 from environments.rewards.errors import GoldUnparsable
 from environments.rewards.gold import GoldItem
 from environments.sdk import BaseEnv, BaseEnvConfig, ItemDropped, ScoredDataGroup, SequenceNode
+from environments.sdk.background import run_blocking
 from environments.sdk.session.journal import current_split
 from environments.tasks.data import DataFields, Draws, Question
 
@@ -49,10 +50,10 @@ class QuestionEnv(BaseEnv):
         self.items_taken = 0
         self.held_out: Sequence[Question] = ()
         if not self.evaluation_only:
-            questions = await anyio.to_thread.run_sync(self.config.training_questions)
+            questions = await run_blocking(self.config.training_questions, about="the training questions")
             self.training = Draws(questions, self.config.seed)
         if self.evaluation_only or self._will_evaluate():
-            self.held_out = await anyio.to_thread.run_sync(self.load_held_out)
+            self.held_out = await run_blocking(self.load_held_out, about="the evaluation questions")
 
     def load_held_out(self) -> Sequence[Question]:
         questions = self.config.evaluation_questions()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common.vocabulary import fingerprint
 from example_trainer.serving import problems
 from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.checkpoint_shapes import CheckpointUnreadable, Shapes, check_replacement
@@ -49,6 +51,8 @@ class ServerState:
         model_config = self.engine.async_llm.model_config
         told = {
             "model": self.config.model,
+            "tokenizer": str(model_config.tokenizer),
+            "vocabulary": self.vocabulary,
             "boot_id": self.boot_id,
             "sharing": self.manifest is not None,
             "policy_version": self.policy_version,
@@ -65,6 +69,12 @@ class ServerState:
         if self.manifest is None:
             told["how_to_share"] = SHARING_HOW_TO
         return told
+
+    @cached_property
+    def vocabulary(self) -> str | None:
+        """The fingerprint of the model's vocabulary, for environments to compare theirs with."""
+        tokenizer = self.engine.async_llm.tokenizer
+        return None if tokenizer is None else fingerprint(tokenizer.get_vocab())
 
     @property
     def policy_version(self) -> PolicyVersion | None:

@@ -63,6 +63,7 @@ class ServerManager:
         ]
         for server in servers:
             server.reasoning = reasoning or Reasoning()
+            server.load_tokenizer = load_tokenizer
             if isinstance(server, TrlServer):
                 server.decode = lambda tokens: self._codec().decode(tokens)
         self.tool_parser = tool_parser
@@ -146,6 +147,14 @@ class ServerManager:
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """The logprobs of a given `prompt`, `messages` or `input_ids`: `top_k` at each position."""
         return await self._untracked(self.pool.pinned()).get_logprobs(**kwargs)
+
+    async def tokenizer_name(self) -> tuple[str, str] | None:
+        """Address and tokenizer of the first server that tells the tokenizer of its model; waits for those out."""
+        for server in self.servers:
+            name = await server.tokenizer_name()
+            if name is not None:
+                return server.config.base_url, name
+        return None
 
     def follow(self, policy_name: str | None, version: int | None) -> None:
         """From now on ask for the model of this name; None: for the one that each server's settings name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -34,6 +35,8 @@ class HttpServer:
         self.channel = Channel(config, wait_timeout_seconds=wait_timeout_seconds, transport=transport)
         self.reasoning = Reasoning()
         self.policy: NamedPolicy | None = None
+        self.load_tokenizer: Callable[[], Any] | None = None
+        """Gives the tokenizer whose ids are sent, to compare it with the model's; its manager sets it."""
         self.in_flight = 0
         """Requests under way, those that wait for a place among them; the pool counts."""
 
@@ -41,6 +44,10 @@ class HttpServer:
     def model_name(self) -> str:
         """The model to ask for."""
         return self.config.model_name if self.policy is None else self.policy.name
+
+    async def tokenizer_name(self) -> str | None:
+        """The name or folder of the tokenizer of the model that is served; None from servers that do not tell."""
+        return None
 
     async def generate(
         self,
@@ -102,6 +109,13 @@ class HttpServer:
 
     async def aclose(self) -> None:
         await self.channel.aclose()
+
+    async def _get_object(self, url: str, elsewhere: Elsewhere = None) -> dict[str, Any]:
+        """The JSON object there; an empty one from a server that has none."""
+        try:
+            return msgspec.json.decode(await self.channel.get(url, elsewhere=elsewhere) or b"{}", type=dict[str, Any])
+        except msgspec.MsgspecError:
+            return {}
 
     async def _post(self, url: str, fields: dict[str, Any], split: Split, elsewhere: Elsewhere) -> dict[str, Any]:
         answer = await self.channel.post(url, msgspec.json.encode(fields), split, elsewhere=elsewhere)

@@ -33,6 +33,11 @@ class Output(msgspec.Struct):
 class SglangServer(HttpServer):
     """One SGLang server; the version of its weights is known where somebody has set it to a number."""
 
+    async def tokenizer_name(self) -> str | None:
+        info = await self._get_object(f"{self.config.root_url}/get_model_info")
+        found = info.get("tokenizer_path") or info.get("model_path")
+        return None if found is None else str(found)
+
     async def generate(
         self,
         prompt_tokens: list[int],

@@ -4,6 +4,7 @@ from a plain vLLM, which has none, by way of its `/v1/completions`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import anyio
@@ -18,6 +19,7 @@ from environments.sdk.inference.generation import OnTokens, PromptLogprobs, Samp
 from environments.sdk.inference.sampling import Sampling
 from environments.sdk.inference.server import HttpServer
 from environments.sdk.inference.transport import Transport
+from environments.sdk.inference.vocabulary import compare_vocabulary
 
 Dialect = Literal["compact", "atropos", "plain"]
 
@@ -73,7 +75,7 @@ class VllmServer(HttpServer):
         elsewhere: Elsewhere = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        dialect = self._dialect or await self._learn_dialect(elsewhere)
+        dialect = self._dialect or await self._get_to_know(elsewhere)
         if dialect == "plain":
             return await self._generate_plainly(prompt_tokens, sampling, split, elsewhere, on_tokens)
         fields: dict[str, Any] = {"prompt": {"prompt_token_ids": prompt_tokens}, "logprobs": 0, **sampling.payload()}
@@ -103,25 +105,40 @@ class VllmServer(HttpServer):
             "temperature": 0.0,
             "top_p": 1.0,
         }
+        if self._dialect is None:
+            await self._get_to_know(elsewhere)
         body = await self.channel.post(self._url, self._encoder.encode(fields), split, elsewhere=elsewhere)
         found = msgspec.json.decode(body, type=PromptReply).prompt_logprobs
         if found is None:
             raise InferenceRefused(f"{self._url} answered without prompt_logprobs; that server cannot be a teacher")
         return top_of_prompt(prompt_tokens, found, top_k, self._url)
 
-    async def _learn_dialect(self, elsewhere: Elsewhere) -> Dialect:
-        """Only our server tells a boot id; a plain vLLM describes its routes, and `/generate` is none of them."""
+    async def tokenizer_name(self) -> str | None:
+        root = self.config.root_url
+        info = await self._get_object(f"{root}/bridge/info")
+        if found := info.get("tokenizer") or info.get("model"):
+            return str(found)
+        listed = (await self._get_object(f"{root}/v1/models")).get("data") or []
+        bases = [entry for entry in listed if isinstance(entry, dict) and not entry.get("parent")]
+        return str(bases[0].get("root") or bases[0].get("id")) if bases else None
+
+    async def _get_to_know(self, elsewhere: Elsewhere) -> Dialect:
+        """Before the first request: which protocol the server speaks, and whether its tokens are ours."""
         async with self._asking:
             if self._dialect is None:
-                root = self.config.root_url
-                info = await self.channel.get(f"{root}/bridge/info", elsewhere=elsewhere)
-                if info is not None and b'"boot_id"' in info:
-                    self._dialect = "compact"
-                else:
-                    routes = await self.channel.get(f"{root}/openapi.json", elsewhere=elsewhere) or b""
-                    is_plain = b'"/v1/completions"' in routes and b'"/generate"' not in routes
-                    self._dialect = "plain" if is_plain else "atropos"
+                info = await self._get_object(f"{self.config.root_url}/bridge/info", elsewhere)
+                dialect = await self._dialect_of(info, elsewhere)
+                if self.load_tokenizer is not None:
+                    await compare_vocabulary(self, self.load_tokenizer(), info.get("vocabulary"), elsewhere)
+                self._dialect = dialect
             return self._dialect
+
+    async def _dialect_of(self, info: Mapping[str, Any], elsewhere: Elsewhere) -> Dialect:
+        """Only our server tells a boot id; a plain vLLM describes its routes, and `/generate` is none of them."""
+        if "boot_id" in info:
+            return "compact"
+        routes = await self.channel.get(f"{self.config.root_url}/openapi.json", elsewhere=elsewhere) or b""
+        return "plain" if b'"/v1/completions"' in routes and b'"/generate"' not in routes else "atropos"
 
     async def _generate_plainly(
         self,

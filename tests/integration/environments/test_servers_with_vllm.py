@@ -6,6 +6,7 @@ The other servers are held against a real vLLM, served and all at once, in `serv
 from __future__ import annotations
 
 import json
+import shutil
 
 import msgspec
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from atropos_api.wire.groups import Group
 from environments.gsm8k_server import GSM8kEnv, GSM8kEnvConfig
 from environments.sdk.config import APIServerConfig
+from environments.sdk.errors import TokenizerMismatch
 from environments.sdk.inference.manager import ServerManager
+from environments.sdk.inference.vocabulary import compare_vocabulary
 from environments.sdk.process import process
 from environments.sdk.tokenizer import load_tokenizer
 
@@ -94,3 +97,37 @@ async def test_what_is_streamed_is_what_is_answered_at_once(tiny_qwen2, plain_se
         assert "".join(piece.text for piece in pieces[index]) == answer.choices[index].text
         assert pieces[index][-1].finish_reason == bit_by_bit.finish_reason
     assert {version for node in streamed.nodes for _, _, version in node.policy_versions} == {7}
+
+
+@pytest.fixture
+def swapped(tiny_qwen2, tmp_path):
+    """The model's tokenizer with two ids exchanged."""
+    folder = tmp_path / "swapped"
+    shutil.copytree(tiny_qwen2, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    document = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = document["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return folder
+
+
+async def test_a_tokenizer_with_swapped_ids_is_refused_by_fingerprint_and_by_text(
+    env, swapped, tiny_qwen2, plain_server
+):
+    env.config.tokenizer_name = str(swapped)
+    with pytest.raises(TokenizerMismatch, match="their vocabularies differ"):
+        await collect(env)
+    config = APIServerConfig(server_type="vllm", base_url=f"{plain_server.url}/v1")
+    manager = ServerManager([config], load_tokenizer=lambda: None)
+    try:
+        await compare_vocabulary(manager.servers[0], load_tokenizer(str(tiny_qwen2)), None, None)
+        with pytest.raises(TokenizerMismatch, match="is token"):
+            await compare_vocabulary(manager.servers[0], load_tokenizer(str(swapped)), None, None)
+    finally:
+        await manager.aclose()
+
+
+async def test_where_no_tokenizer_is_named_it_is_that_of_the_served_model(env, tiny_qwen2):
+    env.config.tokenizer_name = None
+    await collect(env)
+    assert env.config.tokenizer_name == str(tiny_qwen2)

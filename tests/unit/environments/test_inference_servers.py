@@ -75,7 +75,7 @@ class PlainVllm:
         path = url.removeprefix("http://fake")
         if path == "/openapi.json":
             return Response(200, b'{"paths": {"/v1/completions": {}}}')
-        if method == "GET":
+        if method == "GET" or path == "/tokenize":
             return Response(404, b'{"detail": "Not Found"}')
         fields = msgspec.json.decode(body)
         self.asked.append((path, fields))
