@@ -9,6 +9,7 @@ from typing import NoReturn
 from atropos_api.common.allocation import keep_freed_memory
 from atropos_api.common.cliconfig import load_config, run_cli, validate
 from atropos_api.common.logs import setup_logging
+from atropos_api.common.token_file import TokenSource
 from atropos_api.config import BrokerConfig
 
 DESCRIPTION = (
@@ -20,9 +21,9 @@ DESCRIPTION = (
 def run(argv: Sequence[str]) -> int:
     """Parse the arguments and serve until told to stop."""
     config = load_config(BrokerConfig, argv, prog="run-api", description=DESCRIPTION, section="api")
-    token = os.environ.get("ATROPOS_TOKEN")
-    if config.token is None and token:
-        config = validate(BrokerConfig, {**config.model_dump(), "token": token})
+    source = TokenSource.settle(config.token, config.token_file, os.environ)
+    settled = {"token": None if source.file is not None else source.value, "token_file": source.file}
+    config = validate(BrokerConfig, config.model_dump() | settled)
     setup_logging("run-api", level=config.log_level)
     keep_freed_memory()
     # The server stack takes most of a second to import, which --help should not cost.

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos_api.broker.settings import BrokerSettings
 from atropos_api.common.secret_fields import SECRET
+
+
+def check_token(token: str) -> str:
+    """A token that fits in a header and between two slashes of a path; raises `ValueError` for any other."""
+    if not re.fullmatch(r"[A-Za-z0-9._~+=-]{8,}", token):
+        raise ValueError("a token has 8 characters or more, of letters, digits and . _ ~ + = -")
+    return token
 
 
 class BrokerConfig(BaseModel):
@@ -37,6 +45,9 @@ class BrokerConfig(BaseModel):
         None,
         description="Bearer token that callers must show (default: $ATROPOS_TOKEN; made up if the host needs one)",
         json_schema_extra=SECRET,
+    )
+    token_file: Path | None = Field(
+        None, description="File that holds that token, read again on SIGHUP (default: $ATROPOS_TOKEN_FILE)"
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,
@@ -82,17 +93,15 @@ class BrokerConfig(BaseModel):
     @field_validator("store")
     @classmethod
     def _check_store(cls, value: str) -> str:
-        if not value:
-            raise ValueError("name a directory, say memory, or give the URL of a Redis")
+        scheme, found, _ = value.partition("://")
+        if not value or "\0" in value or (found and scheme not in {"redis", "rediss"}):
+            raise ValueError("name a directory, say memory, or give the URL of a Redis (redis://host:port/database)")
         return value
 
     @field_validator("token")
     @classmethod
     def _check_token(cls, value: str | None) -> str | None:
-        # It has to fit in a header and between two slashes of a path.
-        if value is not None and not re.fullmatch(r"[A-Za-z0-9._~+=-]{8,}", value):
-            raise ValueError("a token has 8 characters or more, of letters, digits and . _ ~ + = -")
-        return value
+        return None if value is None else check_token(value)
 
     def settings(self) -> BrokerSettings:
         """The part of the options that the rules need."""

@@ -27,12 +27,14 @@ __all__ = [
     "StoreDamaged",
     "StoreUnavailable",
     "StoreUnsafe",
+    "StoreUnusable",
     "SupersededRun",
     "TooLarge",
     "Unauthorized",
     "UnknownEnvironment",
     "UnknownHold",
     "UnknownRun",
+    "UnknownStep",
     "UnsupportedMediaType",
     "UnusableGroupSize",
 ]
@@ -186,6 +188,14 @@ class StoreDamaged(AtroposError):
     def __init__(self, message: str, *, refs: Sequence[tuple[int, int, int]] = ()) -> None:
         super().__init__(message)
         self.refs = refs
+
+
+class StoreUnusable(AtroposError):
+    """The place named by `--store` cannot hold a store."""
+
+
+class UnknownStep(AtroposError):
+    """No step between a write and its answer has that name."""
 
 
 class StoreUnsafe(AtroposError):

@@ -16,6 +16,7 @@ from atropos_api.broker.legacy import LegacyContract
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import BrokerError
 from atropos_api.http import describing, events, metrics, ops, policy, v0, v1
+from atropos_api.http.accepted_token import AcceptedToken
 from atropos_api.http.answer_steps import AnswerSteps
 from atropos_api.http.delivery import TRANSPORT_KEY, find_transport
 from atropos_api.http.door import Door, Porter
@@ -66,11 +67,15 @@ class BrokerApp(FastAPI):
         return self.openapi_schema
 
 
-def create_app(config: BrokerConfig, broker: Broker) -> BrokerApp:
-    """The broker's HTTP side; `app.state.services` holds what its handlers share."""
+def create_app(config: BrokerConfig, broker: Broker, token: AcceptedToken | None = None) -> BrokerApp:
+    """The broker's HTTP side; `app.state.services` holds what its handlers share.
+
+    `token` is what callers must show, where that may change; else the one of the configuration.
+    """
     app = BrokerApp(title="Atropos broker", version="1", redirect_slashes=False, openapi_url=None)
     app.state.services = make_services(config, broker)
-    door, syncs = Door(config), needs_sync(config.store, config.fsync)
+    door = Door(config, token or AcceptedToken(config.token, file=config.token_file))
+    syncs = needs_sync(config.store, config.fsync)
     app.calls = make_prompt_calls(app.state.services, door, syncs=syncs)
     app.add_middleware(HotRoutes)
     if syncs:

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos_api.config import BrokerConfig
+from atropos_api.http.accepted_token import AcceptedToken
 from atropos_api.http.problems import problem_response
 
 OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/health"})
@@ -45,8 +46,8 @@ def changes_something(method: str, path: str) -> bool:
 class Door:
     """The rules. Legacy clients cannot send a token but can be given `http://host:port/t/<token>` as base URL."""
 
-    def __init__(self, config: BrokerConfig) -> None:
-        self._token = config.token.encode() if config.token else None
+    def __init__(self, config: BrokerConfig, token: AcceptedToken) -> None:
+        self._token = token
         self._allowed_origins = frozenset(origin.lower() for origin in config.allowed_origins)
         names = {"localhost", config.host.lower(), socket.gethostname().lower(), *map(str.lower, config.allowed_hosts)}
         self._host_names = names
@@ -60,12 +61,13 @@ class Door:
         return self._check_token(path, shown, token) or self._check_site(method, path, shown)
 
     def _check_token(self, path: str, shown: Shown, token: bytes | None) -> Response | None:
-        if self._token is None or path in OPEN_PATHS:
+        accepted = self._token.value
+        if accepted is None or path in OPEN_PATHS:
             return None
         if token is None:
             credentials = shown.get(b"authorization", b"")
             token = credentials[len(BEARER) :].strip() if credentials[: len(BEARER)].lower() == BEARER else b""
-        if hmac.compare_digest(token, self._token):
+        if hmac.compare_digest(token, accepted):
             return None
         detail = "this broker asks for a token: send Authorization: Bearer <token>, or use /t/<token>/ before the path"
         return problem_response(401, "token-required", detail)
@@ -73,7 +75,7 @@ class Door:
     def _check_site(self, method: str, path: str, shown: Shown) -> Response | None:
         host = shown.get(b"host", b"")
         # Whoever knows the token is no stray page; without one, only a name of ours proves that DNS was not rebound.
-        if self._token is None and not self._is_own_host(host):
+        if self._token.value is None and not self._is_own_host(host):
             name = host.decode("latin-1")[:80]
             detail = f"the host name {name!r} is not one of this broker's; allow it with --allowed-hosts"
             return problem_response(403, "cross-site-request", detail, field="Host", value=name)

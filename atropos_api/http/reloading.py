@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import socket
+import sys
 from pathlib import Path
 
 import uvicorn
 from uvicorn.supervisors import ChangeReload
 
+from atropos_api.common.errors import AtroposError
 from atropos_api.common.logs import setup_logging
 from atropos_api.config import BrokerConfig
 from atropos_api.store.opening import open_store
@@ -37,4 +39,8 @@ def serve_child(config: BrokerConfig, *, sockets: list[socket.socket]) -> None:
     from atropos_api.http.serve import serve_on
 
     setup_logging("run-api", level=config.log_level)
-    serve_on(config, sockets[0])
+    try:
+        serve_on(config, sockets[0])
+    except AtroposError as error:
+        logger.error("%s", error)  # noqa: TRY400 - the line says all there is to say
+        sys.exit(2)

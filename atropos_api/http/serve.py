@@ -8,15 +8,17 @@ import secrets
 import socket
 
 from atropos_api.broker import Broker
+from atropos_api.common.redaction import program_words
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import PortInUse
+from atropos_api.http.accepted_token import AcceptedToken, reloaded_on_hangup
 from atropos_api.http.app import BrokerApp, create_app
 from atropos_api.http.server import BrokerServer, notice_vanished_peers
 from atropos_api.http.standby import Standby
 from atropos_api.store.base import BodyLog, Ledger
 from atropos_api.store.opening import open_held, open_session, open_store
 from atropos_api.store.redis_session import RedisSession, is_redis
-from atropos_api.store.steps import Reach, Step, pass_by, read_crash_step
+from atropos_api.store.steps import CRASH_VARIABLE, Reach, Step, pass_by, read_crash_step
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +28,8 @@ BACKLOG = 2048
 
 def serve(config: BrokerConfig) -> int:
     """Listen, and serve until a signal comes."""
-    config = with_token(config)
     with bind(config.host, config.port) as listener:
+        config = with_token(config)
         if config.reload:
             from atropos_api.http.reloading import serve_reloading
 
@@ -38,27 +40,32 @@ def serve(config: BrokerConfig) -> int:
 def serve_on(config: BrokerConfig, listener: socket.socket) -> int:
     """Open the store and serve on a listening socket."""
     host, port = listener.getsockname()[:2]
-    if is_redis(config.store):
-        session = open_session(config.store, lease_seconds=config.lease)
-        logger.info("listening on http://%s:%d, store %s", host, port, session.place)
-        return serve_redis(config, session, listener)
     reach = read_crash_step(os.environ)
-    store = open_store(config.store, fsync=config.fsync, fresh=config.fresh, reach=reach)
-    app, broker = make_app(config, store, reach=reach)
-    logger.info("listening on http://%s:%d, store %s; %s", host, port, config.store, describe_contents(broker))
-    try:
-        BrokerServer(app, config, app.state.services.stop).run(sockets=[listener])
-    finally:
-        broker.close()
+    if reach is not pass_by:
+        logger.warning("%s is set, for tests: this broker ends or stops itself there", CRASH_VARIABLE)
+    token = AcceptedToken(config.token, file=config.token_file)
+    with reloaded_on_hangup(token, file=config.token_file):
+        if is_redis(config.store):
+            session = open_session(config.store, lease_seconds=config.lease)
+            logger.info("listening on http://%s:%d, store %s", host, port, session.place)
+            return serve_redis(config, session, listener, token=token, reach=reach)
+        store = open_store(config.store, fsync=config.fsync, fresh=config.fresh, reach=reach)
+        app, broker = make_app(config, store, token=token, reach=reach)
+        logger.info("listening on http://%s:%d, store %s; %s", host, port, config.store, describe_contents(broker))
+        try:
+            BrokerServer(app, config, app.state.services.stop).run(sockets=[listener])
+        finally:
+            broker.close()
     return 0
 
 
-def serve_redis(config: BrokerConfig, session: RedisSession, listener: socket.socket) -> int:
+def serve_redis(
+    config: BrokerConfig, session: RedisSession, listener: socket.socket, *, token: AcceptedToken, reach: Reach
+) -> int:
     """Serve while this process holds the lease of a Redis, stand by while it does not."""
-    reach = read_crash_step(os.environ)
 
     def activate(*, fresh: bool) -> tuple[BrokerApp, Broker]:
-        app, broker = make_app(config, open_held(session, fresh=fresh), reach=reach)
+        app, broker = make_app(config, open_held(session, fresh=fresh), token=token, reach=reach)
         logger.info("active on %s; %s", session.place, describe_contents(broker))
         return app, broker
 
@@ -72,17 +79,17 @@ def serve_redis(config: BrokerConfig, session: RedisSession, listener: socket.so
 
 
 def make_app(
-    config: BrokerConfig, store: tuple[Ledger, BodyLog], *, reach: Reach = pass_by
+    config: BrokerConfig, store: tuple[Ledger, BodyLog], *, token: AcceptedToken, reach: Reach
 ) -> tuple[BrokerApp, Broker]:
     ledger, bodies = store
     reach(Step.STORE_OPENED)
     broker = Broker(ledger, bodies, settings=config.settings(), reach=reach)
-    return create_app(config, broker), broker
+    return create_app(config, broker, token), broker
 
 
 def with_token(config: BrokerConfig) -> BrokerConfig:
     """A broker that others can reach always asks for a token."""
-    if config.token is not None or config.host in LOOPBACK_NAMES:
+    if config.token or config.token_file or config.host in LOOPBACK_NAMES:
         return config
     token = secrets.token_urlsafe(24)
     logger.warning("%s can be reached from outside, so callers need a token: --token %s", config.host, token)
@@ -130,7 +137,7 @@ def _name_owner(port: int) -> str:
     try:
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-                command = " ".join(psutil.Process(connection.pid).cmdline())[:120]
+                command = program_words(psutil.Process(connection.pid).cmdline())[:120]
                 return f" by pid {connection.pid} ({command})"
     except (psutil.Error, OSError):
         return ""

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Literal
 
-from atropos_api.errors import DataDirectoryInUse, StoreUnavailable
+from atropos_api.errors import DataDirectoryInUse, StoreUnavailable, StoreUnusable
 from atropos_api.store.ledger_journaled import JournaledLedger
 from atropos_api.store.segments import SegmentLog
 from atropos_api.store.steps import Reach, Step, pass_by
@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 Fsync = Literal["always", "interval", "never"]
 
 SYNC_INTERVAL_SECONDS = 1.0
+MOST_SHOWN = 200
+"""Characters of a path in a message."""
 
 
 class DirectoryLock:
@@ -116,6 +118,18 @@ def open_directory(
     directory: Path, *, fsync: Fsync, fresh: bool, reach: Reach = pass_by
 ) -> tuple[DurableLedger, SegmentLog]:
     """Take the directory (made if need be) and open what it holds; `fresh` deletes that first."""
+    try:
+        return _open(directory, fsync=fsync, fresh=fresh, reach=reach)
+    except OSError as error:
+        place = f" ({error.filename})" if error.filename not in {None, str(directory)} else ""
+        reason = "there is something that is no directory" if isinstance(error, FileExistsError) else error.strerror
+        raise StoreUnusable(
+            f"--store {str(directory)[:MOST_SHOWN]}: {reason}{place[:MOST_SHOWN]}; name a directory that this user can "
+            "write to, on a disk with room"
+        ) from error
+
+
+def _open(directory: Path, *, fsync: Fsync, fresh: bool, reach: Reach) -> tuple[DurableLedger, SegmentLog]:
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = DirectoryLock(directory)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from atropos_api.errors import DataDirectoryInUse
+from atropos_api.errors import DataDirectoryInUse, StoreUnusable
 from atropos_api.store import redis_bodies, redis_ledger
 from atropos_api.store.base import BodyLog, Ledger
 from atropos_api.store.directory import Fsync, open_directory
@@ -34,7 +34,11 @@ def open_store(
         if not session.acquire():
             raise DataDirectoryInUse(f"{session.place} is in use by another broker ({session.holder()}); stop it first")
         return open_held(session, fresh=fresh)
-    return open_directory(Path(place).expanduser(), fsync=fsync, fresh=fresh, reach=reach)
+    try:
+        directory = Path(place).expanduser()
+    except RuntimeError as error:
+        raise StoreUnusable(f"--store {place}: {error}") from None
+    return open_directory(directory, fsync=fsync, fresh=fresh, reach=reach)
 
 
 def open_session(place: str, *, lease_seconds: float) -> RedisSession:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Final
 
+from atropos_api.errors import UnknownStep
+
 CRASH_VARIABLE: Final = "ATROPOS_CRASH_AT"
 
 
@@ -74,6 +76,13 @@ class SignalAt:
 
 def read_crash_step(environment: Mapping[str, str]) -> Reach:
     """What the environment asks for; `pass_by` if nothing."""
-    name, _, how = environment.get(CRASH_VARIABLE, "").partition(":")
+    asked = environment.get(CRASH_VARIABLE, "")
+    name, _, how = asked.partition(":")
     nth, _, stop = how.partition(":")
-    return SignalAt(Step(name), int(nth or 1), signal.SIGSTOP if stop else signal.SIGKILL) if name else pass_by
+    if not name:
+        return pass_by
+    try:
+        return SignalAt(Step(name), int(nth or 1), signal.SIGSTOP if stop else signal.SIGKILL)
+    except ValueError as error:
+        steps = ", ".join(Step)
+        raise UnknownStep(f"{CRASH_VARIABLE}={asked}: {error}; unset it, or write one of {steps}") from None

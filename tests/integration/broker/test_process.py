@@ -66,6 +66,31 @@ def test_a_port_that_is_taken_names_its_holder_and_the_flag():
     assert "--port" in line
 
 
+def test_the_holder_of_a_port_is_named_without_its_arguments_which_may_be_secrets():
+    port, token = free_port(), "a-secret-of-the-first"
+    process = start(port, "memory", "--token", token)
+    try:
+        line = refuse("--port", str(port), "--store", "memory")
+    finally:
+        stop(process)
+    assert f"by pid {process.pid} (" in line
+    assert "-m atropos_api)" in line
+    assert token not in line
+
+
+def test_a_place_that_cannot_hold_a_store_is_one_line():
+    assert "--store /dev/null: there is something that is no directory" in refuse("--port", "0", "--store", "/dev/null")
+
+
+@pytest.mark.parametrize("step", ["no-such-step", "batch-kept:often"])
+def test_a_crash_point_that_is_set_is_never_silent(step, monkeypatch):
+    monkeypatch.setenv("ATROPOS_CRASH_AT", step)
+    assert f"ATROPOS_CRASH_AT={step}" in refuse("--port", "0", "--store", "memory")
+    monkeypatch.setenv("ATROPOS_CRASH_AT", "batch-kept:1000")
+    if step == "no-such-step":
+        assert "ATROPOS_CRASH_AT is set" in stop(start(free_port(), "memory"), signal.SIGTERM)
+
+
 def test_misspelt_flags_are_refused_in_one_line():
     assert "did you mean --max-staleness" in refuse("--max-stalenes", "3")
 
