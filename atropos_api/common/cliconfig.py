@@ -27,6 +27,9 @@ from atropos_api.common.version import version_line
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 VERSION_FLAG = "--version"
+Adapt = Callable[[dict[str, Any], str], dict[str, Any]]
+"""From the content of a YAML file and its path to the content that is read."""
+
 RUN_FILE_SECTIONS = frozenset({"trainer", "api", "vllm", "env", "openai", "environments", "teacher", "modes"})
 
 
@@ -42,13 +45,17 @@ def load_config(
     description: str,
     section: str | None = None,
     defaults: Mapping[str, object] | None = None,
+    adapt: Adapt | None = None,
 ) -> ModelT:
     """Read `argv` into `model`; raises `ConfigError` for anything it cannot take.
 
     `section` names the part of a run file that belongs to this model; a file without sections is read whole.
-    `defaults` lie under the files and the flags (an environment's `config_init`).
+    `defaults` lie under the files and the flags (an environment's `config_init`). `adapt` may change what a file holds
+    before its keys are checked.
     """
-    values, rest = _collect(model, argv, prog=prog, description=description, section=section, defaults=defaults or {})
+    values, rest = _collect(
+        model, argv, prog=prog, description=description, section=section, defaults=defaults or {}, adapt=adapt
+    )
     if rest:
         # Before anything is validated: a misspelt flag often leaves a required one missing, and is the better clue.
         _refuse_unknown(rest[0], list_options(model))
@@ -76,7 +83,9 @@ def load_config_with_rest(
         raise
 
 
-def read_config_file(model: type[BaseModel], path: str, *, section: str | None = None) -> dict[str, Any]:
+def read_config_file(
+    model: type[BaseModel], path: str, *, section: str | None = None, adapt: Adapt | None = None
+) -> dict[str, Any]:
     """The part of a YAML file that belongs to `model`, its keys checked and in snake case."""
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
@@ -86,7 +95,7 @@ def read_config_file(model: type[BaseModel], path: str, *, section: str | None =
         raise ConfigError(f"--config {path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: expected a mapping at the top, found {type(content).__name__}")
-    own = _select_section(model, content, section)
+    own = _select_section(model, content if adapt is None else adapt(content, path), section)
     return check_keys(model, own, where=f"--config {path}")
 
 
@@ -165,6 +174,7 @@ def _collect(
     description: str,
     section: str | None,
     defaults: Mapping[str, object],
+    adapt: Adapt | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Defaults under files under flags, and the arguments that are not the model's."""
     options = list_options(model)
@@ -173,7 +183,7 @@ def _collect(
     conceal_arguments(flag for option in options if option.secret for flag in option.flags)
     values: dict[str, Any] = _merge({}, defaults)
     for path in parsed.config:
-        values = _merge(values, read_config_file(model, path, section=section))
+        values = _merge(values, read_config_file(model, path, section=section, adapt=adapt))
     for option in options:
         given = getattr(parsed, option.path, None)
         if given is not None:

@@ -20,6 +20,7 @@ PLACES = {
     "tests.py.txt": "tests/test_{name}_env.py",
     "project.toml.txt": "pyproject.toml",
     "readme.md.txt": "README.md",
+    "run.yaml.txt": "run.yaml",
 }
 
 
@@ -28,7 +29,10 @@ def run(argv: Sequence[str]) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError("atropos env init takes one argument, the NAME of the environment")
     folder = write_environment(argv[0].replace("-", "_"), Path.cwd())
-    sys.stdout.write(f"{folder}: now `pip install -e {folder}` and `pytest {folder}`\n")
+    sys.stdout.write(
+        f"{folder}: now `pip install -e {folder}` and `pytest {folder}`; "
+        f"`cd {folder} && atropos-grpo-run --config run.yaml` trains with it\n"
+    )
     return 0
 
 

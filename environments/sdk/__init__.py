@@ -1,5 +1,6 @@
 """The environment SDK: subclass `BaseEnv`, whose docstring is the tutorial, and call `cli()`."""
 
+from environments.rewards.gold import GoldItem
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, EvalHandlingEnum, ServerBaseline
 from environments.sdk.env import BaseEnv
 from environments.sdk.errors import EnvironmentsError, ItemDropped
@@ -14,6 +15,7 @@ __all__ = [
     "BaseEnvConfig",
     "EnvironmentsError",
     "EvalHandlingEnum",
+    "GoldItem",
     "Item",
     "ItemDropped",
     "ManagedSession",

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from atropos_api.common.cliconfig import ConfigError, load_config, nearest
 from atropos_api.common.logs import setup_logging
+from atropos_api.common.server_names import server_stem
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
 from environments.sdk.env import BaseEnv
 from environments.sdk.inference.manager import MAX_N_COMPLETIONS
 from environments.sdk.running import Verb, run
 from environments.sdk.slurm import slurm_servers
+
+logger = logging.getLogger(__name__)
 
 VERBS: dict[Verb, str] = {
     "serve": "generate rollouts for a trainer, through the broker",
@@ -63,12 +68,12 @@ class LenientCommand(EnvironmentCommand):
 def run_verb(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
     """Run `VERB [flags]`; the process's exit code."""
     verb = _read_verb(env_cls, argv)
+    setup_logging(env_cls.name or env_cls.__name__)
     command = read_command(env_cls, verb, argv[1:])
     _refuse_unsupported(command)
     servers = slurm_servers(command.servers[0]) if command.slurm else command.servers
     if verb == "serve" and not (env_cls.lenient or command.env.allow_estimated_tokens):
         _require_trainable(servers)
-    setup_logging(env_cls.name or env_cls.__name__)
 
     def make_env() -> BaseEnv:
         env = env_cls(command.env, servers, slurm=command.slurm, testing=command.testing)
@@ -94,9 +99,39 @@ def read_command(env_cls: type[BaseEnv], verb: Verb, argv: Sequence[str]) -> Env
     model = cast("type[EnvironmentCommand]", create_model("EnvironmentCommand", __base__=base, **fields))
     prog = f"{_program()} {verb}"
     command: EnvironmentCommand = load_config(
-        model, argv, prog=prog, description=f"{VERBS[verb]}.".capitalize(), defaults=defaults
+        model,
+        argv,
+        prog=prog,
+        description=f"{VERBS[verb]}.".capitalize(),
+        defaults=defaults,
+        adapt=partial(pass_over_foreign_keys, env_cls, type(env_config)),
     )
     return command
+
+
+def pass_over_foreign_keys(
+    env_cls: type[BaseEnv], config: type[BaseModel], content: dict[str, Any], path: str
+) -> dict[str, Any]:
+    """What a run file holds, without settings of the environment that it was written for and that this one lacks."""
+    section = content.get("env")
+    written_for = section.get("server") if isinstance(section, Mapping) else None
+    if not isinstance(section, Mapping) or written_for is None or server_stem(str(written_for)) in _own_names(env_cls):
+        return content
+    known = {name for name in section if str(name).replace("-", "_") in config.model_fields}
+    if unknown := [str(name) for name in section if name not in known]:
+        logger.warning(
+            "%s is written for %s: passed over what %s has no setting for: %s",
+            path,
+            written_for,
+            env_cls.__name__,
+            ", ".join(unknown),
+        )
+    return {**content, "env": {name: value for name, value in section.items() if name in known}}
+
+
+def _own_names(env_cls: type[BaseEnv]) -> set[str]:
+    """By what a run file may call this environment: its file, its module, its own name."""
+    return {server_stem(name) for name in (_program(), env_cls.__module__, env_cls.name or env_cls.__name__)}
 
 
 def _read_verb(env_cls: type[BaseEnv], argv: Sequence[str]) -> Verb:

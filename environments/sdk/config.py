@@ -79,7 +79,10 @@ class BaseEnvConfig(BaseModel):
         "", description="group sizes by trainer step, as 0:8,100:4; it replaces group_size as the run goes on"
     )
     tool_parser: str = Field("hermes", description="how tool calls are written: hermes, json or a vLLM parser's name")
-    server: str | None = Field(None, description="in a run file: which environment the launcher starts; unused here")
+    server: str | None = Field(
+        None,
+        description="in a run file: the environment it is for; another one passes over the keys that it does not know",
+    )
     rollout_server_token: str | None = Field(
         None, description="bearer token of run-api; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
     )

@@ -155,6 +155,12 @@ class Launch:
         return report["path"]
 
     def _train(self, plan: Plan, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> Summary:
+        for entry in self.settings.environments:
+            if entry.written_for is not None:
+                log = self.run.logs / f"{entry.name}.log"
+                self.notes.append(
+                    f"{entry.server} has run on settings for {entry.written_for}; {log} names those it passed over"
+                )
         snapshot.milestones |= dict.fromkeys(_milestones(plan))
         snapshot.phase = "starting"
         # Before the children, so that a resumed run shows the new steps only.

@@ -207,6 +207,8 @@ class _Builder:
 
     def environment(self, entry: EnvironmentSettings) -> ChildSpec:
         env = self._environment_defaults() | dict(entry.env)
+        if entry.written_for is not None:
+            env["server"] = entry.written_for
         if self.settings.reseeded and "seed" in env:
             env["seed"] = self.settings.trainer.seed
         env_flags, typed = self.settings.flags["env"].without("server"), self.settings.flags["openai"]

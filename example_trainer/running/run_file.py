@@ -20,6 +20,7 @@ from pydantic import Field
 
 from atropos_api.common.cliconfig import ConfigError, check_keys, load_config, nearest, read_config_file
 from atropos_api.common.redaction import redact_arguments
+from atropos_api.common.server_names import server_stem
 from example_trainer.config import TrainingConfig
 from example_trainer.options.course import hand_on_environment_options
 from example_trainer.options.presets import environment_settings
@@ -87,7 +88,8 @@ class SectionFlags:
 
     def unprefixed(self, section: str) -> tuple[str, ...]:
         """For a program that has no sections of its own."""
-        return tuple(argument.replace(f"--{section}.", "--", 1) for argument in self.arguments)
+        bare = (argument.replace(f"--{section}.", "--", 1) for argument in self.arguments)
+        return tuple(argument.replace(f"--no-{section}.", "--no-", 1) for argument in bare)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +100,8 @@ class EnvironmentSettings:
     server: str
     env: Mapping[str, Any]
     openai: Any
+    written_for: str | None = None
+    """The server that the file's settings are for, where a flag names another: that one passes over what it lacks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +205,7 @@ def _written_out(argument: str) -> str:
 
 def _section_of(argument: str, taken: Mapping[str, list[list[str]]]) -> list[str] | None:
     """A new group for this flag in its section, None for a flag without a section."""
-    section, dot, _ = argument[2:].split("=", 1)[0].partition(".")
+    section, dot, _ = argument[2:].removeprefix("no-").split("=", 1)[0].partition(".")
     if not dot:
         return None
     if section not in taken:
@@ -215,7 +219,7 @@ def _section_flags(groups: list[list[str]]) -> SectionFlags:
     for flag, *given in groups:
         _, equals, inline = flag.partition("=")
         words = [inline, *given] if equals else given
-        values[_key_of(flag)] = words if len(words) > 1 else words[0] if words else True
+        values[_key_of(flag)] = words if len(words) > 1 else words[0] if words else not flag.startswith("--no-")
     return SectionFlags(values=values, groups=tuple(tuple(group) for group in groups))
 
 
@@ -278,4 +282,8 @@ def _environment(
         raise ConfigError(
             f"{name}: which server? Name its file or module as env.server in the run file or with --env.server"
         )
-    return EnvironmentSettings(name=name, server=server, env=env, openai=entry.get("openai") or {})
+    named = entry.get("file") or in_file
+    foreign = isinstance(named, str) and server_stem(named) != server_stem(server)
+    return EnvironmentSettings(
+        name=name, server=server, env=env, openai=entry.get("openai") or {}, written_for=named if foreign else None
+    )

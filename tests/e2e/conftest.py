@@ -70,14 +70,14 @@ def start_launcher(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     # Short, as a path in it names a socket.
     scratch = Path(tempfile.mkdtemp(prefix="e2e-"))
 
-    def start(*command: str, run_dir: Path | None = None, **variables: str) -> Launched:
+    def start(*command: str, run_dir: Path | None = None, cwd: Path = ROOT, **variables: str) -> Launched:
         directory = run_dir or tmp_path / "run"
         process = subprocess.Popen(
             [*command, "--run-dir", str(directory)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=ROOT,
+            cwd=cwd,
             env={**os.environ, "TMPDIR": str(scratch), **variables},
         )
         begun.append(Launched(process=process, run_dir=directory, scratch=scratch, started_at=time.monotonic()))

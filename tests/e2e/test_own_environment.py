@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from environments.scaffold import write_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/howto/your-own-environment.md"
@@ -59,6 +62,17 @@ def test_with_advantages_shuffled_as_the_page_says_it_is_not(reward_of_run) -> N
     assert flags is not None
     rewards = reward_of_run(*shlex.split(flags[1]))
     assert mean(rewards[-4:]) < 0.45
+
+
+@pytest.mark.skipif("ATROPOS_SCAFFOLD" not in os.environ, reason="another learning run: ATROPOS_SCAFFOLD=1")
+def test_what_env_init_writes_is_learnt_with_its_own_run_file(start_launcher, tmp_path: Path) -> None:
+    folder = write_environment("numbers", tmp_path)
+    command = (sys.executable, "-m", "example_trainer.run", "--config", "run.yaml")
+    launched = start_launcher(*command, cwd=folder, PYTHONPATH=str(ROOT))
+    exit_code, _, error = launched.end(400)
+    assert exit_code == 0, error + launched.logs()
+    rewards = [json.loads(line)["reward/mean"] for line in launched.metrics.read_text().splitlines()]
+    assert mean(rewards[-4:]) > mean(rewards[:2]) + 0.2
 
 
 def mean(values: list[float]) -> float:

@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+from atropos_api.common.cliconfig import ConfigError
 from environments.arithmetic_server import ArithmeticEnv
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ServerBaseline
 from environments.sdk.cli import read_command, run_verb
@@ -28,6 +30,37 @@ def test_flags_win_over_files_and_files_over_the_environments_own(tmp_path):
     assert command.env.eval_at_start is True
     assert command.servers[0].base_url == "http://other:1/v1"
     assert command.servers[0].server_type == "vllm"
+
+
+class Stories(ArithmeticEnv):
+    """Another environment than the one that the demo's file is for, without its settings."""
+
+    name = "stories"
+
+    @classmethod
+    def config_init(cls):
+        return BaseEnvConfig(), APIServerConfig(server_type="vllm")
+
+
+def test_a_run_file_for_another_environment_gives_what_is_known_and_a_line_for_the_rest(caplog):
+    demo = str(SERVER.parents[1] / "configs" / "demo.yaml")
+    command = read_command(Stories, "serve", ["--config", demo])
+    assert command.env.group_size == 8
+    assert "written for arithmetic_server.py: passed over what Stories has no setting for: task" in caplog.text
+
+
+def test_a_key_that_the_files_own_environment_does_not_know_is_refused(tmp_path):
+    file = tmp_path / "run.yaml"
+    for server in ("stories", "./stories.py", f"{__name__.rpartition('.')[2]}.py", None):
+        file.write_text(yaml.safe_dump({"env": {"server": server, "taks": "chain"}}))
+        with pytest.raises(ConfigError, match="unknown key 'taks'"):
+            read_command(Stories, "serve", ["--config", str(file)])
+
+
+def test_a_misspelt_flag_is_refused_whatever_the_file_is_for():
+    demo = str(SERVER.parents[1] / "configs" / "demo.yaml")
+    with pytest.raises(ConfigError, match=r"unknown option --env\.task"):
+        read_command(Stories, "serve", ["--config", demo, "--env.task", "chain"])
 
 
 def test_booleans_go_both_ways_and_negative_numbers_are_numbers():

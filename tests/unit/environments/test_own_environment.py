@@ -47,10 +47,23 @@ def test_what_env_init_writes_passes_its_own_tests(tmp_path):
     )
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
+    validate = [sys.executable, "blue_sky_env.py", "validate"]
+    done = subprocess.run(validate, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "2 of 2 items passed"), done.stderr
     with pytest.raises(ConfigError, match="is there already"):
         write_environment("blue_sky", tmp_path)
     with pytest.raises(ConfigError, match="cannot name an environment"):
         write_environment("../x", tmp_path)
+
+
+def test_the_run_file_that_env_init_writes_starts_all_programs(tmp_path):
+    folder = write_environment("blue_sky", tmp_path)
+    (words,) = re.findall(r"`atropos-grpo-run (--config run.yaml)`", (folder / "README.md").read_text())
+    command = [sys.executable, "-m", "example_trainer.run", *words.split(), "--dry-run"]
+    environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[2])}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"{folder / 'blue_sky_env.py'} serve" in done.stdout
 
 
 def test_an_installed_package_offers_its_environment_by_name(tmp_path, monkeypatch, capsys):

@@ -165,6 +165,19 @@ def test_the_run_file_of_an_environment_wins_over_what_the_launcher_fills_in(tmp
     assert "server" not in given["env"]
 
 
+def test_another_environment_than_the_files_is_told_for_which_one_the_settings_are(tmp_path: Path) -> None:
+    mine, file = tmp_path / "my_env.py", tmp_path / "run.yaml"
+    mine.touch()
+    file.write_text("env: {server: arithmetic_server.py, task: chain}\n")
+    for flags, told in (
+        (("--env", str(mine)), "arithmetic_server.py"),
+        (("--env", "environments.arithmetic_server"), None),
+        ((), None),
+    ):
+        made = plan(tmp_path, "--config", str(file), *flags)
+        assert made.settings_of("environment")["env"].get("server") == told
+
+
 def test_a_seed_on_the_command_line_reaches_the_stream_of_problems(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"trainer: {{seed: 1}}\nenv: {{server: {__file__}, seed: 7}}\n")

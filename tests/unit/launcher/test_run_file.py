@@ -95,6 +95,14 @@ def test_section_flags_keep_the_form_in_which_they_were_typed() -> None:
     assert flags["env"].unprefixed("env")[0] == "--group-size=8"
 
 
+def test_section_flags_may_be_negated() -> None:
+    own, flags = split_section_flags(["--no-prefetch", "--no-env.allow-truncated-sampling", "--no-vllm.enable-lora"])
+    assert own == ["--no-prefetch"]
+    assert flags["env"].values == {"allow_truncated_sampling": False}
+    assert flags["env"].arguments == ("--no-env.allow-truncated-sampling",)
+    assert flags["vllm"].unprefixed("vllm") == ("--no-enable-lora",)
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
