@@ -157,6 +157,11 @@ class StoreUnavailable(BrokerError):
 
     kind = "store-unavailable"
 
+    def __init__(self, message: str, *, refused_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.refused_bytes = refused_bytes
+        """How much was to be written, where that may be why: less may still find room."""
+
 
 class DamagedBatch(BrokerError):
     """Groups of the batch were damaged on the disk and dropped; asked for again, it is answered without them."""

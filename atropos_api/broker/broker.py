@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from atropos_api.broker.batches import Batches, slice_for_rank
 from atropos_api.broker.drops import Drops
@@ -42,6 +42,10 @@ from atropos_api.wire.messages import (
     SubmitAnswer,
 )
 from atropos_api.wire.payload import CheckedGroup
+
+LEAST_PROBE_BYTES: Final = 4096
+MOST_PROBE_BYTES: Final = 64 * 2**20
+"""A store with room for so much is not called full, for a probe holds up everybody while it is written."""
 
 
 class Submitted(NamedTuple):
@@ -209,9 +213,10 @@ class Broker:
         self.state.reach(Step.BATCH_READ)
         return bodies
 
-    def probe_store(self) -> None:
-        """Write something that changes nothing; raises if the store takes no writes."""
-        self.state.bodies.discard(self.state.bodies.append([bytes(4096)]))
+    def probe_store(self, size_bytes: int = 0) -> None:
+        """Write something that changes nothing; raises if the store takes no writes, or none of this size."""
+        size = min(max(size_bytes, LEAST_PROBE_BYTES), MOST_PROBE_BYTES)
+        self.state.bodies.discard(self.state.bodies.append([bytes(size)]))
         self.state.ledger.probe()
         self.sync()
 

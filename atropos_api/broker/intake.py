@@ -21,10 +21,13 @@ class Keys:
         self._by_id = {row.key_id: row for row in rows}
         self._by_key = {(row.owner, row.key): row for row in self._by_id.values()}
         self._open_groups: dict[int, int] = {}
+        self._last_id = max(self._by_id, default=0)
 
     def adopt(self, groups: Iterable[GroupRow]) -> None:
         """Count the groups found at start towards their keys; a key whose groups were all lost begins to age."""
         for group in groups:
+            # A group that is kept for replay outlives its key, whose number nobody else may have then.
+            self._last_id = max(self._last_id, group.key_id)
             if group.key_id in self._by_id:
                 self._open_groups[group.key_id] = self._open_groups.get(group.key_id, 0) + 1
         for row in self._by_id.values():
@@ -43,10 +46,12 @@ class Keys:
         return self._by_key.get((owner, key))
 
     def make(self, owner: str, key: str, group_count: int) -> KeyRow:
-        key_id = next(reversed(self._by_id), 0) + 1
-        return KeyRow(key_id=key_id, owner=owner, key=key, group_count=group_count, used_at=self._state.clock())
+        return KeyRow(
+            key_id=self._last_id + 1, owner=owner, key=key, group_count=group_count, used_at=self._state.clock()
+        )
 
     def keep(self, row: KeyRow) -> None:
+        self._last_id = max(self._last_id, row.key_id)
         self._by_id[row.key_id] = row
         self._by_key[row.owner, row.key] = row
         self._open_groups[row.key_id] = row.group_count

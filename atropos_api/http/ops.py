@@ -26,10 +26,10 @@ async def ready(request: Request) -> Response:
         return json_response({"status": "stopping"}, status_code=503)
     if services.store_failure is not None:
         try:
-            services.broker.probe_store()
+            services.broker.probe_store(services.store_failure_bytes)
         except StoreUnavailable:
             return json_response({"status": "store unavailable", "detail": services.store_failure}, status_code=503)
-        services.store_failure = None
+        services.store_failure, services.store_failure_bytes = None, 0
     return json_response({"status": "ready"})
 
 

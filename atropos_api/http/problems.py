@@ -160,6 +160,7 @@ def answer_client_gone(_: Request, __: Exception) -> Response:
 
 def _note_store_failure(services: Services, error: StoreUnavailable) -> None:
     services.store_failure = str(error)
+    services.store_failure_bytes = max(services.store_failure_bytes, error.refused_bytes)
     services.broker.state.counters.store_failures_total += 1
     logger.error("%s", error)
     if services.broker.state.torn:

@@ -93,7 +93,8 @@ class Services:
     legacy_turn: Turn = field(default_factory=Turn)
     stopping: bool = False
     store_failure: str | None = None
-    """Why the store refused the last write; None once it took another."""
+    """Why the store refused the last write; None once it took another as large."""
+    store_failure_bytes: int = 0
 
     _status: tuple[int, float, bytes] = (-1, 0.0, b"")
 

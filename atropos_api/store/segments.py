@@ -3,6 +3,9 @@
 A record is a magic word, the body's length, its CRC-32, and the body. Each process writes segments of its own and never
 touches the tail of an older one, so a tail torn by a crash is simply never read: no row points into it.
 
+What is not known to have been forced to the disk (`forced`) is read whole when a process starts, for power that failed
+may have taken any part of it.
+
 A segment goes when nothing in it is alive. Where data is forced to the disk at all, its file stays until the ledger
 that no longer points into it is safe there (`sweep`): power that fails in between must find the rows' old places or
 their new ones.
@@ -25,6 +28,7 @@ from isal import isal_zlib
 
 from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.base import BodyRef
+from atropos_api.store.forced import ForcedMark
 from atropos_api.store.steps import Reach, Step, pass_by
 
 logger = logging.getLogger(__name__)
@@ -75,6 +79,8 @@ class SegmentLog:
         self._sealed: list[int] = []
         self._directory_changed = syncs
         self._safe_until = (self._last_number, 0)
+        self._forced = ForcedMark(directory)
+        self._adopted = False
         self._doomed: list[Path] = []
         self._removable: list[Path] = []
         self._sync_failure: str | None = None
@@ -120,13 +126,14 @@ class SegmentLog:
                 self._remove(ref.segment)
 
     def adopt(self, refs: Iterable[BodyRef]) -> list[BodyRef]:
-        newest = max(self._segments, default=0)
+        # What was not forced to the disk may be cut short or holed; the rest is checked when it is read. A log that is
+        # never forced promises nothing there, so it is not read whole for that.
+        unforced = self._forced.number + 1 if self._syncs else max(self._segments, default=0) - 1
         for segment in self._segments.values():
             segment.live_count = segment.live_bytes = 0
         lost = []
         for ref in refs:
-            # Only the last segments can have been cut short by a loss of power; older ones are checked when read.
-            if not self._is_there(ref, whole=ref.segment >= newest - 1):
+            if not self._is_there(ref, whole=ref.segment >= unforced):
                 lost.append(ref)
                 continue
             segment = self._segments[ref.segment]
@@ -135,6 +142,7 @@ class SegmentLog:
         for number, segment in list(self._segments.items()):
             if segment.live_count == 0 and number != self._active:
                 self._remove(number)
+        self._adopted = True
         return lost
 
     def sparse_segments(self) -> list[int]:
@@ -159,6 +167,8 @@ class SegmentLog:
                 reached = (self._active, segment.size_bytes if segment is not None else 0)
             self._force(sealed, active, directory_changed=directory_changed)
             self._safe_until = max(self._safe_until, reached)
+            if self._adopted:  # what earlier processes left was found whole then, or is not pointed at
+                self._forced.note(reached[0] - 1)
         self._reach(Step.BODIES_SYNCED)
 
     def is_safe(self, refs: Iterable[BodyRef]) -> bool:
@@ -257,10 +267,12 @@ class SegmentLog:
                 written += os.writev(self._active_fd, pieces[start : start + VECTOR_LIMIT])
         except OSError as error:
             self._cut_back(segment)
-            raise _unavailable(error) from error
+            raise _unavailable(error, size) from error
         if written != size:
             self._cut_back(segment)
-            raise StoreUnavailable(f"the disk took {written} of {size} bytes; free space on it, nothing was kept")
+            raise StoreUnavailable(
+                f"the disk took {written} of {size} bytes; free space on it, nothing was kept", refused_bytes=size
+            )
         self._reach(Step.BODIES_WRITTEN)
 
     def _cut_back(self, segment: _Segment) -> None:
@@ -348,5 +360,7 @@ def _sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def _unavailable(error: OSError) -> StoreUnavailable:
-    return StoreUnavailable(f"the store cannot be written ({error.strerror}); free space on its disk, nothing was kept")
+def _unavailable(error: OSError, size: int = 0) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"the store cannot be written ({error.strerror}); free space on its disk, nothing was kept", refused_bytes=size
+    )

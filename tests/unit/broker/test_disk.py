@@ -120,6 +120,33 @@ async def test_a_full_disk_is_a_503_until_there_is_room_again(store, monkeypatch
     assert broker.state.queue.groups == 1
 
 
+@pytest.mark.anyio
+async def test_a_disk_with_room_for_small_groups_alone_is_not_ready(store, monkeypatch):
+    """A disk that is nearly full refuses a large group, and takes the few bytes of a careless probe."""
+    broker = Broker(*store)
+    with_environment(broker)
+    app = create_app(BrokerConfig(store="memory"), broker)
+    small, large = (
+        msgspec.json.encode({"environment_id": 0, "groups": [make_group(4, length)]}) for length in (4, 4000)
+    )
+    write = os.writev
+
+    def refuse_much(descriptor, pieces):
+        if sum(map(len, pieces)) > 20_000:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, pieces)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as http:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "writev", refuse_much)
+            assert (await http.post("/v1/groups", content=large)).status_code == 503
+            assert (await http.post("/v1/groups", content=small)).status_code == 202
+            for _ in range(2):
+                assert (await http.get("/readyz")).status_code == 503
+        assert (await http.get("/readyz")).status_code == 200
+        assert (await http.post("/v1/groups", content=large)).status_code == 202
+
+
 def refuse_record(*_):
     raise StoreUnavailable("no room")
 

@@ -53,6 +53,62 @@ def test_a_torn_tail_costs_only_what_it_tore(tmp_path):
     again.close()
 
 
+def written(directory, *, synced):
+    """Six segments of a body each, the first `synced` of them forced to the disk."""
+    log = SegmentLog(directory, segment_bytes=1, syncs=True)
+    assert log.adopt([]) == []
+    refs = []
+    for number in range(6):
+        refs += log.append([b"%d" % number * 500])
+        if number == synced:
+            log.sync()
+    log.close()
+    return refs
+
+
+def damage(directory, ref):
+    with (directory / f"{ref.segment:010d}.log").open("r+b") as file:
+        file.seek(ref.offset + 9)
+        file.write(b"\0\0\0")
+
+
+@pytest.mark.parametrize("hit", range(6))
+def test_whatever_was_not_forced_to_the_disk_is_looked_at_whole_at_the_start(tmp_path, hit):
+    """More than two segments may be written between one sync and the power's end."""
+    refs = written(tmp_path, synced=2)
+    damage(tmp_path, refs[hit])
+    again = SegmentLog(tmp_path, syncs=True)
+    # What was forced is not read whole at each start, but checked when it is asked for.
+    assert again.adopt(refs) == ([refs[hit]] if hit >= 2 else [])
+    if hit < 2:
+        with pytest.raises(StoreDamaged):
+            again.read([refs[hit]])
+    again.close()
+
+
+@pytest.mark.parametrize("mark", ["", "none", "-"])
+def test_where_nothing_says_what_was_forced_all_is_looked_at(tmp_path, mark):
+    refs = written(tmp_path, synced=5)
+    assert (tmp_path / "forced").read_text() == "5"
+    (tmp_path / "forced").write_text(mark) if mark != "-" else (tmp_path / "forced").unlink()
+    damage(tmp_path, refs[0])
+    again = SegmentLog(tmp_path, syncs=True)
+    assert again.adopt(refs) == [refs[0]]
+    again.close()
+
+
+def test_what_was_never_looked_at_is_not_called_forced(tmp_path):
+    refs = written(tmp_path, synced=-1)
+    damage(tmp_path, refs[0])
+    hasty = SegmentLog(tmp_path, syncs=True)
+    hasty.append([b"new"])
+    hasty.sync()
+    hasty.close()
+    again = SegmentLog(tmp_path, syncs=True)
+    assert again.adopt(refs) == [refs[0]]
+    again.close()
+
+
 def test_a_changed_byte_is_noticed(tmp_path):
     log = SegmentLog(tmp_path)
     (ref,) = log.append([b"x" * 500])

@@ -126,6 +126,29 @@ def test_what_is_unanswered_and_what_may_come_again_is_kept_exactly(store):
     assert (found.unanswered, found.expected) == ([2], {b"a": 1, b"c": 1})
 
 
+def test_bodies_of_refused_ledger_writes_take_no_space(store, monkeypatch):
+    broker = Broker(store.ledger, store.bodies)
+    environment = broker.register_environment(ENVIRONMENT).environment_id
+    # A directory gives space back a segment at a time.
+    monkeypatch.setattr(store.bodies, "_segment_bytes", 1, raising=False)
+    groups = [checked(1), checked(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(store.ledger, "add_submission", refuse)
+        for _ in range(5):
+            with pytest.raises(StoreUnavailable):
+                broker.submit(environment, groups, key="k")
+    one = sum(group.byte_count for group in groups) + 200
+    assert store.bodies.size_bytes() < one
+    assert broker.submit(environment, groups, key="k").accepted == 2
+    assert store.bodies.size_bytes() < one
+    (first, second) = reopen(store)[0].load().groups
+    assert len(store.bodies.read([first.body, second.body])) == 2
+
+
+def refuse(*_, **__):
+    raise StoreUnavailable("no room")
+
+
 def test_bodies_come_back_byte_for_byte_with_their_rows(store):
     bodies = [b"a", b"", os.urandom(100_000), b"z" * 1000]
     refs = store.bodies.append(bodies)

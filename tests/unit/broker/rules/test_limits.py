@@ -99,6 +99,28 @@ def test_a_kept_batch_is_committed_again_long_after_its_keys_were_forgotten(desk
     desk.broker.commit(2)
 
 
+@pytest.mark.parametrize("desk", [{"keep_batches": 1, "key_memory_seconds": 60.0}], indirect=True)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_new_key_is_not_that_of_a_kept_batch_whose_own_was_forgotten(desk, restarted):
+    """Committing the batch again would end the new key, whose group is queued: its repeat would be taken twice."""
+    env = desk.register()
+    desk.begin(batch_size=4)
+    desk.send(env, 1, key="old")
+    desk.batch(1)
+    desk.broker.commit(1)
+    desk.now += 61
+    desk.broker.keys.finish([])
+    if restarted:
+        desk.restart()
+    desk.begin(batch_size=4, resume=True, resume_from_batch=0)
+    desk.send(env, 2, key="new")
+    assert desk.batch(1) == [1]
+    desk.broker.commit(1)
+    desk.now += 61
+    desk.broker.keys.finish([])
+    assert desk.send(env, 2, key="new").duplicates == 1
+
+
 @pytest.mark.parametrize("desk", [{"max_uncommitted": 2}], indirect=True)
 def test_max_uncommitted_bounds_what_is_open_and_a_commit_makes_way(desk):
     env = desk.register()
