@@ -153,6 +153,10 @@ class AsyncBrokerClient:
     async def register_environment(self, request: EnvironmentRequest) -> EnvironmentInfo:
         return calls.read_environment(await self._send(calls.register_environment(request)))
 
+    async def leave(self, environment_id: int) -> None:
+        """Tell that the environment has gone: its weight and minimum count no more until it is heard of again."""
+        await self._send(calls.leave(environment_id))
+
     async def heartbeat(self, environment_id: int, *, revision: int | None = None, wait_seconds: float = 0.0) -> Pacing:
         """The pacing now, or as soon as it is no longer `revision`, at latest after `wait_seconds`."""
         call = calls.heartbeat(environment_id, revision=revision, wait_seconds=wait_seconds)

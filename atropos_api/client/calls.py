@@ -122,6 +122,10 @@ def register_environment(request: EnvironmentRequest) -> Call:
     return Call(method="POST", path="/v1/environments", content=_encoder.encode(request))
 
 
+def leave(environment_id: int) -> Call:
+    return Call(method="DELETE", path=f"/v1/environments/{environment_id}")
+
+
 def heartbeat(environment_id: int, *, revision: int | None, wait_seconds: float) -> Call:
     params = {"wait": str(wait_seconds)}
     if revision is not None:

@@ -71,6 +71,12 @@ async def heartbeat(request: Request, environment_id: str) -> Response:
             return json_response(pacing)
 
 
+@router.delete("/environments/{environment_id}", summary="An environment leaves")
+async def leave(request: Request, environment_id: str) -> Response:
+    services_of(request).broker.disconnect_environment(parse_int(environment_id, "environment_id"))
+    return Response(status_code=204)
+
+
 @router.put("/environments/{environment_id}/dropped", summary="How many groups the environment dropped, and why")
 async def report_dropped(request: Request, environment_id: str) -> Response:
     report = decode_body(await read_body(request), DropReport)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
 from collections import deque
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_WAIT_SECONDS = 10.0
 MOST_GROUPS_A_POST = 64
 PAUSE_SECONDS = 0.5
+LEAVE_SECONDS = 1.0
 REPORT_SECONDS = 1.0
 NO_SUCH_ROUTE = frozenset({404, 405})
 GROUP_REFUSALS = frozenset({400, 413, 422})  # about the groups sent, not about who sends them
@@ -107,6 +109,12 @@ class BrokerLink:
             except AtroposError as error:
                 logger.debug("dropped groups are reported later: %s", error)
             await anyio.sleep(REPORT_SECONDS)
+
+    async def leave(self) -> None:
+        """Say goodbye, so that nobody waits for this environment; a broker that is away finds out by itself."""
+        if self.info is not None:
+            with anyio.move_on_after(LEAVE_SECONDS, shield=True), contextlib.suppress(AtroposError):
+                await self._client.leave(self.info.environment_id)
 
     async def flush(self) -> None:
         """Return when everything handed in is acknowledged."""

@@ -78,13 +78,16 @@ class EnvironmentWorker:
         """Run until the broker says the run is finished, or until SIGTERM or SIGINT."""
         self._env.require_servable()
         with listen_for_stop() if self._stop is None else nullcontext(self._stop) as stop:
-            async with anyio.create_task_group() as group:
-                group.start_soon(self._obey, stop, group)
-                with anyio.CancelScope() as self._beginning:
-                    await self._begin(group)
-                    stop.patience_seconds = 2 * self._env.config.drain_seconds + ENDING_SECONDS
-                await self._serve_run(group)
-                group.cancel_scope.cancel()
+            try:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(self._obey, stop, group)
+                    with anyio.CancelScope() as self._beginning:
+                        await self._begin(group)
+                        stop.patience_seconds = 2 * self._env.config.drain_seconds + ENDING_SECONDS
+                    await self._serve_run(group)
+                    group.cancel_scope.cancel()
+            finally:
+                await self._link.leave()
             if self._stopping:
                 stop.allow(FINISHING_SECONDS)
             self._finish()

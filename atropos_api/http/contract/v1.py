@@ -157,6 +157,14 @@ V1: Final = (
         errors=("invalid-request", "group-size-cannot-fill-batch", *WRITES),
     ),
     Operation(
+        method="DELETE",
+        path="/v1/environments/{environment_id}",
+        help="Its weight and minimum count no more, and its groups stay usable. Any later call of it is a return.",
+        parameters=(in_path("environment_id", INTEGER, "As given at registration"),),
+        answers=NOTHING,
+        errors=("invalid-request", "unknown-environment", *WRITES),
+    ),
+    Operation(
         method="PUT",
         path="/v1/policy",
         help="After each publish that succeeded. Versions rise; saying the same again is harmless.",

@@ -314,6 +314,18 @@ def test_the_end_of_a_run_reaches_its_environments_and_not_the_next_ones(loop):
     assert loop.register("early for the next").pacing.state == "wait"
 
 
+def test_an_environment_that_leaves_is_disconnected_at_once_and_back_at_its_next_call(loop):
+    env = loop.register().environment_id
+    loop.client.leave(env)
+    loop.client.leave(env)
+    assert loop.client.status()["environments"][0]["connected"] is False
+    loop.client.heartbeat(env)
+    assert loop.client.status()["environments"][0]["connected"] is True
+    with pytest.raises(BrokerRefused) as caught:
+        loop.client.leave(77)
+    assert (caught.value.status, caught.value.kind) == (404, "unknown-environment")
+
+
 def test_late_groups_of_a_finished_run_are_not_the_next_ones(loop):
     loop.register()
     loop.begin()

@@ -1,5 +1,6 @@
 """`serve` against a real broker in memory, a fake inference server and a trainer that only takes batches."""
 
+import contextlib
 import json
 import time
 
@@ -94,6 +95,35 @@ async def test_groups_reach_the_trainer_complete_and_the_server_ends_with_the_ru
             assert all((value == 1.0) == (i not in set(sampled)) for i, value in enumerate(logprobs))
             assert [i for start, end, _ in spans for i in range(start, end)] == sampled
             assert all(version is not None for _, _, version in spans)
+
+
+@pytest.mark.parametrize("ends", ["with the run", "by a failure", "by a stop"])
+async def test_an_environment_that_left_is_not_called_connected(tokenizer_folder, ends):
+    class Failing(ArithmeticEnv):
+        async def evaluate(self, **_):
+            raise RuntimeError("no")
+
+    fake = make_fake()
+    env = make_env(fake, tokenizer_folder, Failing, eval_at_start=ends == "by a failure")
+    _, client = memory_broker()
+    with anyio.fail_after(20):
+        async with client, anyio.create_task_group() as trainer:
+            trainer.start_soon(
+                lambda: train(client, fake=fake, steps=1 if ends == "with the run" else 50, batch_size=8)
+            )
+            async with anyio.create_task_group() as group:
+                group.start_soon(serve_to_the_end, EnvironmentWorker(env, client))
+                if ends == "by a stop":
+                    await anyio.sleep(0.3)
+                    group.cancel_scope.cancel()
+            status = await client.status()
+            trainer.cancel_scope.cancel()
+    assert [shown["connected"] for shown in status["environments"]] == [False]
+
+
+async def serve_to_the_end(worker):
+    with contextlib.suppress(Exception):
+        await worker.serve()
 
 
 async def test_no_more_is_under_way_than_the_pacing_leaves_room_for(tokenizer_folder):
