@@ -160,7 +160,7 @@ class StoreUnavailable(BrokerError):
     def __init__(self, message: str, *, refused_bytes: int = 0) -> None:
         super().__init__(message)
         self.refused_bytes = refused_bytes
-        """How much was to be written, where that may be why: less may still find room."""
+        """Size of the write, where that may be the reason: less may still find room."""
 
 
 class DamagedBatch(BrokerError):

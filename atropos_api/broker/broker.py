@@ -351,7 +351,7 @@ class Broker:
         return NO_RUN
 
     def can_be_used(self, size: int, environment: EnvironmentRow | None) -> bool:
-        """Whether a queued group can be in a batch, if what is registered comes: `received`, else `buffered`.
+        """A queued group that some batch can hold, if what is registered comes, is `received`; else it is `buffered`.
 
         The sizes of who never registered are known from what he sends alone, so they are taken to keep coming.
         """

@@ -1,4 +1,4 @@
-"""Which group sizes the open run can use. They are judged together: 3 and 5 fill a batch of 8, and neither does alone.
+"""Group sizes that the open run can use. They are judged together: 3 and 5 fill a batch of 8, neither does alone.
 
 An environment whose size lacks a partner is not refused, for the partner may come a moment later: one of the Atropos
 contract is told to ask again, one of v1 is registered, and both produce nothing until then. A warning carries the
@@ -26,13 +26,13 @@ MOST_TOLD: Final = 1000
 
 
 class GroupSizes:
-    """What may be registered, and whose groups are of use."""
+    """The judgement on group sizes: those that may be registered, and those whose groups are of use now."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._asking: dict[tuple[str, int], float] = {}
         self._told: dict[str, str] = {}
-        """What was last said of those that wait, by name."""
+        """The last warning about each environment that waits, by its name."""
 
     def refuse_too_large(self, size: int) -> None:
         """Refuse a size that no partner could help."""
@@ -47,7 +47,7 @@ class GroupSizes:
             )
 
     def ask(self, name: str, size: int) -> str | None:
-        """Whether an environment may be registered now: None, or what it waits for."""
+        """Ask to register an environment: the answer is None, or the reason to wait."""
         run = self._state.runs.open
         self._asking[name, size] = self._state.clock()
         if run is None or self.can_use(run, size):
@@ -58,7 +58,7 @@ class GroupSizes:
         return self.explain(run, size)
 
     def can_use(self, run: RunRow, size: int, *, keeps_coming: bool = False) -> bool:
-        """Whether a batch can hold a group of this size, if groups of the registered sizes come.
+        """A group of this size is of use if some batch can hold it, provided that groups of the registered sizes come.
 
         Of other sizes only what is queued counts, unless the group's own `keeps_coming`.
         """
@@ -73,7 +73,7 @@ class GroupSizes:
         return can_fill(known, run.batch_size, containing=size, at_most=waiting)
 
     def reason_to_pause(self, run: RunRow, row: EnvironmentRow) -> str | None:
-        """Why nothing of what this environment makes could be trained; None if it could."""
+        """The reason why no group of this environment can be trained now; None if some can."""
         return None if self.can_use(run, row.group_size) else self.explain(run, row.group_size)
 
     def warn(self) -> None:

@@ -1,7 +1,7 @@
-"""Whether the trainer of a run is at work. Calls of the Atropos contract carry no identity, so time decides.
+"""Liveness of a run's trainer. Calls of the Atropos contract carry no identity, so time decides.
 
-A trainer that registered or called lately keeps its run from those of another name. How lately depends on the run: a
-trainer asks for nothing while it trains, so three times its longest silence so far still counts.
+A trainer is at work if it registered or called lately, and keeps its run from those of another name. How lately depends
+on the run: a trainer asks for nothing while it trains, so three times its longest silence so far still counts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def presume_at_work(run: RunRow, now: float) -> None:
 
 
 def quiet_seconds(run: RunRow, now: float) -> float:
-    """How long nothing was heard of the run's trainer."""
+    """Seconds since the run's trainer was heard of."""
     return now - (run.trainer_seen_at or run.began_at)
 
 
@@ -53,7 +53,7 @@ def has_gone(run: RunRow, now: float) -> bool:
 
 
 def is_over(run: RunRow) -> bool:
-    """Whether a run of the Atropos contract, which nobody finishes, has handed out all it was begun for."""
+    """A run of the Atropos contract, which nobody finishes, is over once its last batch was handed out."""
     return run.legacy and run.delivered and 0 < run.num_steps <= run.starting_step + run.handed_batch
 
 

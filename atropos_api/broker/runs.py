@@ -15,7 +15,7 @@ from atropos_api.store.base import Ledger, PolicyRow, RunRow
 from atropos_api.wire.messages import PolicyUpdate, RunRequest
 
 WRITE_CALLS_SECONDS: Final = 60.0
-"""How often the ledger is told that a trainer still calls."""
+"""The ledger is told at this interval that a trainer still calls."""
 
 
 class Runs:

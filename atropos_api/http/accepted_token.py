@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class AcceptedToken:
-    """What the broker asks for now; `value` is None where it asks for nothing."""
+    """The token as it is now; `value` is None where callers need none."""
 
     def __init__(self, token: str | None = None, *, file: Path | None = None) -> None:
         self._file = file

@@ -9,9 +9,11 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 
 from atropos_api.broker import Broker
+from atropos_api.broker.liveness import quiet_seconds
 from atropos_api.broker.queue import version_of
 from atropos_api.common import metric_names
-from atropos_api.http.services import services_of
+from atropos_api.http.process_metrics import render_process
+from atropos_api.http.services import Services, services_of
 from atropos_api.store.base import RunRow
 
 router = APIRouter(tags=["operations"])
@@ -41,6 +43,7 @@ COUNTER_HELP: Final = {
     "store_failures_total": "Writes that the store refused",
 }
 GAUGE_HELP: Final = {
+    "ready": "1 while submissions would be kept, as /readyz says",
     "queued_groups": "Groups that wait for a batch",
     "queued_sequences": "Sequences that wait for a batch",
     "queued_bytes": "Bytes of the groups that wait for a batch",
@@ -50,6 +53,7 @@ GAUGE_HELP: Final = {
     "environments_alive": "Environments heard of lately",
     "outstanding_sequences": "Sequences queued, or in batches not trained yet",
     "unpackable_groups": "Groups queued that no batch of the run can hold",
+    "trainer_quiet_seconds": "Time since the trainer of the open run called",
     "policy_held_seconds": "How long evaluations ask that no other policy be published",
     "step": "Trainer steps of the open run",
     "policy_version": "The policy now published",
@@ -63,11 +67,13 @@ DROPPED_HELP: Final = "Groups that were dropped instead of trained, by environme
 
 @router.get("/metrics", summary="Counters and gauges for Prometheus")
 async def metrics(request: Request) -> Response:
-    text = "".join(_render(services_of(request).broker))
-    return Response(text, media_type=CONTENT_TYPE)
+    return Response("".join(_render(services_of(request))), media_type=CONTENT_TYPE)
 
 
-def _render(broker: Broker) -> Iterator[str]:
+def _render(services: Services) -> Iterator[str]:
+    broker = services.broker
+    yield from render_process(services.version)
+    yield from _series("ready", GAUGE_HELP["ready"], "gauge", [("", services.why_not_ready() is None)])
     for name, value in asdict(broker.state.counters).items():
         yield from _series(name, COUNTER_HELP[name], "counter", [("", value)])
     for name, value in _gauges(broker).items():
@@ -107,6 +113,7 @@ def _gauges(broker: Broker) -> dict[str, float]:
     run = state.runs.open
     if run is not None:
         gauges["outstanding_sequences"] = broker.outstanding_sequences(run)
+        gauges["trainer_quiet_seconds"] = max(0.0, quiet_seconds(run, state.clock()))
         unpackable = broker.batches.unpackable_sizes(run)
         gauges["unpackable_groups"] = sum(state.queue.groups_by_size[size] for size in unpackable)
         gauges["policy_held_seconds"] = broker.holds.seconds(run)
@@ -135,7 +142,7 @@ def _staleness(broker: Broker, run: RunRow) -> dict[str, float]:
 def _series(name: str, meaning: str, kind: str, samples: Sequence[tuple[str, float]]) -> Iterator[str]:
     yield f"# HELP {PREFIX}{name} {meaning}\n# TYPE {PREFIX}{name} {kind}\n"
     for labels, value in samples:
-        yield f"{PREFIX}{name}{labels} {value}\n"
+        yield f"{PREFIX}{name}{labels} {value:d}\n" if isinstance(value, bool) else f"{PREFIX}{name}{labels} {value}\n"
 
 
 def _spell(name: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from atropos_api.broker.status import describe_status
-from atropos_api.errors import StoreUnavailable
 from atropos_api.http.bodies import JSON, json_response
 from atropos_api.http.forms import latest_as_json
 from atropos_api.http.services import services_of
@@ -22,15 +21,12 @@ async def live() -> Response:
 @router.get("/readyz", summary="Submissions would be kept")
 async def ready(request: Request) -> Response:
     services = services_of(request)
+    reason = services.why_not_ready()
+    if reason is None:
+        return json_response({"status": "ready"})
     if services.stopping:
         return json_response({"status": "stopping"}, status_code=503)
-    if services.store_failure is not None:
-        try:
-            services.broker.probe_store(services.store_failure_bytes)
-        except StoreUnavailable:
-            return json_response({"status": "store unavailable", "detail": services.store_failure}, status_code=503)
-        services.store_failure, services.store_failure_bytes = None, 0
-    return json_response({"status": "ready"})
+    return json_response({"status": "store unavailable", "detail": reason}, status_code=503)
 
 
 @router.get("/v1/status", summary="Run, policy, queue, environments, counters")

@@ -16,6 +16,7 @@ from atropos_api.http.contract.pieces import JSON
 from atropos_api.http.metrics import COUNTER_HELP, DROPPED, DROPPED_HELP, GAUGE_HELP, PREFIX
 from atropos_api.http.openapi import errors_of, known_problems
 from atropos_api.http.problems import TYPE_PREFIX
+from atropos_api.http.process_metrics import PROCESS_METRICS
 
 Summaries = Mapping[tuple[str, str], str]
 
@@ -128,6 +129,7 @@ def _metrics() -> Iterator[str]:
     yield from (f"| `{PREFIX}{name}` | counter | {text} |" for name, text in COUNTER_HELP.items())
     yield f"| `{PREFIX}{DROPPED}` | counter | {DROPPED_HELP} |"
     yield from (f"| `{PREFIX}{name}` | gauge | {text} |" for name, text in GAUGE_HELP.items())
+    yield from (f"| `{one.name}` | {one.kind} | {one.meaning} |" for one in PROCESS_METRICS)
 
 
 def summaries_of(routes: Mapping[str, Any]) -> Summaries:

@@ -13,7 +13,9 @@ from fastapi import Request
 
 from atropos_api.broker import Broker
 from atropos_api.broker.legacy import LegacyContract
+from atropos_api.common.version import package_version
 from atropos_api.config import BrokerConfig
+from atropos_api.errors import StoreUnavailable
 
 SHARED_STATUS_SECONDS: Final = 1.0
 
@@ -91,6 +93,7 @@ class Services:
     events_bell: Bell = field(default_factory=Bell)
     stop_bell: Bell = field(default_factory=Bell)
     legacy_turn: Turn = field(default_factory=Turn)
+    version: str = field(default_factory=package_version)
     stopping: bool = False
     store_failure: str | None = None
     """Why the store refused the last write; None once it took another as large."""
@@ -106,6 +109,18 @@ class Services:
             text = describe(self)
             self._status = (self.events_bell.rings, now, text)
         return text
+
+    def why_not_ready(self) -> str | None:
+        """The reason why submissions would not be kept now, or None. A store that refused a write is tried again."""
+        if self.stopping:
+            return "stopping"
+        if self.store_failure is not None:
+            try:
+                self.broker.probe_store(self.store_failure_bytes)
+            except StoreUnavailable:
+                return self.store_failure
+            self.store_failure, self.store_failure_bytes = None, 0
+        return None
 
     def stop(self) -> None:
         self.stopping = True

@@ -73,7 +73,7 @@ class RunRow(msgspec.Struct, kw_only=True):
     policy_name: str | None = None
     """The model to ask for to get the published policy; None: any."""
     trainer_seen_at: float = 0.0
-    """When its trainer last registered or called; kept in memory, and written now and then."""
+    """The time of its trainer's last registration or call; kept in memory, and written now and then."""
     longest_silence_seconds: float = 0.0
     """The longest interval between two calls of its trainer."""
 

@@ -138,7 +138,7 @@ class Pacing(msgspec.Struct, kw_only=True):
     policy_held_seconds: float = 0.0
     """How long evaluations ask that no other policy be published; 0: they do not."""
     paused_because: str | None = None
-    """Why there is no room and will be none until something else changes, such as another environment's group size."""
+    """The reason where there is no room until something else changes, such as another environment's group size."""
     policy_name: str | None = None
     """The model to ask for to get this policy, where a plain server has each version under a name of its own."""
 

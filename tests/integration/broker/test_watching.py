@@ -2,19 +2,23 @@
 
 import contextlib
 import json
+import platform
 import re
 import socket
 import time
 
 import httpx
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from atropos_api.broker.counters import Counters
 from atropos_api.broker.events import EventLog
 from atropos_api.client import BrokerClient
+from atropos_api.common.version import package_version
 from atropos_api.http import events as events_module
 from atropos_api.http.metrics import COUNTER_HELP, DROPPED, GAUGE_HELP
+from atropos_api.http.process_metrics import PROCESS_METRICS
 from atropos_api.store.memory import MemoryLedger
 from atropos_api.testing import make_group, make_memory_app, serve_in_thread
 from atropos_api.wire import EnvironmentRequest, PolicyUpdate, RunRequest
@@ -148,7 +152,23 @@ def test_metrics_are_explained_and_read_by_prometheus(client, url):
     assert values["atropos_batches_formed"] == 2
     (sample,) = families["atropos_environment_queued_sequences"].samples
     assert sample.labels == {"environment": 'en"v\\\n'}
-    assert set(re.findall(r"^# HELP atropos_(\S+)", text, re.MULTILINE)) == {*COUNTER_HELP, *GAUGE_HELP, DROPPED}
+    assert values["atropos_ready"] == 1
+    assert 0 <= values["atropos_trainer_quiet_seconds"] < 5
+    explained = {f"atropos_{name}" for name in (*COUNTER_HELP, *GAUGE_HELP, DROPPED)}
+    explained |= {metric.name for metric in PROCESS_METRICS}
+    assert set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE)) == explained
+
+
+def test_the_process_is_measured_by_the_names_that_prometheus_clients_use(url):
+    families = {family.name: family for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text)}
+    (build,) = families["atropos_build_info"].samples
+    assert build.labels == {"version": package_version(), "python": platform.python_version()}
+    values = {name: family.samples[0].value for name, family in families.items() if name.startswith("process_")}
+    process = psutil.Process()
+    assert values["process_resident_memory_bytes"] == pytest.approx(process.memory_info().rss, rel=0.2)
+    assert 0 < values["process_cpu_seconds"] <= sum(process.cpu_times()[:2])
+    assert 0 < values["process_open_fds"] <= values["process_max_fds"]
+    assert values["process_start_time_seconds"] == pytest.approx(process.create_time(), abs=1)
 
 
 def test_every_counter_is_explained():
