@@ -36,7 +36,7 @@ from atropos_api.testing import served_broker
 from atropos_api.wire import EnvironmentRequest, Group
 from environments.tasks.arithmetic import Problem, grade, problem_stream
 from example_trainer.api import BrokerSession
-from example_trainer.cli import make_trackers
+from example_trainer.cli import run_trackers
 from example_trainer.config import TrainingConfig
 from example_trainer.data import MASKED, PLACEHOLDER_LOGPROB
 from example_trainer.model import PolicyOptions, load_policy
@@ -240,7 +240,7 @@ def train(model: Path, *, correction: str, delay: int, rate: float, seed: int, s
         archive = Archive(PolicyOptions(model_name=str(model), dtype="float32", device="cpu"))
         environment = LateEnvironment(url, archive, model, seed=seed, delay=delay, steps=batches)
         session = WatchedSession(BrokerClient(url), archive)
-        trainer = Trainer(config, session=session, bridge=archive, tracker=lambda step: make_trackers(config, step))
+        trainer = Trainer(config, session=session, bridge=archive, trackers=run_trackers(config))
         environment.start()
         try:
             trainer.run()

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -32,13 +32,14 @@ from example_trainer.errors import ModelNotFound
 from example_trainer.options.course import find_environment_option
 from example_trainer.process_environment import settings_from
 from example_trainer.running.leaving import ensure_exit
+from example_trainer.running.run_dir import require_writable
 from example_trainer.running.run_file import trainer_settings
 
 if TYPE_CHECKING:
     from atropos_api.client import BrokerClient
     from example_trainer.api import BrokerSession
     from example_trainer.learning.distributed import Ranks
-    from example_trainer.running.trackers import TrackerSet
+    from example_trainer.running.trackers import RunTrackers
     from example_trainer.weights.bridge import WeightBridge
 
 logger = logging.getLogger(__name__)
@@ -186,6 +187,7 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks) -> i
         torch.set_num_threads(config.torch_threads)
     torch.manual_seed(config.seed)
     config = config.model_copy(update={"run_dir": ranks.lead(lambda: config.required_run_dir)})
+    ranks.lead(lambda: prepare_directories(config))
     ranks.lead(lambda: record_config(config))
     bridge = _bridge(config, ranks)
     stop = StopFlag()
@@ -195,7 +197,7 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks) -> i
                 config,
                 session=session,
                 bridge=bridge,
-                tracker=lambda resumed_step: make_trackers(config, resumed_step, writes=ranks.is_main),
+                trackers=run_trackers(config, writes=ranks.is_main),
                 should_stop=stop.is_set,
                 ranks=ranks,
             )
@@ -227,28 +229,19 @@ def _bridge(config: TrainingConfig, ranks: Ranks) -> WeightBridge:
     return RankedBridge(make_bridge(config) if ranks.is_main else None, policy_options(config), ranks)
 
 
-def make_trackers(config: TrainingConfig, resumed_step: int | None, *, writes: bool = True) -> TrackerSet:
+def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
     """`metrics.jsonl` and `events.jsonl` in the run directory, W&B and TensorBoard when they are asked for."""
-    from example_trainer.running.trackers import (
-        JsonlTracker,
-        SummaryTracker,
-        TensorBoardTracker,
-        Tracker,
-        TrackerSet,
-        WandbTracker,
-    )
+    from example_trainer.running.trackers import RunTrackers, SummaryTracker, TensorBoardTracker, Tracker, WandbTracker
 
-    if not writes:
-        return TrackerSet([])
     directory = config.required_run_dir
-    trackers: list[Tracker] = []  # those first that may refuse: nothing of a run that does not start is left open
+    openers: list[Callable[[], Tracker]] = []
     if config.benchmark:
-        trackers.append(SummaryTracker())
+        openers.append(SummaryTracker)
     if config.tensorboard:
-        trackers.append(TensorBoardTracker(directory / "tensorboard"))
+        openers.append(lambda: TensorBoardTracker(directory / "tensorboard"))
     if config.use_wandb:
-        trackers.append(
-            WandbTracker(
+        openers.append(
+            lambda: WandbTracker(
                 project=config.wandb_project,
                 group=config.wandb_group,
                 name=config.wandb_run_name or config.name,
@@ -256,13 +249,20 @@ def make_trackers(config: TrainingConfig, resumed_step: int | None, *, writes: b
                 config=public_settings(config),
             )
         )
-    return TrackerSet([JsonlTracker(directory, resumed_step=resumed_step), *trackers])
+    return RunTrackers(directory, openers, writes=writes)
+
+
+def prepare_directories(config: TrainingConfig) -> None:
+    """Make what this run writes into, or say in one line what cannot be written."""
+    places = {"--run-dir": config.required_run_dir, "--save-path": config.save_path, "--log-dir": config.log_dir}
+    for flag, directory in places.items():
+        if directory is not None:
+            require_writable(directory, flag)
 
 
 def record_config(config: TrainingConfig) -> None:
     """Write `config.json` into the run directory, unless the launcher has written the whole run's there."""
     path = config.required_run_dir / "config.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         return
     record = {"trainer": public_settings(config), "versions": _versions(), "git_revision": _git_revision()}

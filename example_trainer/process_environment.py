@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from atropos_api.common.cliconfig import ConfigError
+
 MIXED_PRECISION = {"fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -21,10 +23,18 @@ def settings_from(environment: Mapping[str, str]) -> dict[str, object]:
         settings["dtype"] = MIXED_PRECISION[precision]
     if _flag(environment, "ACCELERATE_USE_CPU"):
         settings["device"] = "cpu"
-    if int(environment.get("WORLD_SIZE", "1")) > 1:
-        settings["world_size"] = int(environment["WORLD_SIZE"])
-        settings["trainer_rank"] = int(environment.get("RANK", "0"))
+    world_size = _number(environment, "WORLD_SIZE", 1)
+    if world_size > 1:
+        settings["world_size"] = world_size
+        settings["trainer_rank"] = _number(environment, "RANK", 0)
     return settings
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    given = environment.get(name, str(default))
+    if not given.isdecimal():
+        raise ConfigError(f"${name} is {given!r}, not a number; torchrun and accelerate launch set it, else unset it")
+    return int(given)
 
 
 def _flag(environment: Mapping[str, str], name: str) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from atropos_api.client import BrokerClient
 from atropos_api.wire import EnvironmentRequest, Group
 from example_trainer.api import BrokerSession
-from example_trainer.cli import make_trackers, ranked_session
+from example_trainer.cli import ranked_session, run_trackers
 from example_trainer.config import TrainingConfig
 from example_trainer.data import MASKED, PLACEHOLDER_LOGPROB
 from example_trainer.learning.adapters import AdapterOptions
@@ -180,7 +180,7 @@ def _train_recorded(config: TrainingConfig, ranks: Ranks) -> None:
         config,
         session=BrokerSession(client) if alone else ranked_session(config, client, ranks),
         bridge=local if alone else RankedBridge(local if ranks.is_main else None, policy_options(config), ranks),
-        tracker=lambda resumed_step: make_trackers(config, resumed_step, writes=ranks.is_main),
+        trackers=run_trackers(config, writes=ranks.is_main),
         ranks=ranks,
     )
     try:

@@ -42,7 +42,7 @@ from example_trainer.learning.stepping import Stepper, make_stepper
 from example_trainer.learning.tail import Progress, Tail
 from example_trainer.running.batch_files import ROLLOUTS, batch_path, write_batch
 from example_trainer.running.health import ANY_SIGN, HealthEvent, HealthMonitor, parse_limits
-from example_trainer.running.trackers import METRICS_FILE, Tracker, last_line
+from example_trainer.running.trackers import METRICS_FILE, RunTrackers, Tracker, last_line
 from example_trainer.training import StopRequestedError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Trainer:
         *,
         session: BrokerSession,
         bridge: WeightBridge,
-        tracker: Callable[[int | None], Tracker],
+        trackers: RunTrackers,
         should_stop: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class Trainer:
         """The sign that ended the run, where `--stop-on` asks for that."""
         self._session = session
         self._bridge = bridge
-        self._make_tracker = tracker
+        self._trackers = trackers
         self._should_stop = should_stop
         self._health = HealthMonitor(parse_limits(config.health_limits or ()))
         self._stepper: Stepper
@@ -103,13 +103,23 @@ class Trainer:
             refuse_changed_settings(state, config)
         taken = None if config.resume is None else self._ranks.lead(lambda: begun_version(config))
         resumes = state is not None or taken is not None
+        self._ranks.lead(self._trackers.open)
+        try:
+            self._begin(checkpoint, state, taken, resumes=resumes)
+        except BaseException:
+            self._trackers.close()
+            raise
+
+    def _begin(self, checkpoint: Path | None, state: TrainerState | None, taken: int | None, *, resumes: bool) -> None:
+        """Begin the run at the broker, which is told of nothing that cannot start, and publish the first version."""
+        config = self.config
         info = self._session.begin(_run_request(config, state, resumes=resumes))
         self._ranks.lead(lambda: note_begun(config, info.run_id, taken or 0))
         self._build()
         self.progress.version = max(info.highest_policy_version, self._bridge.highest_version(), taken or 0)
         if checkpoint is not None and state is not None:
             self._stepper.resume(checkpoint, state)
-        self._tracker = self._make_tracker(self.progress.step if resumes else None)
+        self._tracker = self._trackers.at(self.progress.step if resumes else None)
         if state is not None:
             self._ranks.lead(partial(self._catch_up, state))
         self._tail.publish()

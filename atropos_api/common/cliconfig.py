@@ -91,11 +91,15 @@ def read_config_file(
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file") from None
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: expected a mapping at the top, found {type(content).__name__}")
     own = _select_section(model, content if adapt is None else adapt(content, path), section)
+    if not isinstance(own, dict):
+        raise ConfigError(
+            f"--config {path}: section {section!r} takes settings, got {json.dumps(redact(own), default=str)}"
+        )
     return check_keys(model, own, where=f"--config {path}")
 
 

@@ -9,6 +9,7 @@ from typing import Final, Self
 from atropos_api.common.errors import AtroposError
 
 LONGEST_TOKEN_BYTES: Final = 64 * 1024
+_FORM: Final = "a token is one line of letters, digits and . _ ~ + = -"
 TOKEN_VARIABLE: Final = "ATROPOS_TOKEN"  # noqa: S105 - the name of a variable
 
 
@@ -29,6 +30,8 @@ class TokenSource:
     def __init__(self, token: str | None = None, *, file: Path | None = None, flag: str = "--token-file") -> None:
         self.file = file
         self._flag = flag
+        if token and not _is_token(token):
+            raise TokenUnreadable(f"{flag[: -len('-file')]}: is no token; {_FORM}")
         self.value = token if file is None else read_token_file(file, flag=flag)
 
     @classmethod
@@ -47,7 +50,7 @@ class TokenSource:
         if token is not None or file is not None:
             return cls(token, file=file, flag=flag)
         if value := environ.get(variable):
-            return cls(value)
+            return cls(value, flag=f"${variable}-file")
         named = environ.get(f"{variable}_FILE")
         return cls(file=Path(named), flag=f"${variable}_FILE") if named else cls()
 
@@ -72,12 +75,11 @@ def read_token_file(path: Path, *, flag: str = "--token-file") -> str:
     except OSError as error:
         raise TokenUnreadable(f"{flag} {path}: cannot be read ({error.strerror}); name a file with a token") from error
     token = content.strip().decode("ascii", errors="replace")
-    if (
-        not token.isascii()
-        or not token.isprintable()
-        or not token
-        or " " in token
-        or len(content) > LONGEST_TOKEN_BYTES
-    ):
-        raise TokenUnreadable(f"{flag} {path}: holds no token; write one line of letters, digits and . _ ~ + = -")
+    if not _is_token(token) or len(content) > LONGEST_TOKEN_BYTES:
+        raise TokenUnreadable(f"{flag} {path}: holds no token; {_FORM}")
     return token
+
+
+def _is_token(text: str) -> bool:
+    """Whether a header can carry it."""
+    return bool(text) and text.isascii() and text.isprintable() and " " not in text

@@ -12,20 +12,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from atropos_api.common.addresses import require_address
 from atropos_api.common.secret_fields import SECRET
 
 ServerType = Literal["openai", "trl", "sglang", "vllm"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-def require_address(url: str) -> str:
-    """`url`, if a server can be behind it. An empty one is none yet."""
-    if url and not url.startswith(("http://", "https://")):
-        raise ValueError("an address begins with http:// or https://")
-    return url
+def _address_or_none_yet(url: str) -> str:
+    return require_address(url) if url else url
 
 
-Address = Annotated[str, AfterValidator(require_address)]
+Address = Annotated[str, AfterValidator(_address_or_none_yet)]
 
 
 class EvalHandlingEnum(StrEnum):

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -177,12 +178,18 @@ def joined_ranks(
 
 def _meeting_point(init_method: str) -> tuple[str, int | None]:
     """Host of the meeting point, and the port at which a store of ours has to be there; None where it is another's."""
-    if init_method.startswith("env://"):
-        # torchrun keeps the store in its own process, of which the ranks are clients.
-        own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) if own else None
-    parts = urlsplit(init_method)
-    return parts.hostname or "", parts.port if parts.scheme == "tcp" else None
+    try:
+        if init_method.startswith("env://"):
+            # torchrun keeps the store in its own process, of which the ranks are clients.
+            own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) if own else None
+        parts = urlsplit(init_method)
+        if parts.scheme == "file" and not Path(parts.path).parent.is_dir():
+            raise RanksFailed(f"--init-method {init_method}: there is no directory {Path(parts.path).parent}")
+        return parts.hostname or "", parts.port if parts.scheme == "tcp" else None
+    except ValueError as error:
+        place = f"$MASTER_PORT {os.environ['MASTER_PORT']}" if init_method.startswith("env://") else init_method
+        raise RanksFailed(f"--init-method {init_method}: {place} names no port ({error})") from error
 
 
 def _as_tensor(message: bytes) -> Tensor:

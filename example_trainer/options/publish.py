@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from atropos_api.common.addresses import Address, Host
 from atropos_api.common.secret_fields import SECRET
 
 BridgeMode = Literal["none", "shared_vllm", "lora_only", "lora_restart"]
@@ -26,7 +27,7 @@ class PublishOptions(BaseModel):
     weight_bridge_mode: BridgeMode = Field(
         "none", description="shared_vllm, lora_only, lora_restart, or none (checkpoint, restart)."
     )
-    vllm_host: str = Field("127.0.0.1", description="Host of the vLLM server.")
+    vllm_host: Host = Field("127.0.0.1", description="Host of the vLLM server.")
     vllm_port: int = Field(9001, ge=1, le=65535, description="Port of the vLLM server.")
     vllm_config_path: str = Field(
         "auto",
@@ -41,7 +42,7 @@ class PublishOptions(BaseModel):
     start_vllm: Literal["auto", "never"] = Field(
         "auto", description="lora_only: start a vLLM server where none answers at --vllm-port, or wait for one."
     )
-    inference_urls: list[str] | None = Field(
+    inference_urls: list[Address] | None = Field(
         None,
         description="Addresses of the servers of --num-inference-nodes; unset: --vllm-host, from --vllm-port upwards.",
     )

@@ -10,8 +10,13 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
+from atropos_api.common.addresses import Address
 from atropos_api.common.secret_fields import SECRET
 from example_trainer.options.naming import aliases
+
+MOST_SERVERS = 512
+LARGEST_SEED = 2**32 - 1
+"""What every library takes that is given it."""
 
 
 class RunOptions(BaseModel):
@@ -27,7 +32,7 @@ class RunOptions(BaseModel):
         json_schema_extra=aliases("save_dir"),
     )
     log_dir: Path | None = Field(None, description="Log directory; unset: logs in the run directory.")
-    seed: int = Field(0, ge=0, description="Seed of everything random in the trainer.")
+    seed: int = Field(0, ge=0, le=LARGEST_SEED, description="Seed of everything random in the trainer.")
     checkpoint_interval: int = Field(3, ge=0, description="Checkpoint every N steps; 0: at the end only.")
     checkpoint_names: Literal["plain", "cs336"] = Field(
         "plain",
@@ -39,7 +44,7 @@ class RunOptions(BaseModel):
     )
     keep_last: int = Field(0, ge=0, description="Keep the last K checkpoints; 0 keeps all.")
     resume: str | None = Field(None, description="auto (newest checkpoint, if any) or the path of a checkpoint.")
-    atropos_url: str = Field("http://localhost:8000", description="URL of the broker (run-api).")
+    atropos_url: Address = Field("http://localhost:8000", description="URL of the broker (run-api).")
     atropos_token: str | None = Field(
         None,
         description="Bearer token of the broker; default: $ATROPOS_TOKEN.",
@@ -65,6 +70,7 @@ class RunOptions(BaseModel):
     num_inference_nodes: int = Field(
         0,
         ge=0,
+        le=MOST_SERVERS,
         description="Servers that each get the weights sent (shared_vllm); 0: one, on this host, which shares them. "
         "atropos-grpo-run starts them here, unless --vllm-host or --inference-urls says where they are.",
     )

@@ -34,7 +34,7 @@ from example_trainer.running.plan import (
 )
 from example_trainer.running.process_tree import adopt_orphans, is_alive
 from example_trainer.running.progress import View, make_view
-from example_trainer.running.run_dir import RunDir, plan_run_dir, write_json, write_yaml
+from example_trainer.running.run_dir import RunDir, plan_run_dir, telling, write_json, write_yaml
 from example_trainer.running.run_file import LAUNCHER_FIELDS, RunSettings
 from example_trainer.running.summary import Summary, summarise
 from example_trainer.running.supervisor import ChildFailed, ChildSpec, Supervisor
@@ -227,8 +227,9 @@ class Launch:
         return summary
 
     def _record(self, plan: Plan) -> None:
-        for path, content in plan.files.items():
-            write_yaml(path, content)
+        with telling(self.run.configs, "--run-dir"):
+            for path, content in plan.files.items():
+                write_yaml(path, content)
         self.run.write_record(resolved(self.settings, plan))
 
 

@@ -19,7 +19,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.options.publish import LORA_MODES, served_rank, versions_kept
 from example_trainer.running.credentials import bridge_token, broker_token, differing, token_variables
 from example_trainer.running.interpreter import PACKAGE_ROOT, python_path
-from example_trainer.running.ports import LOOPBACK, free_port, free_ports, require_free
+from example_trainer.running.ports import LOOPBACK, as_port, free_port, free_ports, require_free
 from example_trainer.running.run_dir import RunDir, as_plain_data
 from example_trainer.running.run_file import (
     LAUNCHER_FIELDS,
@@ -343,7 +343,7 @@ def program_of(server: str) -> tuple[str, ...]:
 
 def _broker_port(settings: RunSettings) -> int:
     asked = settings.section("api").get("port")
-    return free_port() if asked is None else require_free(int(asked), flag="--api.port")
+    return free_port() if asked is None else require_free(as_port(asked, "--api.port"), flag="--api.port")
 
 
 def _vllm_ports(settings: RunSettings) -> tuple[int, ...]:
@@ -356,4 +356,5 @@ def _vllm_ports(settings: RunSettings) -> tuple[int, ...]:
         asked, flag = config.vllm_port, "--vllm-port"
     if asked is None:
         return free_ports(count)
-    return tuple(require_free(int(asked) + index, flag=flag) for index in range(count))
+    first = as_port(asked, flag)
+    return tuple(require_free(as_port(first + index, flag), flag=flag) for index in range(count))

@@ -11,10 +11,15 @@ from example_trainer.errors import TrainerError
 from example_trainer.running.process_tree import describe
 
 LOOPBACK = "127.0.0.1"
+LAST_PORT = 65535
 
 
 class PortTaken(TrainerError):
     """A port the user asked for is held by another process."""
+
+
+class NoPort(TrainerError):
+    """A number that no port has."""
 
 
 def free_port(host: str = LOOPBACK) -> int:
@@ -39,6 +44,17 @@ def require_free(port: int, *, flag: str, host: str = LOOPBACK) -> int:
             probe.bind((host, port))
         except OSError as error:
             raise PortTaken(f"port {port} is taken{_by(port)} ({error.strerror}); choose another with {flag}") from None
+    return port
+
+
+def as_port(given: object, flag: str) -> int:
+    """A port that was typed or stood in a file; raises `NoPort` for what is none."""
+    try:
+        port = int(str(given))
+    except ValueError:
+        port = 0
+    if not 1 <= port <= LAST_PORT:
+        raise NoPort(f"{flag} {given}: no port; ports are 1 to {LAST_PORT}")
     return port
 
 

@@ -7,14 +7,16 @@ never overwrites the logs of the first.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +36,10 @@ RECORDED_PACKAGES = (
 
 class RunDirectoryInUse(TrainerError):
     """The directory holds another run that this one would mix with."""
+
+
+class DirectoryUnusable(TrainerError):
+    """A directory that a run writes into cannot be made or written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +84,16 @@ class RunDir:
 
     def create(self) -> None:
         """Make the folders of this attempt and point `logs/latest` at its logs."""
-        for folder in (self.logs, self.configs, self.bridge):
-            folder.mkdir(parents=True, exist_ok=True)
-        link = self.log_root / "latest"
-        fresh = link.with_name(".latest")
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(self.logs.name)
-        fresh.replace(link)
+        require_writable(self.root, "--run-dir")
+        require_writable(self.log_root, "--log-dir")
+        with telling(self.root, "--run-dir"):
+            for folder in (self.logs, self.configs, self.bridge):
+                folder.mkdir(parents=True, exist_ok=True)
+            link = self.log_root / "latest"
+            fresh = link.with_name(".latest")
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(self.logs.name)
+            fresh.replace(link)
 
     def write_record(self, resolved: Mapping[str, Any]) -> None:
         """`config.json`: what was asked for, made of what, started how."""
@@ -96,11 +105,17 @@ class RunDir:
             "attempt": self.attempt,
             **provenance(),
         }
-        write_json(self.root / "config.json", record)
+        with telling(self.root, "--run-dir"):
+            write_json(self.root / "config.json", record)
 
 
 def plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume: bool) -> RunDir:
     """The directory for a run, nothing created yet; refuses one whose metrics another run has written."""
+    with telling(log_dir or root or Path(), "--log-dir" if log_dir else "--run-dir"):
+        return _plan_run_dir(root, name=name, log_dir=log_dir, resume=resume)
+
+
+def _plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume: bool) -> RunDir:
     settled = (root or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if (settled / "metrics.jsonl").exists() and not resume:
         raise RunDirectoryInUse(
@@ -108,6 +123,26 @@ def plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume: 
         )
     log_root = log_dir.absolute() if log_dir else settled / "logs"
     return RunDir(root=settled, log_root=log_root, attempt=_next_attempt(log_root))
+
+
+def require_writable(directory: Path, flag: str) -> None:
+    """Make `directory` where it is missing; raises `DirectoryUnusable` if no file can be put there."""
+    with telling(directory, flag):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+
+
+@contextlib.contextmanager
+def telling(directory: Path, flag: str) -> Iterator[None]:
+    """Turn an error of the file system below `directory` into one line that names the flag."""
+    try:
+        yield
+    except OSError as error:
+        place = f" at {error.filename2 or error.filename}" if error.filename not in {None, str(directory)} else ""
+        raise DirectoryUnusable(
+            f"{flag} {directory}: cannot be written ({error.strerror}{place}); name another directory"
+        ) from error
 
 
 def provenance() -> dict[str, Any]:

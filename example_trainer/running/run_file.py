@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import yaml
 from pydantic import Field
 
 from atropos_api.common.cliconfig import ConfigError, check_keys, load_config, nearest, read_config_file
-from atropos_api.common.redaction import redact_arguments
+from atropos_api.common.redaction import redact, redact_arguments
 from atropos_api.common.server_names import server_stem
 from example_trainer.config import TrainingConfig
 from example_trainer.options.course import hand_on_environment_options
@@ -183,9 +183,43 @@ def read_sections(path: str) -> dict[str, Any]:
     for key, value in content.items():
         if key not in SECTIONS:
             raise ConfigError(f"--config {path}: unknown section {key!r}{nearest(str(key), SECTIONS)}")
-        if value is not None and not isinstance(value, list if key == "environments" else (dict, list)):
-            raise ConfigError(f"--config {path}: section {key!r} holds {type(value).__name__}, not settings")
+        has_form, words = _FORMS.get(key, (_is_mapping, "settings"))
+        if value is not None and not has_form(value):
+            shown = json.dumps(redact(value), default=str)
+            raise ConfigError(f"--config {path}: section {key!r} takes {words}, got {shown}")
     return {key: value for key, value in content.items() if key != "trainer"}
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_server(value: Any) -> bool:
+    """One inference server, or several."""
+    return _is_mapping(value) or (isinstance(value, list) and all(map(_is_mapping, value)))
+
+
+def _is_environments(value: Any) -> bool:
+    """A list of entries, each with settings of its own sections."""
+    return isinstance(value, list) and all(
+        _is_mapping(entry)
+        and isinstance(entry.get("env") or {}, Mapping)
+        and _is_server(entry.get("openai") or {})
+        and isinstance(entry.get("file") or "", str)
+        for entry in value
+    )
+
+
+def _is_modes(value: Any) -> bool:
+    return _is_mapping(value) and all(isinstance(settings or {}, Mapping) for settings in value.values())
+
+
+_FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "openai": (_is_server, "settings, or a list of them"),
+    "environments": (_is_environments, "a list of settings, each with file, env and openai"),
+    "modes": (_is_modes, "settings by weight bridge mode"),
+}
+"""The form of each section that is not plainly settings, and its name."""
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
@@ -16,7 +17,9 @@ from rich.console import Console
 from rich.live import Live
 
 from atropos_api.client import BrokerUnreachable, ServerEvent, watch_events
+from atropos_api.common.addresses import require_address
 from atropos_api.common.cliconfig import ConfigError, load_config
+from atropos_api.common.options import list_options
 from atropos_api.common.secret_fields import SECRET
 from atropos_api.common.token_file import TokenSource
 from example_trainer.running.top_view import describe, describe_event, render, step_of
@@ -26,6 +29,8 @@ RECONNECT_SECONDS: Final = 1.0
 PLAIN_INTERVAL_SECONDS: Final = 10.0
 KEPT_EVENTS: Final = 8
 KEPT_RATES: Final = 60
+TRUTH_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0", "t", "f", "y", "n"})
+"""What an option that is true or false takes as its value."""
 
 
 class TopConfig(BaseModel):
@@ -139,13 +144,25 @@ def take_url(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """The one argument that is an address, with a scheme, and the others."""
     if {"-h", "--help"} & set(arguments):
         return "", list(arguments)
-    values = {index + 1 for index, argument in enumerate(arguments) if argument == "--token"}
+    values = set(_places_of_values(arguments))
     places = [index for index, argument in enumerate(arguments) if not argument.startswith("-") and index not in values]
     if len(places) != 1:
         raise ConfigError(f"atropos top takes one URL, such as http://127.0.0.1:8000; got {len(places)}")
     given = arguments[places[0]]
     rest = [argument for index, argument in enumerate(arguments) if index != places[0]]
-    return (given if "://" in given else f"http://{given}").rstrip("/"), rest
+    try:
+        return require_address(given if "://" in given else f"http://{given}").rstrip("/"), rest
+    except ValueError as error:
+        raise ConfigError(f"atropos top {given}: {error}") from None
+
+
+def _places_of_values(arguments: Sequence[str]) -> Iterator[int]:
+    """Where a value of an option stands; an option that is true or false takes one only if it is such a word."""
+    kinds = {flag: option.kind for option in list_options(TopConfig) for flag in option.flags}
+    for index, (argument, following) in enumerate(pairwise([*arguments, ""]), 1):
+        kind = kinds.get(argument)
+        if kind is not None and (kind != "bool" or following.lower() in TRUTH_WORDS):
+            yield index
 
 
 def print_once(watched: Watched, token: TokenSource, out: IO[str]) -> int:

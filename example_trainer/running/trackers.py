@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol, TextIO
@@ -99,13 +99,19 @@ class WandbTracker:
         except ImportError as error:
             raise TrainerError("--use-wandb needs wandb: pip install wandb, or leave the flag out") from error
         directory.mkdir(parents=True, exist_ok=True)
-        self.run = wandb.init(
-            project=project or "atropos-grpo",
-            group=group or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
-            name=name,
-            dir=str(directory),
-            config=dict(config),
-        )
+        try:
+            self.run = wandb.init(
+                project=project or "atropos-grpo",
+                group=group or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
+                name=name,
+                dir=str(directory),
+                config=dict(config),
+            )
+        except Exception as error:  # W&B fails in many ways, and each of them comes before the run has begun
+            told = " ".join(str(error).split()).rstrip(".")
+            raise TrainerError(
+                f"--use-wandb: W&B begins no run ({told}); run wandb login, set WANDB_MODE=offline, or leave it out"
+            ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(dict(metrics), step=step)
@@ -140,6 +146,39 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class RunTrackers:
+    """The trackers of a run, opened in two parts: those that may refuse before the run begins, the files after.
+
+    A run that was begun at the broker and then ends for want of a login would keep other trainers waiting.
+    """
+
+    def __init__(self, directory: Path, openers: Sequence[Callable[[], Tracker]], *, writes: bool = True) -> None:
+        self._directory = directory
+        self._openers = openers if writes else ()
+        self._writes = writes
+        self._opened: list[Tracker] = []
+
+    def open(self) -> None:
+        """Open all but the files; when one refuses, those before it are closed."""
+        try:
+            for opener in self._openers:
+                self._opened.append(opener())
+        except TrainerError:
+            self.close()
+            raise
+
+    def at(self, resumed_step: int | None) -> TrackerSet:
+        """All of them, the files going on after `resumed_step`; nothing on a rank that writes nothing."""
+        files = [JsonlTracker(self._directory, resumed_step=resumed_step)] if self._writes else []
+        return TrackerSet([*files, *self._opened])
+
+    def close(self) -> None:
+        """Close what was opened, for a run that does not begin."""
+        for tracker in self._opened:
+            tracker.close()
+        self._opened.clear()
 
 
 class TrackerSet:

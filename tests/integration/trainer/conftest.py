@@ -15,7 +15,7 @@ from atropos_api.client import BrokerClient
 from atropos_api.testing import served_broker
 from atropos_api.wire import EnvironmentRequest, Group
 from example_trainer.api import BrokerSession
-from example_trainer.cli import make_trackers
+from example_trainer.cli import run_trackers
 from example_trainer.config import TrainingConfig
 from example_trainer.model import PolicyOptions, load_policy
 from example_trainer.running.trackers import read_metrics
@@ -76,7 +76,7 @@ class Workbench:
             config,
             session=self.sessions[-1],
             bridge=bridge,
-            tracker=lambda resumed_step: make_trackers(config, resumed_step),
+            trackers=run_trackers(config),
             **settings,
         )
 

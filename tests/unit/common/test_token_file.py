@@ -26,8 +26,16 @@ def test_what_is_no_token_is_told_without_what_the_file_holds(path: Path, conten
     with pytest.raises(TokenUnreadable) as caught:
         read_token_file(path, flag="--api.token-file")
     assert str(caught.value) == (
-        f"--api.token-file {path}: holds no token; write one line of letters, digits and . _ ~ + = -"
+        f"--api.token-file {path}: holds no token; a token is one line of letters, digits and . _ ~ + = -"
     )
+
+
+@pytest.mark.parametrize("token", ["schlüssel", "two words", "line\nbreak"])
+def test_a_token_that_no_header_can_carry_is_told_by_where_it_came_from(token: str) -> None:
+    with pytest.raises(TokenUnreadable, match=r"^\$ATROPOS_TOKEN: is no token; a token is one line"):
+        TokenSource.settle(None, None, {"ATROPOS_TOKEN": token})
+    with pytest.raises(TokenUnreadable, match=r"^--atropos-token: is no token; a token is one line"):
+        TokenSource.settle(token, None, {}, flag="--atropos-token-file")
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from atropos_api.client import BrokerClient, BrokerHostUnknown, BrokerRefused, ServerEvent
 from atropos_api.client.watching import parse_events
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.token_file import TokenUnreadable
 from atropos_api.testing import make_group, make_memory_app, serve_in_thread, served_broker
 from atropos_api.wire import DropReport, EnvironmentRequest, RunRequest
 from example_trainer.running import top
@@ -76,13 +77,41 @@ def test_the_token_is_taken_from_the_flag_the_environment_and_the_path(monkeypat
         (["http://a", "http://b"], ConfigError, "got 2"),
         (["http://127.0.0.1:1"], ConfigError, "no broker answers at http://127.0.0.1:1 .*start one with run-api"),
         (["http://no-such-host.invalid:8000"], BrokerHostUnknown, "no-such-host.invalid"),
-        (["http://127.0.0.1:99999"], ConfigError, "check host and port"),
+        (["http://127.0.0.1:99999"], ConfigError, "names a host and maybe a port"),
+        (["http://127.0.0.1:abc"], ConfigError, "names a host and maybe a port"),
+        (["ftp://127.0.0.1"], ConfigError, "did you mean http://127.0.0.1"),
+        ([""], ConfigError, "names a host"),
+        (["http://127.0.0.1:1", "true"], ConfigError, "got 2"),
+        (["http://127.0.0.1:1", "--token-file", "nowhere"], TokenUnreadable, "--token-file nowhere"),
         (["127.0.0.1:8000", "--onec"], ConfigError, "did you mean --once"),
     ],
 )
 def test_a_wrong_address_is_one_clear_error(arguments, error, match):
     with pytest.raises(error, match=match):
         top.run(arguments, io.StringIO())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--once", "true", "{}"],
+        ["{}", "--once", "true"],
+        ["--once", "{}"],
+        ["{}", "--once=true"],
+        ["--token", "unused", "--once", "yes", "{}"],
+    ],
+)
+def test_an_option_that_is_true_or_false_takes_such_a_word_and_never_the_address(url, arguments):
+    out = io.StringIO()
+    assert top.run([argument.format(url) for argument in arguments], out) == 0
+    assert "run none\n" in out.getvalue()
+
+
+def test_a_token_file_is_shown(url, tmp_path):
+    path = tmp_path / "token"
+    path.write_text("a-token-of-ours\n")
+    with served_broker(token="a-token-of-ours") as guarded:
+        assert once(guarded, "--token-file", str(path))["run"] == "none"
 
 
 def test_something_else_behind_the_port_is_told_apart(url):

@@ -121,6 +121,8 @@ class FlagBench:
         self._batches = record_batches(model)
         self._known: dict[tuple[str, ...], Seen] = {}
         self._runs = 0
+        self.recorded = Recorded(self._batches)
+        """What the last run that was begun told the broker, also where it failed."""
 
     def run(self, *argv: str) -> Seen:
         """One run; the same flags are run once."""
@@ -136,7 +138,8 @@ class FlagBench:
     def _run(self, argv: Sequence[str]) -> Seen:
         self._runs += 1
         directory = self._directory / f"run-{self._runs}"
-        recorded, errors = Recorded(self._batches), io.StringIO()
+        self.recorded = recorded = Recorded(self._batches)
+        errors = io.StringIO()
         watched: list[_WatchedBridge] = []
         make_bridge = cli._bridge
 

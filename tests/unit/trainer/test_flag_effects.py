@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import wandb
 
 from atropos_api.common.cliconfig import ConfigError, load_config
 from atropos_api.common.errors import AtroposError
@@ -124,6 +125,18 @@ def test_nothing_that_a_run_leaves_behind_holds_its_tokens(
     assert [path for path in left if b"s3cret" in path.read_bytes()] == []
     assert "s3cret" not in seen.log
     assert (seen.directory / "config.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_wandb_without_a_login_is_found_before_the_run_begins_at_the_broker(
+    flag_bench: FlagBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_login(**_: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", no_login)
+    with pytest.raises(AtroposError, match=r"--use-wandb: W&B begins no run \(No API key configured\)"):
+        flag_bench.run("--use-wandb")
+    assert [name for name, _ in flag_bench.recorded.calls] == ["wait"]
 
 
 def test_a_batch_that_nobody_fills_is_given_up_after_the_timeout(flag_bench: FlagBench) -> None:

@@ -14,6 +14,7 @@ from example_trainer.running.health import HealthEvent
 from example_trainer.running.trackers import (
     EVENTS_FILE,
     JsonlTracker,
+    RunTrackers,
     SummaryTracker,
     TensorBoardTracker,
     TrackerSet,
@@ -80,6 +81,47 @@ def test_wandb_that_is_asked_for_and_missing_is_one_line(monkeypatch: pytest.Mon
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(TrainerError, match="pip install wandb"):
         WandbTracker(project=None, group=None, name="n", directory=tmp_path, config={})
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [("online", r"No API key configured.*run wandb login, set WANDB_MODE=offline"), ("typo", "'offline'")],
+)
+def test_wandb_that_begins_no_run_is_one_line(
+    mode: str, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_SILENT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("WANDB_MODE", mode)
+    wandb.teardown()
+    with pytest.raises(TrainerError, match=told) as caught:
+        WandbTracker(project="p", group=None, name="n", directory=tmp_path, config={})
+    assert "\n" not in str(caught.value)
+    monkeypatch.undo()
+    wandb.teardown()
+
+
+def test_trackers_that_refuse_are_found_before_the_files_are_opened_and_close_the_others(tmp_path: Path) -> None:
+    summary = SummaryTracker()
+    closed: list[str] = []
+    summary.close = lambda: closed.append("summary")  # type: ignore[method-assign]
+
+    def refuse() -> TensorBoardTracker:
+        raise TrainerError("no login")
+
+    trackers = RunTrackers(tmp_path, [lambda: summary, refuse])
+    with pytest.raises(TrainerError, match="no login"):
+        trackers.open()
+    assert closed == ["summary"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_writes_nothing_opens_nothing(tmp_path: Path) -> None:
+    trackers = RunTrackers(tmp_path, [SummaryTracker], writes=False)
+    trackers.open()
+    trackers.at(None).log(1, {"x": 1.0})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_event_is_a_line_of_its_own_file_and_leaves_with_the_steps_that_are_trained_anew(tmp_path: Path) -> None:
