@@ -47,6 +47,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.trl_losses
 	$(BIN)/python -m benchmarks.learner_speed
 	$(BIN)/python -m benchmarks.head_memory
+	$(BIN)/python -m benchmarks.sandbox
 	$(BIN)/python benchmarks/sync/modes.py
 	$(BIN)/python benchmarks/sync/publishing.py
 	$(BIN)/python benchmarks/sync/hotswap.py

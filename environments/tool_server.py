@@ -3,7 +3,8 @@ r"""Word problems with a calculator that is Python: the model may run code befor
     python environments/tool_server.py serve --env.data_path problems.jsonl --openai.base_url http://localhost:9001/v1
 
 Each rollout is a chat of up to `max_turns` turns. All the model wrote is trained on, in one sequence; what the tool
-printed is not. A right final answer earns 1, any other -1. The code runs in a sandbox, see `tasks/python_tool.py`.
+printed is not. A right final answer earns 1, any other -1. The code runs in a sandbox (`docs/explanation/sandbox.md`);
+where there can be none, the environment refuses to start.
 """
 
 from __future__ import annotations
@@ -54,9 +55,13 @@ class ToolEnvConfig(QuestionEnvConfig):
     max_turns: int = Field(4, ge=1, description="answers of the model in one chat; code in the last is not run")
     max_new_tokens: int = Field(512, ge=1, description="longest single answer")
     tool_seconds: float = Field(10, gt=0, description="time that one run of code may take")
-    tool_memory_mb: int = Field(512, ge=64, description="memory that it may take")
+    tool_memory_mb: int = Field(512, ge=64, description="memory that its processes and files may take together, in MiB")
     tool_processes: int = Field(8, ge=1, description="runs of code at once")
-    require_isolation: bool = Field(False, description="refuse to start where code cannot be isolated")
+    require_isolation: bool = Field(
+        True,
+        description="refuse to start where code cannot be isolated; without it a model's code may there read and "
+        "change all that this user may, send it anywhere, and end this user's programs",
+    )
 
 
 class ToolEnv(QuestionEnv):
@@ -73,16 +78,23 @@ class ToolEnv(QuestionEnv):
 
     async def setup(self) -> None:
         await super().setup()
+        self.python.probe()
+        self.grader = AccuracyReward(correct=1.0, wrong=-1.0)
+
+    async def aclose(self) -> None:
+        self.python.close()
+        await super().aclose()
+
+    @cached_property
+    def python(self) -> PythonTool:
         config = self.config
-        self.python = PythonTool(
+        return PythonTool(
             wall_seconds=config.tool_seconds,
             cpu_seconds=max(1, round(config.tool_seconds)),
             memory_bytes=config.tool_memory_mb << 20,
             at_once=config.tool_processes,
             require_isolation=config.require_isolation,
         )
-        self.python.probe()
-        self.grader = AccuracyReward(correct=1.0, wrong=-1.0)
 
     @cached_property
     def system_prompt(self) -> str:

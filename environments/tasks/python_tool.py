@@ -1,33 +1,56 @@
-"""A tool that runs a model's Python in a child process with limits, seen from the environment that offers it.
+"""A tool that runs a model's Python in a sandbox, seen from the environment that offers it.
 
-Where Linux lets ordinary users make namespaces, the code has no network, a read-only file system but for an empty
-folder in memory, and ends with all it started. It can still read what this user can read. Where namespaces are
-forbidden (many containers), only the limits on time, memory and file sizes hold; a warning says so when it is set up.
+The code sees no network, no other process, no file of this machine but the interpreter's own, and nothing that it has
+started outlives it; `docs/explanation/sandbox.md` says what that protects from and what it does not. Where code cannot
+be kept in so, the tool refuses to start, unless it is told that limits alone are enough.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import os
-import signal
-import subprocess
-import sys
 import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
+from os import geteuid
+from typing import Any
 
 import anyio
-from anyio.abc import ByteReceiveStream, Process
+import anyio.to_thread
 
 from environments.sdk.errors import EnvironmentsError
+from environments.tasks.sandbox.client import SupervisorDied, SupervisorProcess
+from environments.tasks.sandbox.launch import Launch, Way
+from environments.tasks.sandbox.view import View, view_of_this_python
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = (sys.executable, "-I", str(Path(__file__).with_name("sandbox_child.py")))
-PROBE_SECONDS = 20.0
-ENDED_BY_CPU_LIMIT = frozenset({128 + signal.SIGXCPU, 128 + signal.SIGKILL, -signal.SIGXCPU, -signal.SIGKILL})
+MECHANISMS = ("bubblewrap", "namespaces")
+LIMITS_ALONE = Way(name="limits")
+ALL_RIGHT = "all right"
+# Run in the sandbox before any other code: what has to be refused is tried.
+CHECK = """
+import os, socket
+def refused(attempt):
+    try:
+        attempt()
+    except OSError:
+        return True
+found = sorted(set(os.listdir("/")) - {top})
+if found:
+    print("it shows", *found)
+elif os.getuid() == 0:
+    print("it runs as root")
+elif not refused(socket.socket):
+    print("it opens sockets")
+elif not refused(lambda: open("/here", "w")):
+    print("it writes outside of its folder")
+else:
+    open("here", "w").close()
+    print({all_right!r})
+"""
 
 
 class SandboxUnavailable(EnvironmentsError):
@@ -36,20 +59,24 @@ class SandboxUnavailable(EnvironmentsError):
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the code printed, errors among it, and whether it ended well and in time."""
+    """What the code printed, errors among it, and how it ended. `ended_by` is the limit that it ran into, if any."""
 
     output: str
     exit_code: int
-    timed_out: bool = False
+    ended_by: str = ""
+
+    @property
+    def timed_out(self) -> bool:
+        return self.ended_by == "time"
 
     def as_text(self) -> str:
         """What a model is told."""
         return self.output.rstrip() or "(no output)"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, weakref_slot=True)
 class PythonTool:
-    """Runs code, `at_once` at a time; each in a new process that nothing is left of."""
+    """Runs code, `at_once` at a time. The limits hold for all processes of one run together."""
 
     wall_seconds: float = 10.0
     cpu_seconds: int = 5
@@ -57,98 +84,155 @@ class PythonTool:
     file_bytes: int = 16 << 20
     output_characters: int = 4000
     at_once: int = 8
-    require_isolation: bool = False
-    isolated: bool = field(default=False, init=False)
+    require_isolation: bool = True
+    mechanisms: tuple[str, ...] = MECHANISMS
+    use_cgroups: bool = True
+    way: Way = field(default=LIMITS_ALONE, init=False)
+    _view: View = field(default_factory=view_of_this_python, init=False)
     _free: anyio.CapacityLimiter | None = field(default=None, init=False)
+    _threads: anyio.CapacityLimiter | None = field(default=None, init=False)
+    _idle: list[SupervisorProcess] = field(default_factory=list, init=False)
+    _supervisors: set[SupervisorProcess] = field(default_factory=set, init=False)
+    _closed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _close_all, self._supervisors)
+
+    @property
+    def isolated(self) -> bool:
+        return self.way.isolates
 
     def probe(self) -> None:
-        """Find out how far code can be isolated here."""
-        with tempfile.TemporaryDirectory(prefix="python-tool-") as folder:
-            probe = subprocess.run(
-                (*PROGRAM, "--probe"), capture_output=True, timeout=PROBE_SECONDS, check=False, cwd=folder
-            )
-        self.isolated = probe.returncode == 0
-        if self.isolated:
-            return
-        reason = probe.stderr.decode(errors="replace").strip()
+        """Find out how code can be kept in here; raises `SandboxUnavailable` where it cannot and has to be."""
+        reasons: dict[str, str] = {}
+        for way in self._ways():
+            reason = self._try(way)
+            if reason is None:
+                self.way = way
+                return
+            reasons.setdefault(way.name, reason)
+        self.way = LIMITS_ALONE
+        found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         if self.require_isolation:
             raise SandboxUnavailable(
-                f"code cannot be isolated here ({reason}); allow user namespaces, or use a container or virtual "
-                "machine of its own and set --env.require_isolation false"
+                f"a model's code cannot be isolated here ({found}); allow user namespaces, or give this environment a "
+                "virtual machine of its own and set --env.require_isolation false"
             )
         logger.warning(
-            "a model's code runs here with limits on time, memory and files but with this user's rights and network "
-            "(%s); run this environment in a container or virtual machine of its own",
-            reason,
+            "a model's code runs with this user's files, network and tokens, and can end this user's programs; only "
+            "time, memory, processes and the size of each file are limited (%s)",
+            found,
         )
 
     async def run(self, code: str) -> ToolResult:
         """Run `code`; whatever it does, this returns soon after `wall_seconds` at the latest."""
         if self._free is None:
-            self._free = anyio.CapacityLimiter(self.at_once)
+            self._free, self._threads = anyio.CapacityLimiter(self.at_once), anyio.CapacityLimiter(self.at_once)
         async with self._free:
-            with tempfile.TemporaryDirectory(prefix="python-tool-") as folder:
-                return await self._run_in(folder, code)
+            with self._folder() as folder:
+                return await self._ask(self._launch(code, self.way, folder))
 
-    async def _run_in(self, folder: str, code: str) -> ToolResult:
-        process = await anyio.open_process(
-            PROGRAM,
-            cwd=folder,
-            env={
-                "PATH": os.environ.get("PATH", ""),
-                "LANG": "C.UTF-8",
-                "HOME": folder,
-                "TMPDIR": folder,
-                "OMP_NUM_THREADS": "1",
-            },
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        output = bytearray()
-        timed_out = True
+    def close(self) -> None:
+        """End all supervisors, and with them what runs."""
+        self._closed = True
+        _close_all(self._supervisors)
+        self._idle.clear()
+
+    def _ways(self) -> Iterator[Way]:
+        """How code could be kept in, the best first."""
+        for name in self.mechanisms:
+            # Root's code can become a user of its own, which holds limits that root is above.
+            for privileged in (True, False) if geteuid() == 0 else (False,):
+                for proc in (True, False):
+                    yield Way(name=name, privileged=privileged, proc=proc)
+
+    def _try(self, way: Way) -> str | None:
+        """Why code cannot be kept in that way; None when it can."""
+        check = CHECK.format(top=self._view.top, all_right=ALL_RIGHT)
+        supervisor = self._supervisor()
         try:
-            with anyio.move_on_after(self.wall_seconds):
-                await self._hand_over(process, code)
-                assert process.stdout is not None
-                await _read(process.stdout, output, most=self.output_characters * 4)
-                await process.wait()
-                timed_out = False
-        finally:
-            await _end(process)
-        return self._result(bytes(output), process.returncode or 0, timed_out=timed_out)
+            reply = supervisor.ask(self._launch(check, way, ""))
+        except SupervisorDied as error:
+            return f"the supervisor died: {error}"
+        self._idle.append(supervisor)
+        if "failed" in reply:
+            return " ".join(reply["failed"].splitlines()[-1:])
+        output = reply["output"].strip()
+        return None if output == ALL_RIGHT else output.splitlines()[-1] if output else f"it ended by {reply}"
 
-    async def _hand_over(self, process: Process, code: str) -> None:
-        request = {
-            "code": code.encode("utf-8", "replace").decode(),
-            "isolate": self.isolated,
-            "cpu_seconds": self.cpu_seconds,
-            "memory_bytes": self.memory_bytes,
-            "file_bytes": self.file_bytes,
-        }
-        assert process.stdin is not None
-        await process.stdin.send(json.dumps(request).encode())
-        await process.stdin.aclose()
+    async def _ask(self, launch: Launch) -> ToolResult:
+        """A supervisor that dies is replaced once: it may have been killed from outside."""
+        reason = ""
+        for _ in range(2):
+            if self._closed:
+                raise SandboxUnavailable("a model's code was to be run by a tool that is closed")
+            supervisor = self._supervisor()
+            try:
+                reply = await anyio.to_thread.run_sync(
+                    partial(supervisor.ask, launch), abandon_on_cancel=True, limiter=self._threads
+                )
+            except SupervisorDied as error:
+                reason = f"its supervisor died: {error}"
+                self._supervisors.discard(supervisor)
+                continue
+            except BaseException:
+                supervisor.hang_up()
+                raise
+            self._idle.append(supervisor)
+            if "failed" not in reply:
+                return self._result(reply)
+            reason = reply["failed"]
+        raise SandboxUnavailable(f"a model's code cannot be run any more: {reason}")
 
-    def _result(self, output: bytes, exit_code: int, *, timed_out: bool) -> ToolResult:
-        timed_out = timed_out or exit_code in ENDED_BY_CPU_LIMIT
-        text = output.decode("utf-8", "replace")
+    def _supervisor(self) -> SupervisorProcess:
+        if self._idle:
+            return self._idle.pop()
+        supervisor = SupervisorProcess()
+        self._supervisors.add(supervisor)
+        return supervisor
+
+    @contextmanager
+    def _folder(self) -> Iterator[str]:
+        """The working folder of code that is not isolated; the sandbox has one in memory."""
+        if self.isolated:
+            yield ""
+            return
+        with tempfile.TemporaryDirectory(prefix="python-tool-", ignore_cleanup_errors=True) as folder:
+            yield folder
+
+    def _launch(self, code: str, way: Way, folder: str) -> Launch:
+        return Launch(
+            code=code.encode("utf-8", "replace").decode(),
+            way=way,
+            view=self._view,
+            wall_seconds=self.wall_seconds,
+            cpu_seconds=self.cpu_seconds,
+            memory_bytes=self.memory_bytes,
+            file_bytes=self.file_bytes,
+            output_bytes=self.output_characters * 4,
+            folder=folder,
+            use_cgroups=self.use_cgroups,
+        )
+
+    def _result(self, reply: dict[str, Any]) -> ToolResult:
+        text = reply["output"]
         if len(text) > self.output_characters:
             text = f"{text[: self.output_characters]}\n(output cut off)"
-        if timed_out:
-            text = f"{text.rstrip()}\nTimeoutError: the code was ended after its time".lstrip()
-        return ToolResult(text, exit_code, timed_out)
+        if reply["ended_by"]:
+            text = f"{text.rstrip()}\n{self._why(reply['ended_by'])}".lstrip()
+        return ToolResult(text, reply["exit_code"], reply["ended_by"])
+
+    def _why(self, ended_by: str) -> str:
+        return {
+            "time": "TimeoutError: the code was ended after its time",
+            "memory": f"MemoryError: the code was ended, it held more than {self.memory_bytes >> 20} MiB",
+            "processes": "BlockingIOError: the code was ended, it had too many processes",
+            "files": "OSError: the code was ended, it had too many files",
+        }[ended_by]
 
 
-async def _read(stream: ByteReceiveStream, into: bytearray, *, most: int) -> None:
-    """Keep the stream's first bytes; the rest is read and dropped, so that the writer is not held up."""
-    async for piece in stream:
-        into += piece[: max(0, most - len(into))]
-
-
-async def _end(process: Process) -> None:
-    """Kill the process and its group; processes in namespaces of their own end with it."""
-    with anyio.CancelScope(shield=True):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-        await process.aclose()
+def _close_all(supervisors: set[SupervisorProcess]) -> None:
+    for supervisor in supervisors:
+        supervisor.hang_up()
+    while supervisors:
+        supervisors.pop().close()

@@ -1,0 +1,153 @@
+"""Nothing that code has started outlives its run, however the run, its supervisor or its environment ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import anyio
+import psutil
+import pytest
+
+from environments.tasks.python_tool import MECHANISMS, PythonTool, SandboxUnavailable
+from environments.tasks.sandbox import bubblewrap, cgroups
+
+from .conftest import DRIVER, python_path
+
+pytestmark = pytest.mark.anyio
+
+HIDING = """
+import os, subprocess, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", {mark!r}])
+        os._exit(0)
+    os._exit(0)
+os.wait()
+time.sleep(0.3)
+print("left behind", flush=True)
+{ending}
+"""
+"""What a daemon does: two forks and a session of its own."""
+
+
+def marked(mark):
+    """The processes of this machine that bear the mark as an argument."""
+    return [process for process in psutil.process_iter(["cmdline"]) if mark in (process.info["cmdline"] or [])]
+
+
+def wait_until(holds, seconds=15):
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def mark():
+    return f"sleeper-{os.getpid()}-{time.monotonic_ns()}"
+
+
+async def begun(mark):
+    """The code has got as far as to hide a process."""
+    await anyio.to_thread.run_sync(wait_until, lambda: marked(mark))
+
+
+@pytest.fixture(params=[*MECHANISMS, "limits alone"])
+def tool(request):
+    if request.param == "bubblewrap" and bubblewrap.find() is None:
+        pytest.skip("bubblewrap is not installed here")
+    mechanisms = (request.param,) if request.param in MECHANISMS else ()
+    made = PythonTool(mechanisms=mechanisms, require_isolation=bool(mechanisms), wall_seconds=10)
+    made.probe()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("ending", ["", "time.sleep(60)"], ids=["ended", "timed out"])
+async def test_processes_that_hide_end_with_the_code(tool, mark, ending):
+    tool.wall_seconds = 2.0 if ending else 10.0
+    result = await tool.run(HIDING.format(mark=mark, ending=ending))
+    assert "left behind" in result.output
+    assert result.timed_out == bool(ending)
+    # Not a moment later: the result is given when nothing is left.
+    assert marked(mark) == []
+
+
+async def test_a_killed_supervisor_takes_its_run_along_and_is_replaced(tool, mark):
+    async with anyio.create_task_group() as group:
+        group.start_soon(tool.run, HIDING.format(mark=mark, ending="time.sleep(60)"))
+        await begun(mark)
+        (first,) = marked(mark)
+        (supervisor,) = tool._supervisors
+        os.kill(supervisor.pid, signal.SIGKILL)
+        if tool.isolated:
+            await anyio.to_thread.run_sync(psutil.wait_procs, [first], 15)
+            assert not first.is_running()
+        group.cancel_scope.cancel()
+    for process in marked(mark):
+        process.kill()
+    assert (await tool.run("6 * 7")).as_text() == "42"
+
+
+async def test_giving_up_a_run_ends_it(tool, mark):
+    async with anyio.create_task_group() as group:
+        group.start_soon(tool.run, HIDING.format(mark=mark, ending="time.sleep(60)"))
+        await begun(mark)
+        group.cancel_scope.cancel()
+    await anyio.to_thread.run_sync(wait_until, lambda: not marked(mark))
+
+
+async def test_closing_the_tool_ends_what_runs(tool, mark):
+    async def run():
+        with pytest.raises(SandboxUnavailable, match="closed"):
+            await tool.run(HIDING.format(mark=mark, ending="time.sleep(60)"))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run)
+        await begun(mark)
+        tool.close()
+        assert marked(mark) == []
+
+
+def test_a_killed_environment_takes_all_along(mark, mechanism):
+    code = HIDING.format(mark=mark, ending="time.sleep(60)")
+    request = {"codes": {"hiding": code}, "forbid": "", "settings": {"mechanisms": [mechanism], "wall_seconds": 60}}
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": python_path()}
+    with subprocess.Popen([sys.executable, DRIVER], stdin=subprocess.PIPE, env=environment, text=True) as driver:
+        driver.stdin.write(json.dumps(request))
+        driver.stdin.close()
+        wait_until(lambda: marked(mark))
+        below = psutil.Process(driver.pid).children(recursive=True)
+        driver.kill()
+        _, alive = psutil.wait_procs(below, timeout=15)
+    assert alive == []
+    assert marked(mark) == []
+
+
+async def test_supervisors_are_used_again_and_no_more_than_run_at_once(tool):
+    tool.at_once = 2
+    async with anyio.create_task_group() as group:
+        for _ in range(6):
+            group.start_soon(tool.run, "1")
+    pids = {supervisor.pid for supervisor in tool._supervisors}
+    assert 1 <= len(pids) <= 2
+    await tool.run("1")
+    assert {supervisor.pid for supervisor in tool._supervisors} == pids
+    tool.close()
+    assert not any(map(psutil.pid_exists, pids))
+
+
+async def test_no_control_group_is_left(tool):
+    found = cgroups.find()
+    if found is None:
+        pytest.skip("no control groups can be made here")
+    await tool.run("1")
+    pids = [supervisor.pid for supervisor in tool._supervisors]
+    left = [path for place in found.places.values() for pid in pids for path in place.glob(f"{cgroups.PREFIX}{pid}-*")]
+    assert left == []
