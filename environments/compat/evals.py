@@ -16,7 +16,7 @@ import anyio
 
 from environments.compat.config import APIServerConfig
 from environments.compat.servers import ServerManager
-from environments.sdk.evaluation import EvaluationResult, format_metrics
+from environments.sdk.evaluation import EvaluationResult, format_metrics, keep_earlier
 
 __all__ = ["EvalBase", "eval_runner", "evaluate_log", "pass_at_k"]
 
@@ -45,6 +45,7 @@ def evaluate_log(
     if eval_dir is None:
         logger.warning("no eval_dir is set, so nothing is written")
         return
+    keep_earlier(Path(eval_dir))
     now = time.time()
     EvaluationResult(
         metrics=metrics,

@@ -27,6 +27,4 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
 
 def generate_html(input_path: str, output_path: str | None = None) -> None:
     """Write the page beside the file, or to `output_path`."""
-    page = write_page(Path(input_path))
-    if output_path is not None:
-        page.replace(output_path)
+    write_page(Path(input_path), None if output_path is None else Path(output_path))

@@ -3,20 +3,26 @@
     atropos-sft-gen sft.jsonl --groups data/gsm8k.jsonl --tokenizer MODEL
     atropos-dpo-gen dpo.jsonl --api-url http://localhost:8000 --tokenizer MODEL
 
-Prompt and completion are told apart by the masks, so a prompt that is repeated in the answer costs no text.
+The argument is the file to write: beside its place first, and never over a file that is there already. Prompt and
+completion are told apart by the masks, so a prompt that is repeated in the answer costs no text.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
+from atropos_api.common.secret_fields import SECRET
+from atropos_api.common.token_file import TokenSource
+from atropos_api.common.whole_files import OutputFile
 from environments.export.groups import groups_from_broker, read_groups, trained_text
 
 
@@ -25,18 +31,23 @@ class ExportOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    groups: Path | None = Field(None, description="file of groups to read; without it they come from the broker")
-    api_url: str = Field("http://localhost:8000", description="broker to take groups from, in a trainer's place")
+    groups: Path | None = Field(None, description="file of groups to read, as `process` writes them")
+    api_url: str | None = Field(
+        None, description="broker to take groups from, in a trainer's place and as a run of its own; instead of a file"
+    )
+    token: str | None = Field(
+        None, description="bearer token of that broker; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
+    )
+    token_file: Path | None = Field(None, description="file that holds it; default: $ATROPOS_TOKEN_FILE")
     group_size: int = Field(2, ge=1, description="rollouts a group, to ask the broker for batches of whole groups")
     tasks_per_step: int = Field(64, ge=1, description="groups a batch from the broker")
     max_token_len: int = Field(2048, ge=1, description="longest sequence, told to the broker")
-    tokenizer: str = Field(
-        "NousResearch/DeepHermes-3-Llama-3-8B-Preview", description="name or folder; not needed for messages"
-    )
+    tokenizer: str | None = Field(None, description="name or folder of the model's; not needed for messages")
     save_messages: bool = Field(False, description="save messages instead of text, where the groups have them")
     num_seqs_to_save: int = Field(100, ge=1, description="stop after so many lines")
     allow_negative_scores: bool = Field(False, description="keep rollouts whose score is 0 or less")
     append_to_previous: bool = Field(False, description="append to the file, if there is one")
+    overwrite: bool = Field(False, description="replace the file, if there is one")
 
 
 class SftOptions(ExportOptions):
@@ -90,19 +101,14 @@ def dpo_lines(group: Mapping[str, Any], options: DpoOptions, tokenizer: Any) -> 
         yield _pair_line(group, better, worse, tokenizer)
 
 
-def export(options: OptionsT, path: Path, lines: Lines[OptionsT]) -> int:
+def export(options: OptionsT, output: OutputFile, lines: Lines[OptionsT]) -> int:
     """Write the lines of all groups until there are enough; how many there are."""
-    tokenizer = None
-    if not options.save_messages:
-        from environments.sdk.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(options.tokenizer)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer = _load_tokenizer(options)
     count = 0
-    with path.open("a" if options.append_to_previous else "w", encoding="utf-8") as file:
-        for group in _groups(options):
+    with output, closing(_groups(options)) as groups:
+        for group in groups:
             for line in lines(group, options, tokenizer):
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                output.write_line(json.dumps(line, ensure_ascii=False))
                 count += 1
                 if count == options.num_seqs_to_save:
                     return count
@@ -128,22 +134,61 @@ def main_dpo() -> NoReturn:
 def _run(model: type[OptionsT], argv: Sequence[str], lines: Lines[OptionsT], program: str, description: str) -> int:
     wants_help = bool({"-h", "--help"} & set(argv))
     if not wants_help and (not argv or argv[0].startswith("-")):
-        raise ConfigError(f"the file to write is missing: {program} FILE [flags]")
+        raise ConfigError(f"the file to write is missing: {program} OUT [flags]")
     flags = argv if wants_help else argv[1:]
-    options = load_config(model, flags, prog=f"{program} FILE", description=description)
-    count = export(options, Path(argv[0]), lines)
+    options = load_config(model, flags, prog=f"{program} OUT", description=description)
+    _require_one_source(options)
+    output = _open_output(Path(argv[0]), options)
+    try:
+        count = export(options, output, lines)
+    finally:
+        if output.is_kept:
+            sys.stderr.write(f"what was written so far is in {output.part}\n")
     sys.stdout.write(f"{count} lines in {argv[0]}\n")
     return 0
 
 
-def _groups(options: ExportOptions) -> Iterator[dict[str, Any]]:
+def _require_one_source(options: ExportOptions) -> None:
+    if (options.groups is None) == (options.api_url is None):
+        raise ConfigError(
+            "where do the groups come from? Name either a file of them, --groups FILE, or --api-url URL of a broker, "
+            "whose environments then work for this command instead of a trainer"
+        )
+
+
+def _open_output(path: Path, options: ExportOptions) -> OutputFile:
+    if options.append_to_previous and options.overwrite:
+        raise ConfigError("--append-to-previous keeps the file's lines and --overwrite does not; leave one out")
+    if options.groups is not None and path.exists() and path.samefile(options.groups):
+        raise ConfigError(f"{path} is the file of groups itself; name another one to write")
+    hint = f"--append-to-previous adds to it, --overwrite replaces it, --groups {path} reads groups from it"
+    return OutputFile(path, overwrite=options.overwrite, append=options.append_to_previous, hint=hint)
+
+
+def _load_tokenizer(options: ExportOptions) -> Any:
+    if options.save_messages:
+        return None
+    if options.tokenizer is None:
+        raise ConfigError(
+            "--tokenizer NAME or FOLDER, that of the model which wrote the groups, is needed for text; "
+            "--save-messages true saves messages instead"
+        )
+    from environments.sdk.tokenizer import load_tokenizer
+
+    return load_tokenizer(options.tokenizer)
+
+
+def _groups(options: ExportOptions) -> Generator[dict[str, Any], None, None]:
     if options.groups is not None:
-        return read_groups(options.groups)
-    return groups_from_broker(
+        yield from read_groups(options.groups)
+        return
+    assert options.api_url is not None
+    yield from groups_from_broker(
         options.api_url,
         group_size=options.group_size,
         tasks_per_step=options.tasks_per_step,
         max_token_length=options.max_token_len,
+        token=TokenSource.settle(options.token, options.token_file, os.environ).value,
     )
 
 

@@ -49,9 +49,9 @@ def groups_from_broker(
                 batch = None
                 while batch is None:
                     batch = client.get_batch(number, run_id=run.run_id, epoch=run.epoch, wait_seconds=10)
-                client.commit(number, run_id=run.run_id, epoch=run.epoch)
-                number += 1
                 yield from (msgspec.to_builtins(group) for group in batch.groups)
+                client.commit(number, run_id=run.run_id, epoch=run.epoch)  # not before they are written
+                number += 1
         finally:
             client.finish_run(run.run_id, epoch=run.epoch)
 

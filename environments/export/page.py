@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common.whole_files import free_path, write_whole
 from environments.export.groups import read_groups
 
 MOST_GROUPS = 2000
@@ -28,11 +29,11 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; paddi
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def write_page(source: Path) -> Path:
-    """The page of a file of groups, beside it and of the same name."""
-    page = source.with_suffix(".html")
-    page.write_text(render(islice(read_groups(source), MOST_GROUPS), title=source.name), encoding="utf-8")
-    return page
+def write_page(source: Path, page: Path | None = None) -> Path:
+    """The page of a file of groups: where it is said, else beside the file, of its name or a free one like it."""
+    place = page or free_path(source.with_suffix(".html"))
+    write_whole(place, render(islice(read_groups(source), MOST_GROUPS), title=source.name))
+    return place
 
 
 def render(groups: Iterable[Mapping[str, Any]], *, title: str, refresh_seconds: int | None = None) -> str:

@@ -9,6 +9,7 @@ It answers this machine alone; nothing is shared.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -21,6 +22,8 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
+from atropos_api.common.secret_fields import SECRET
+from atropos_api.common.token_file import TokenSource
 from environments.export.groups import GroupsUnreadable, read_groups
 from environments.export.page import render
 
@@ -36,7 +39,11 @@ class ViewOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     api_url: str | None = Field(None, description="broker whose latest groups are shown; without a file")
-    port: int = Field(9001, ge=0, le=65535, description="port of the page on this machine; 0: a free one")
+    token: str | None = Field(
+        None, description="bearer token of that broker; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
+    )
+    token_file: Path | None = Field(None, description="file that holds it; default: $ATROPOS_TOKEN_FILE")
+    port: int = Field(9009, ge=0, le=65535, description="port of the page on this machine; 0: a free one")
     groups: int = Field(8, ge=1, description="how many of the latest groups")
     refresh_seconds: int = Field(5, ge=1, description="how often the browser asks again")
 
@@ -53,8 +60,18 @@ def run(argv: Sequence[str]) -> int:
     if (path is None) == (options.api_url is None):
         raise ConfigError("view-run shows either a FILE of groups or --api-url URL; name one of them")
     title = str(path or options.api_url)
-    source = latest_of_file(path, options.groups) if path is not None else latest_of_broker(title, options.groups)
-    with make_server(source, title=title, port=options.port, refresh_seconds=options.refresh_seconds) as server:
+    if path is not None:
+        source = latest_of_file(path, options.groups)
+    else:
+        token = TokenSource.settle(options.token, options.token_file, os.environ).value
+        source = latest_of_broker(title, options.groups, token=token)
+    try:
+        server = make_server(source, title=title, port=options.port, refresh_seconds=options.refresh_seconds)
+    except OSError as error:
+        raise ConfigError(
+            f"--port {options.port} cannot be had ({error.strerror}); name another, or 0 for any"
+        ) from error
+    with server:
         sys.stdout.write(f"http://{LOOPBACK}:{server.server_port}/\n")
         sys.stdout.flush()
         server.serve_forever()
@@ -65,13 +82,15 @@ def latest_of_file(path: Path, count: int) -> Source:
     return lambda: list(deque(read_groups(path), maxlen=count))[::-1]
 
 
-def latest_of_broker(url: str, count: int) -> Source:
+def latest_of_broker(url: str, count: int, *, token: str | None = None) -> Source:
     """The newest groups of a broker, gathered over the times it is asked."""
     seen: deque[dict[str, Any]] = deque(maxlen=count)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"{url.rstrip('/')}/v1/groups/latest", headers=headers)  # noqa: S310 - the user's
 
     def ask() -> list[dict[str, Any]]:
         try:
-            with urllib.request.urlopen(f"{url.rstrip('/')}/v1/groups/latest", timeout=10) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - the same
                 group = json.load(answer)
         except (OSError, ValueError) as error:
             raise GroupsUnreadable(f"{url}: no group to be had ({error})") from error

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from tempfile import TemporaryDirectory
 
 from atropos_api.common.cliconfig import ConfigError
 
@@ -44,9 +45,10 @@ def write_environment(name: str, where: Path) -> Path:
     if folder.exists():
         raise ConfigError(f"{folder} is there already; choose another name or remove it")
     words = {"name": name, "class_name": "".join(part.capitalize() for part in name.split("_")) + "Env"}
-    for source, place in PLACES.items():
-        target = folder / place.format(name=name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        text = files(__name__).joinpath(source).read_text(encoding="utf-8")
-        target.write_text(Template(text).substitute(words), encoding="utf-8")
-    return folder
+    with TemporaryDirectory(dir=where, prefix=f".{name}.") as beside:
+        for source, place in PLACES.items():
+            target = Path(beside, name, place.format(name=name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            text = files(__name__).joinpath(source).read_text(encoding="utf-8")
+            target.write_text(Template(text).substitute(words), encoding="utf-8")
+        return Path(beside, name).rename(folder)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from atropos_api.common.whole_files import write_whole
 
 
 def path_of(checkpoint_dir: Path, name: str, step: int) -> Path:
@@ -16,9 +17,7 @@ def save(checkpoint_dir: Path, name: str, step: int, data: dict[str, Any]) -> No
     """Write the file whole or not at all."""
     path = path_of(checkpoint_dir, name, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(data), encoding="utf-8")
-    beside.replace(path)
+    write_whole(path, json.dumps(data))
 
 
 def load(checkpoint_dir: Path, name: str, step: int) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class EnvironmentCommand(BaseModel):
     openai: APIServerConfig | list[APIServerConfig]
     slurm: bool = Field(False, description="find the inference servers of this Slurm job")
     testing: bool = Field(False, description="refused: environments.sdk.testing has a server for tests")
+    overwrite: bool = Field(False, description="let `evaluate` replace the results in data_dir_to_save_evals")
     max_n_completions: int = Field(MAX_N_COMPLETIONS, ge=1, description="samples asked for in one request")
     proxy_url: str | None = Field(None, description="refused: sessions are kept here, without a proxy")
 
@@ -77,6 +78,7 @@ def run_verb(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
 
     def make_env() -> BaseEnv:
         env = env_cls(command.env, servers, slurm=command.slurm, testing=command.testing)
+        env.overwrite_results = command.overwrite
         env.server.pool.max_n_completions = command.max_n_completions
         if command.teachers is not None:
             env.set_teacher(command.teachers)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
+from atropos_api.common.whole_files import free_path
 from atropos_api.wire.groups import Group
 from environments.sdk.drops import NO_GROUP, Rejection, last_answer, quoted
 from environments.sdk.groups import GroupRules, to_wire
@@ -121,16 +122,6 @@ class GroupFile:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-
-
-def free_path(path: Path) -> Path:
-    """`path`, or with _1, _2, … at its stem when it is taken."""
-    number = 0
-    candidate = path
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.stem}_{number}{path.suffix}")
-    return candidate
 
 
 def as_groups(scored_data: Any) -> list[Mapping[str, Any] | None]:

@@ -9,7 +9,9 @@ import yaml
 
 from atropos_api.common.private_files import write_private
 from atropos_api.common.secret_fields import public_settings
+from atropos_api.common.whole_files import FileInTheWay
 from environments.sdk.env import BaseEnv
+from environments.sdk.evaluation import holds_results
 from environments.sdk.preparing import prepare_tokenizer
 from environments.sdk.session.journal import keep_journal
 
@@ -26,6 +28,7 @@ async def run_evaluation(env: BaseEnv, *, step: int | None) -> None:
 async def evaluate_alone(env: BaseEnv) -> None:
     """The verb `evaluate`: set up, evaluate, done. `evaluation_only` spares an environment what it trains on."""
     env.evaluation_only = True
+    _require_free_folder(env)
     if any(server.config.server_type != "openai" for server in env.server.servers):
         await prepare_tokenizer(env)
     await env.setup()
@@ -37,6 +40,15 @@ async def evaluate_alone(env: BaseEnv) -> None:
             env.tracker.finish()
     if env.config.data_dir_to_save_evals is not None:
         _save_config(env, Path(env.config.data_dir_to_save_evals))
+
+
+def _require_free_folder(env: BaseEnv) -> None:
+    folder = env.config.data_dir_to_save_evals
+    if folder is not None and holds_results(Path(folder)) and not env.overwrite_results:
+        raise FileInTheWay(
+            f"{folder} holds the results of an evaluation, which stay as they are; name another "
+            "--env.data_dir_to_save_evals, or let --overwrite replace them"
+        )
 
 
 def _save_config(env: BaseEnv, folder: Path) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from atropos_api.common.whole_files import free_path, write_whole
+
+METRICS_FILE: Final = "metrics.json"
+SAMPLES_FILE: Final = "samples.jsonl"
+EARLIER_FOLDER: Final = "earlier"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +51,21 @@ class EvaluationResult:
     def write(self, directory: Path) -> None:
         """Both files, each whole or not there."""
         directory.mkdir(parents=True, exist_ok=True)
-        _replace(directory / "samples.jsonl", "".join(json.dumps(sample) + "\n" for sample in self.samples))
-        _replace(directory / "metrics.json", json.dumps(self.document(), indent=2) + "\n")
+        write_whole(directory / SAMPLES_FILE, "".join(json.dumps(sample) + "\n" for sample in self.samples))
+        write_whole(directory / METRICS_FILE, json.dumps(self.document(), indent=2) + "\n")
+
+
+def holds_results(directory: Path) -> bool:
+    return any((directory / name).exists() for name in (METRICS_FILE, SAMPLES_FILE))
+
+
+def keep_earlier(directory: Path) -> Path | None:
+    """Move the results of an earlier process out of the way; where they are now, None if there were none."""
+    if not holds_results(directory):
+        return None
+    kept = free_path(directory.parent / EARLIER_FOLDER / directory.name)
+    kept.parent.mkdir(exist_ok=True)
+    return directory.rename(kept)
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
@@ -55,9 +73,3 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
     return " ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in metrics.items()
     )
-
-
-def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

@@ -36,6 +36,7 @@ class Rehearsal:
         settings = type(defaults).model_validate({**defaults.model_dump(), **local, **config})
         server: APIServerConfig = as_server_list(servers)[0].model_copy(update={"server_type": "vllm"})
         self.env = env_cls(settings, [server])
+        self.env.overwrite_results = True
         end = self.env.tokenizer.eos_token_id
         texts = itertools.cycle(answers)
         self.inference = FakeInference(lambda *_: [*self.env.tokenizer.encode(next(texts)), end], end=end)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common.whole_files import write_whole
 from environments.rewards.answers import last_boxed
 from environments.tasks.data import DataUnusable, form_of, read_cell, read_records
 
@@ -45,11 +46,8 @@ def convert_data(path: Path) -> Conversion:
     backup = backup_of(path)
     if backup.exists():
         raise DataUnusable(f"{backup} is in the way: the original of an earlier conversion; restore it or move it away")
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    lines = [json.dumps(record, ensure_ascii=False) for _, (record, _) in records]
-    beside.write_text("\n".join(lines) + "\n" if path.suffix == ".jsonl" else _as_list(lines), encoding="utf-8")
-    os.link(path, backup)
-    beside.replace(path)
+    _keep(path, backup)
+    write_whole(path, _as_text([record for _, (record, _) in records], path))
     return Conversion(path, len(records), backup)
 
 
@@ -58,7 +56,25 @@ def restore_data(path: Path) -> Path:
     backup = backup_of(path)
     if not backup.is_file():
         raise DataUnusable(f"{backup}: there is no such file, so {path.name} has not been converted here")
+    if path.exists() and path.read_bytes() != _conversion_of(backup, path):
+        raise DataUnusable(f"{path} has been changed since it was converted; move it away, then restore")
     return backup.replace(path)
+
+
+def _keep(path: Path, backup: Path) -> None:
+    """Give the file as it is a second name, or a copy where the file system has no links; never over another file."""
+    try:
+        os.link(path, backup)
+    except FileExistsError:
+        raise DataUnusable(f"{backup} has appeared meanwhile; restore it or move it away") from None
+    except OSError:
+        write_whole(backup, path.read_bytes())
+
+
+def _conversion_of(backup: Path, path: Path) -> bytes:
+    """What converting `backup` made of `path`, whose name says how the file is read."""
+    records = [_converted(record, f"{path}:{number}")[0] for number, record in read_records(backup, path.suffix)]
+    return _as_text(records, path).encode()
 
 
 def _converted(record: Any, where: str) -> tuple[dict[str, Any], bool]:
@@ -76,5 +92,8 @@ def _converted(record: Any, where: str) -> tuple[dict[str, Any], bool]:
     return {"question": question, "answer": answer, **rest}, True
 
 
-def _as_list(lines: list[str]) -> str:
+def _as_text(records: list[dict[str, Any]], path: Path) -> str:
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    if path.suffix == ".jsonl":
+        return "\n".join(lines) + "\n"
     return "[\n" + ",\n".join(lines) + "\n]\n"

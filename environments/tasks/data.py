@@ -119,9 +119,9 @@ def read_questions(path: Path) -> list[Question]:
     return _collect(read_records(path), f"{path}:")
 
 
-def read_records(path: Path) -> list[tuple[int, Any]]:
-    """What one file holds, numbered from 1: lines of JSON Lines, rows otherwise."""
-    reader = _READERS.get(path.suffix)
+def read_records(path: Path, suffix: str | None = None) -> list[tuple[int, Any]]:
+    """What one file holds, numbered from 1: lines of JSON Lines, rows otherwise; its suffix says which it is."""
+    reader = _READERS.get(suffix or path.suffix)
     if reader is None:
         raise DataUnusable(f"{path}: its kind is not known from its name; readable are {', '.join(SUFFIXES)}")
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common import metric_names as names
+from atropos_api.common.whole_files import replace_whole
 from example_trainer.running.feed import MetricsTail
 from example_trainer.running.summary import WINDOW_STEPS, NoRun, read_accuracies
 
@@ -33,7 +34,7 @@ def draw(run_dir: Path) -> Path:
     _draw_accuracies(axes, read_accuracies(run_dir / "evals"))
     axes.legend(loc="lower right")
     path = run_dir / "reward.png"
-    figure.savefig(path, dpi=120)
+    replace_whole(path, lambda beside: figure.savefig(beside, dpi=120))
     return path
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from atropos_api.common import metric_names as names
+from atropos_api.common.whole_files import write_whole
 from example_trainer.errors import TrainerError
 from example_trainer.running.feed import MetricsTail
 from example_trainer.running.run_dir import TIMELINE_NAME
@@ -49,7 +50,7 @@ class Summary:
     split_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def write(self, run_dir: Path) -> None:
-        (run_dir / SUMMARY_NAME).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        write_whole(run_dir / SUMMARY_NAME, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def summarise(run_dir: Path, *, timeline: Mapping[str, float] | None = None) -> Summary:

@@ -10,11 +10,11 @@ from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
 
 VERBS = {
     "doctor": "check this machine; --memory MODEL: which settings fit a GPU; --layers MODEL: what layer filters take",
-    "dpo": "FILE: pairs of better and worse rollouts as a data set",
+    "dpo": "OUT: write pairs of better and worse rollouts as a data set, from --groups FILE or --api-url URL",
     "env": "VERB: work on environments and their data, see atropos env --help",
     "replay": "FILE: train one saved batch again, from the checkpoint before it",
     "report": "RUN: print the summary of a run directory and redraw its picture",
-    "sft": "FILE: the best rollouts as a data set",
+    "sft": "OUT: write the best rollouts as a data set, from --groups FILE or --api-url URL",
     "top": "URL: watch a broker",
     "view": "[FILE]: a local page of the groups that come in",
 }

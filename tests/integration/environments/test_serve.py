@@ -159,6 +159,18 @@ async def test_evaluation_before_the_first_group_and_after_the_run_is_written(to
         assert len(samples) == 20
 
 
+async def test_results_of_an_earlier_run_in_the_same_folder_are_kept_aside(tokenizer_folder, tmp_path):
+    for name in ("step-0", "earlier/step-0"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.json").write_text(f'"{name}"')
+    fake = make_fake()
+    evaluations = {"eval_at_start": True, "eval_problems": 5, "data_dir_to_save_evals": str(tmp_path)}
+    await serve_and_train(make_env(fake, tokenizer_folder, **evaluations), fake, steps=1, batch_size=32)
+    assert "results" in json.loads((tmp_path / "step-0" / "metrics.json").read_text())
+    kept = {name: (tmp_path / "earlier" / name / "metrics.json").read_text() for name in ("step-0", "step-0_1")}
+    assert kept == {"step-0": '"earlier/step-0"', "step-0_1": '"step-0"'}
+
+
 async def test_evaluations_come_each_so_many_steps_and_stop_training_meanwhile(tokenizer_folder, tmp_path):
     fake = make_fake()
     env = make_env(fake, tokenizer_folder, steps_per_eval=2, eval_problems=5, data_dir_to_save_evals=str(tmp_path))

@@ -46,6 +46,27 @@ def test_the_original_can_be_had_back(math_file, way):
     assert [path.name for path in math_file.parent.iterdir()] == ["train.jsonl"]
 
 
+def test_what_was_changed_since_the_conversion_is_not_lost_by_restoring(math_file):
+    convert_data(math_file)
+    with math_file.open("a") as file:
+        file.write('{"question": "new", "answer": "1"}\n')
+    changed = math_file.read_bytes()
+    with pytest.raises(DataUnusable, match="has been changed since it was converted"):
+        restore_data(math_file)
+    assert math_file.read_bytes() == changed
+
+
+def test_where_files_cannot_have_two_names_the_original_is_copied(math_file, monkeypatch):
+    def no_links(*_):
+        raise OSError("not here")
+
+    monkeypatch.setattr("os.link", no_links)
+    before = math_file.read_bytes()
+    convert_data(math_file)
+    restore_data(math_file)
+    assert math_file.read_bytes() == before
+
+
 def test_a_second_conversion_changes_nothing_and_keeps_the_first_backup(math_file):
     backup = convert_data(math_file).backup
     original, converted = backup.read_bytes(), math_file.read_bytes()

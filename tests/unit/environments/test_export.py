@@ -1,6 +1,7 @@
 """Exports of groups: pages on which nothing runs, and data sets cut by the masks."""
 
 import json
+import socket
 import threading
 import time
 import urllib.error
@@ -12,13 +13,14 @@ import pytest
 
 from atropos_api.client import BrokerClient
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.whole_files import FileInTheWay
 from atropos_api.testing import served_broker
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import EnvironmentRequest
 from environments.export.datasets import DpoOptions, SftOptions, dpo_lines, run_dpo, run_sft, sft_lines
 from environments.export.groups import GroupsUnreadable, read_groups
 from environments.export.page import render, write_page
-from environments.export.view import latest_of_file, make_server
+from environments.export.view import ViewOptions, latest_of_broker, latest_of_file, make_server
 from environments.export.view import run as run_view
 
 HOSTILE = '</pre><script>alert(1)</script><img src=x onerror="alert(2)"><a href="javascript:alert(3)">x</a>'
@@ -128,6 +130,75 @@ def test_the_commands_write_read_and_append(group, tokenizer_folder, tmp_path, c
         run_dpo(["--groups", str(source)])
 
 
+@pytest.fixture
+def groups_file(group, tmp_path):
+    path = tmp_path / "groups.jsonl"
+    path.write_bytes(msgspec.json.encode(group) + b"\n")
+    return path
+
+
+@pytest.mark.parametrize("command", [run_sft, run_dpo])
+def test_a_file_that_is_there_is_left_as_it_is_unless_told_otherwise(command, groups_file, tokenizer_folder, tmp_path):
+    """A file of groups named first, as for the verbs that read one, among them."""
+    victim, before = groups_file, groups_file.read_bytes()
+    other = tmp_path / "other.jsonl"
+    other.write_text("mine\n")
+    tokenizer = ["--tokenizer", str(tokenizer_folder)]
+    with pytest.raises(FileInTheWay, match=f"--groups {victim} reads groups from it"):
+        command([str(victim), "--api-url", "http://localhost:1", *tokenizer])
+    with pytest.raises(ConfigError, match="is the file of groups itself"):
+        command([str(victim), "--groups", str(victim), "--overwrite", *tokenizer])
+    with pytest.raises(FileInTheWay, match="--append-to-previous adds to it, --overwrite replaces it"):
+        command([str(other), "--groups", str(victim), *tokenizer])
+    assert (victim.read_bytes(), other.read_text()) == (before, "mine\n")
+    assert command([str(other), "--groups", str(victim), "--append-to-previous", *tokenizer]) == 0
+    assert other.read_text().startswith("mine\n{")
+    assert command([str(other), "--groups", str(victim), "--overwrite", *tokenizer]) == 0
+    assert other.read_text().startswith("{")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["groups.jsonl", "other.jsonl"]
+
+
+@pytest.mark.parametrize("command", [run_sft, run_dpo])
+@pytest.mark.parametrize("flags", [[], ["--groups", "g.jsonl", "--api-url", "http://localhost:8000"]])
+def test_a_broker_is_asked_only_where_it_is_named(command, flags, tmp_path):
+    with pytest.raises(ConfigError, match=r"--groups FILE, or --api-url URL"):
+        command([str(tmp_path / "out.jsonl"), *flags])
+
+
+def test_text_is_never_read_by_a_tokenizer_that_nobody_named(groups_file, tmp_path):
+    with pytest.raises(ConfigError, match="--tokenizer NAME or FOLDER"):
+        run_sft([str(tmp_path / "out.jsonl"), "--groups", str(groups_file)])
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_what_was_written_before_a_failure_is_kept_beside_and_told(groups_file, tokenizer_folder, tmp_path, capsys):
+    with groups_file.open("a") as file:
+        file.write("{\n")
+    out = tmp_path / "out.jsonl"
+    arguments = [str(out), "--groups", str(groups_file), "--tokenizer", str(tokenizer_folder)]
+    with pytest.raises(GroupsUnreadable):
+        run_sft(arguments)
+    assert not out.exists()
+    part = tmp_path / "out.jsonl.part"
+    assert len(part.read_text().splitlines()) == 2
+    assert f"what was written so far is in {part}" in capsys.readouterr().err
+    with pytest.raises(FileInTheWay, match=r"out\.jsonl\.part is in the way"):
+        run_sft(arguments)
+    groups_file.write_text("{\n")
+    part.unlink()
+    with pytest.raises(GroupsUnreadable):
+        run_sft(arguments)
+    assert not part.exists()
+
+
+def test_a_page_is_written_over_nothing_that_is_there(tmp_path):
+    path = tmp_path / "groups.jsonl"
+    path.write_text('{"scores": [1]}\n')
+    (tmp_path / "groups.html").write_text("mine")
+    assert write_page(path) == tmp_path / "groups_1.html"
+    assert (tmp_path / "groups.html").read_text() == "mine"
+
+
 def test_the_page_of_a_growing_file_is_for_this_machine_alone(tmp_path):
     path = tmp_path / "groups.jsonl"
     path.write_text("")
@@ -156,6 +227,29 @@ def test_the_page_of_a_growing_file_is_for_this_machine_alone(tmp_path):
 def test_a_page_needs_one_source(argv):
     with pytest.raises(ConfigError, match="name one of them"):
         run_view(argv)
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"--port {port} cannot be had .*0 for any"):
+            run_view([str(tmp_path / "g.jsonl"), "--port", port])
+
+
+def test_the_page_is_not_at_the_inference_servers_port():
+    assert ViewOptions().port == 9009
+
+
+def test_the_latest_groups_of_a_broker_with_a_token_are_shown(group):
+    fields = {name: group[name] for name in ("tokens", "masks", "scores")}
+    with served_broker(token="a-token-of-ours") as url, BrokerClient(url, token="a-token-of-ours") as client:
+        info = client.register_environment(EnvironmentRequest(name="e", group_size=3, max_token_length=64))
+        client.submit(info.environment_id, [Group(**fields)], idempotency_key="once")
+        assert [shown["scores"] for shown in latest_of_broker(url, 2, token="a-token-of-ours")()] == [group["scores"]]
+        with pytest.raises(GroupsUnreadable, match="401"):
+            latest_of_broker(url, 2)()
 
 
 def test_groups_are_taken_from_a_broker_in_a_trainers_place(group, tokenizer_folder, tmp_path):

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.whole_files import FileInTheWay
 from environments.installed import load_environment, run
 from environments.scaffold import write_environment
+from environments.sdk.evaluate import evaluate_alone
 from environments.sdk.rehearsal import Rehearsal
 
 PAGE = Path(__file__).parents[3] / "docs" / "howto" / "your-own-environment.md"
@@ -36,6 +38,20 @@ async def test_the_example_of_the_page_collects_and_evaluates(tmp_path):
     assert {score for group in groups for score in group["scores"]} == {0.0, 1.0}
     assert groups[0]["policy_versions"][0][0][2] == 1
     assert (folder / "metrics.json").is_file()
+
+
+@pytest.mark.anyio
+async def test_results_of_an_evaluation_are_replaced_only_where_that_is_said(tmp_path):
+    async with Rehearsal(example_class(), ["#### 1"], tmp_path) as rehearsal:
+        folder = await rehearsal.evaluate()
+        before = (folder / "metrics.json").read_bytes()
+        rehearsal.env.overwrite_results = False
+        rehearsal.env.held_out = []  # another evaluation could not even be reported
+        with pytest.raises(FileInTheWay, match="or let --overwrite replace them"):
+            await evaluate_alone(rehearsal.env)
+        assert (folder / "metrics.json").read_bytes() == before
+        rehearsal.env.overwrite_results = True
+        await rehearsal.evaluate()
 
 
 def test_what_env_init_writes_passes_its_own_tests(tmp_path):

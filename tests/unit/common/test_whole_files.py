@@ -1,0 +1,89 @@
+"""Files are there whole or not at all, and never in the place of one that a command was not told to replace."""
+
+import os
+
+import pytest
+
+from atropos_api.common.whole_files import FileInTheWay, OutputFile, free_path, replace_whole, write_whole
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_failed_replacement_leaves_the_old_content_and_nothing_beside(tmp_path):
+    path = tmp_path / "picture.png"
+    write_whole(path, "old")
+
+    def fail(beside):
+        assert beside.suffix == ".png"
+        beside.write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        replace_whole(path, fail)
+    assert (path.read_text(), names(tmp_path)) == ("old", ["picture.png"])
+
+
+def test_nothing_is_at_its_place_before_the_end(tmp_path):
+    path = tmp_path / "new" / "out.jsonl"
+    with OutputFile(path) as output:
+        output.write_line("ä")
+        assert names(path.parent) == ["out.jsonl.part"]
+        assert output.part.read_text() == "ä\n"
+    assert (path.read_text(), names(path.parent)) == ("ä\n", ["out.jsonl"])
+
+
+def test_a_file_that_appears_meanwhile_is_not_lost(tmp_path):
+    path = tmp_path / "out"
+
+    def write():
+        with output:
+            output.write_line("ours")
+            path.write_text("theirs")
+
+    output = OutputFile(path)
+    with pytest.raises(FileInTheWay, match="has appeared meanwhile"):
+        write()
+    assert (path.read_text(), output.part.read_text()) == ("theirs", "ours\n")
+
+
+def test_without_links_it_is_renamed(tmp_path, monkeypatch):
+    def no_links(*_):
+        raise OSError("not here")
+
+    monkeypatch.setattr(os, "link", no_links)
+    with OutputFile(tmp_path / "out") as output:
+        output.write_line("ours")
+    assert names(tmp_path) == ["out"]
+
+
+def test_what_is_there_is_refused_replaced_or_added_to(tmp_path):
+    path = tmp_path / "out"
+    path.write_text("old\n")
+    with pytest.raises(FileInTheWay, match="is there already and is left as it is; try this"):
+        OutputFile(path, hint="try this")
+    with pytest.raises(FileInTheWay):
+        OutputFile(tmp_path, overwrite=True)
+    for options, content in (({"append": True}, "old\nnew\n"), ({"overwrite": True}, "new\n")):
+        with OutputFile(path, **options) as output:
+            output.write_line("new")
+        assert path.read_text() == content
+
+
+def test_two_commands_cannot_write_the_same_file(tmp_path):
+    first, second = OutputFile(tmp_path / "out"), OutputFile(tmp_path / "out")
+    with first:
+        with pytest.raises(FileInTheWay, match="has just begun"):
+            second.__enter__()
+        with pytest.raises(FileInTheWay, match="a command writes to it"):
+            OutputFile(tmp_path / "out")
+        first.write_line("x")
+    assert (tmp_path / "out").read_text() == "x\n"
+
+
+def test_a_name_that_is_taken_is_numbered(tmp_path):
+    for name in ("a.html", "a_1.html"):
+        (tmp_path / name).touch()
+    assert free_path(tmp_path / "a.html").name == "a_2.html"
+    assert free_path(tmp_path / "b.html").name == "b.html"
