@@ -120,9 +120,15 @@ def run(argv: list[str]) -> int:
         return 0
     require_model(config.model_name)
     setup_logging("trainer" if config.world_size == 1 else f"trainer {config.trainer_rank}")
+    silence_unused_kernels(config)
     for warning in config.warnings():
         logger.warning("%s", warning)
     return _train(config)
+
+
+def silence_unused_kernels(config: TrainingConfig) -> None:
+    """Keep bitsandbytes from advising a package for 4-bit products where nothing is held in 4 bits."""
+    logging.getLogger("bitsandbytes").setLevel(logging.NOTSET if config.load_in_4bit else logging.ERROR)
 
 
 def refuse_environment_options(argv: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from example_trainer.options.refusals import reason_to_refuse
 from example_trainer.options.run import RunOptions
 from example_trainer.options.tracking import TrackingOptions
 
-HIGH_FULL_FINE_TUNING_LR = 6e-6
+USUAL_LR_OF_LARGE_MODELS = 6e-6
 
 
 class TrainingConfig(
@@ -106,10 +106,11 @@ class TrainingConfig(
     def warnings(self) -> list[str]:
         """Settings that work but are often a mistake, one sentence each."""
         full = self.weight_bridge_mode not in LORA_MODES
-        if full and self.master_weights != "none" and self.lr > HIGH_FULL_FINE_TUNING_LR:
+        # Not at the documented default: a warning that stands in every log is read in none.
+        if full and self.master_weights != "none" and self.lr > type(self).model_fields["lr"].default:
             text = (
                 f"--lr {self.lr:g} is high for full fine-tuning with fp32 masters (rounded bf16 weights used to "
-                f"hide that); large models do better at {HIGH_FULL_FINE_TUNING_LR:g} or below"
+                f"hide that); large models do better at {USUAL_LR_OF_LARGE_MODELS:g} or below"
             )
             return [text]
         return []

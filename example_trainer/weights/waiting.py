@@ -1,4 +1,7 @@
-"""Waiting for something that another process brings about: one line every ten seconds, then an error."""
+"""Waiting for something that another process brings about: one line every ten seconds, then an error.
+
+A reason that is still the same is not written down again: some name every place that was looked at.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ def wait_for(poll: Callable[[], T], *, what: str, timeout_seconds: float) -> T:
     """Call `poll` until it returns instead of raising `NotYet`."""
     started = time.monotonic()
     next_line = started + _LINE_SECONDS
+    told = ""
     while True:
         try:
             return poll()
@@ -37,8 +41,9 @@ def wait_for(poll: Callable[[], T], *, what: str, timeout_seconds: float) -> T:
                     f"gave up on {what} after {timeout_seconds:.0f} s: {reason} (--wait-timeout sets the limit)"
                 ) from reason
             if now >= next_line:
-                logger.info("waiting for %s (%.0f s): %s", what, now - started, reason)
-                next_line += _LINE_SECONDS
+                news = "still the same" if str(reason) == told else str(reason)
+                logger.info("waiting for %s (%.0f s): %s", what, now - started, news)
+                next_line, told = next_line + _LINE_SECONDS, str(reason)
             time.sleep(_POLL_SECONDS)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from pydantic import ValidationError
 
 from atropos_api.common.cliconfig import ConfigError, load_config
+from example_trainer.cli import silence_unused_kernels
 from example_trainer.config import TrainingConfig
 
 DOCUMENTED_DEFAULTS = {
@@ -144,6 +147,23 @@ def test_shared_mode_publishes_each_step_and_restart_modes_at_their_interval() -
 
 
 def test_r19_a_high_rate_for_full_fine_tuning_is_warned_about() -> None:
-    assert "--lr 1e-05" in make().warnings()[0]
-    assert make(lr=1e-6).warnings() == []
+    assert "--lr 2e-05 is high" in make(lr=2e-5).warnings()[0]
+    assert make(lr=2e-5, weight_bridge_mode="lora_restart").warnings() == []
+
+
+def test_nothing_is_warned_about_at_the_defaults_of_the_guides() -> None:
+    assert make().warnings() == []
+    assert make(lr=1e-5).warnings() == []
     assert make(weight_bridge_mode="lora_restart").warnings() == []
+
+
+@pytest.mark.parametrize("load_in_4bit", [True, False])
+def test_a_package_for_four_bits_is_advised_only_where_there_are_four_bits(
+    load_in_4bit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = pytest.importorskip("bitsandbytes.backends.cpu.ops")
+    library = logging.getLogger("bitsandbytes")
+    monkeypatch.setattr(library, "level", library.level)
+    silence_unused_kernels(make(weight_bridge_mode="lora_restart", load_in_4bit=load_in_4bit))
+    assert ops.logger.isEnabledFor(logging.WARNING) is load_in_4bit
+    library.setLevel(logging.NOTSET)

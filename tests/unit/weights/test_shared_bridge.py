@@ -260,8 +260,9 @@ def test_a_trainer_started_first_waits_with_a_line_and_goes_on(tiny_model, tmp_p
             bridge.prepare()
         bridge.close()
         appear.join()
-    assert 1 <= caplog.text.count("waiting for the vLLM server") <= 4
-    assert "Parameter mapping file not found" in caplog.text
+    assert 2 <= caplog.text.count("waiting for the vLLM server") <= 4
+    assert caplog.text.count("Parameter mapping file not found") == 1, "the long reason is told once"
+    assert "s): still the same" in caplog.text
 
 
 def test_waiting_ends_with_the_reason_and_the_flag(tiny_model):
