@@ -90,7 +90,9 @@ def read_config_file(
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
-        raise ConfigError(f"--config {path}: no such file") from None
+        beside = Path("configs") / Path(path).name
+        proposal = f"; did you mean {beside}?" if beside.is_file() else ""
+        raise ConfigError(f"--config {path}: no such file{proposal}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

@@ -39,7 +39,8 @@ and for a misspelt flag or key the nearest right one; the exit code is 2.
 LAUNCHER_INTRODUCTION = """\
 All of the trainer's options (`--weight-bridge-mode` is `shared_vllm` here unless said otherwise), those of the other
 programs under their section's name (`--api.port 8002`, `--vllm.max_num_seqs 64`, `--env.group_size 8`,
-`--openai.server_type vllm`), and:
+`--openai.server_type vllm`), and the options below. The run files that come with the project are in `configs/`; guides
+that speak of `example_trainer/configs/` mean these.
 """
 EXIT_CODES = """\
 ## Exit codes

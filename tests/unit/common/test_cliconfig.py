@@ -122,6 +122,18 @@ def test_a_mistake_is_one_line_that_names_value_and_remedy(line: str, words: lis
         assert word in message
 
 
+def test_a_run_file_of_the_project_is_proposed_for_one_that_is_looked_for_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/demo.yaml").write_text("model_name: m\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no such file; did you mean configs/demo\.yaml\?$"):
+        parse("--config example_trainer/configs/demo.yaml")
+    with pytest.raises(ConfigError, match=r"no such file$"):
+        parse("--config example_trainer/configs/other.yaml")
+
+
 def test_an_unknown_key_in_a_file_is_refused_with_the_nearest_known_one(tmp_path: Path) -> None:
     config = tmp_path / "a.yaml"
     config.write_text("model_name: m\nenv: {groupsize: 3}\n")
