@@ -84,7 +84,7 @@ STAGES = (
     ),
     Stage(
         "openai",
-        ("tests/unit/environments/test_session_proxy.py", "tests/unit/environments/test_session_chats.py"),
+        ("tests/unit/environments/sessions_http", "tests/unit/environments/test_session_chats.py"),
         ("openai",),
     ),
     Stage("serving", ("tests/integration/serving",)),

@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from atropos_api.common.whole_files import write_whole
+from environments.sdk.errors import EnvironmentsError
+
+
+class StateUnreadable(EnvironmentsError):
+    """What an environment has kept for a resumed run cannot be read."""
 
 
 def path_of(checkpoint_dir: Path, name: str, step: int) -> Path:
@@ -27,5 +32,11 @@ def load(checkpoint_dir: Path, name: str, step: int) -> dict[str, Any]:
     usable = [saved for saved in steps if saved <= step]
     if not usable:
         return {}
-    state: dict[str, Any] = json.loads(path_of(checkpoint_dir, name, usable[-1]).read_text(encoding="utf-8"))
+    path = path_of(checkpoint_dir, name, usable[-1])
+    try:
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StateUnreadable(
+            f"{path}: the environment's state cannot be read ({error}); remove it to go on without"
+        ) from error
     return state

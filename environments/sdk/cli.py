@@ -69,6 +69,7 @@ class LenientCommand(EnvironmentCommand):
 def run_verb(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
     """Run `VERB [flags]`; the process's exit code."""
     verb = _read_verb(env_cls, argv)
+    _require_complete(env_cls, verb)
     setup_logging(env_cls.name or env_cls.__name__)
     command = read_command(env_cls, verb, argv[1:])
     _refuse_unsupported(command)
@@ -145,6 +146,18 @@ def _read_verb(env_cls: type[BaseEnv], argv: Sequence[str]) -> Verb:
         raise SystemExit(0)
     given = f"no verb {argv[0]!r}{nearest(argv[0], VERBS)}" if argv else "a verb is missing"
     raise ConfigError(f"{given}; verbs are {', '.join(VERBS)}")
+
+
+def _require_complete(env_cls: type[BaseEnv], verb: Verb) -> None:
+    """Say at once what the class lacks; `--help` of an unfinished one is of use all the same."""
+    missing = sorted(getattr(env_cls, "__abstractmethods__", ()))
+    collects = any(
+        getattr(env_cls, name) is not getattr(BaseEnv, name) for name in ("collect_trajectories", "collect_trajectory")
+    )
+    if verb in {"serve", "process"} and not collects:
+        missing.append("collect_trajectories")
+    if missing:
+        raise ConfigError(f"{env_cls.__name__} has no {' and no '.join(missing)}; {verb} needs it")
 
 
 def _overview(env_cls: type[BaseEnv]) -> str:

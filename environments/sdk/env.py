@@ -195,9 +195,12 @@ class BaseEnv(ABC):
         """A last change to what was collected, such as scoring against other groups; None drops it."""
         return trajectories  # type: ignore[no-any-return]
 
-    @abstractmethod
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Measure the model and report with `evaluate_log`. Requests made in here count as evaluation by themselves."""
+        """Measure the model and report with `evaluate_log`; an environment may go without.
+
+        Requests made in here count as evaluation by themselves.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no evaluate")
 
     def gold_items(self) -> Iterable[GoldItem]:
         """For `validate`: items, each with a completion that must earn `best_score` and some that must earn less."""
@@ -303,6 +306,10 @@ class BaseEnv(ABC):
         if name is None:
             raise TokenizerUnavailable("no tokenizer is named, and no server has told one; set --env.tokenizer_name")
         return load_tokenizer(name)
+
+    @property
+    def can_evaluate(self) -> bool:
+        return type(self).evaluate is not BaseEnv.evaluate
 
     @property
     def registered_name(self) -> str:

@@ -11,11 +11,16 @@ from atropos_api.common.private_files import write_private
 from atropos_api.common.secret_fields import public_settings
 from atropos_api.common.whole_files import FileInTheWay
 from environments.sdk.env import BaseEnv
+from environments.sdk.errors import EnvironmentsError
 from environments.sdk.evaluation import holds_results
-from environments.sdk.preparing import prepare_tokenizer
+from environments.sdk.preparing import prepare
 from environments.sdk.session.journal import keep_journal
 
 logger = logging.getLogger(__name__)
+
+
+class NoEvaluation(EnvironmentsError):
+    """An evaluation was asked for by name of an environment that has none."""
 
 
 async def run_evaluation(env: BaseEnv, *, step: int | None) -> None:
@@ -27,10 +32,11 @@ async def run_evaluation(env: BaseEnv, *, step: int | None) -> None:
 
 async def evaluate_alone(env: BaseEnv) -> None:
     """The verb `evaluate`: set up, evaluate, done. `evaluation_only` spares an environment what it trains on."""
+    if not env.can_evaluate:
+        raise NoEvaluation(f"{type(env).__name__} has no evaluate; write one that calls self.evaluate_log")
     env.evaluation_only = True
     _require_free_folder(env)
-    if any(server.config.server_type != "openai" for server in env.server.servers):
-        await prepare_tokenizer(env)
+    await prepare(env, needs_tokenizer=any(server.config.server_type != "openai" for server in env.server.servers))
     await env.setup()
     await env.setup_wandb()
     try:

@@ -1,16 +1,50 @@
-"""What an environment needs before its `setup`: the model's tokenizer, loaded once and beside the event loop."""
+"""What an environment needs before its `setup`: places to write to, and the model's tokenizer, loaded once."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from environments.sdk.background import run_blocking
 from environments.sdk.env import BaseEnv
-from environments.sdk.errors import TokenizerUnavailable
+from environments.sdk.errors import EnvironmentsError, TokenizerUnavailable
 from environments.sdk.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+class PathUnusable(EnvironmentsError):
+    """Nothing can be written where the configuration says."""
+
+
+async def prepare(env: BaseEnv, *, needs_tokenizer: bool = True) -> None:
+    """Find out at once what would fail hours later: the first group or result that cannot be written, a tokenizer."""
+    config = env.config
+    if config.data_path_to_save_groups is not None:
+        _require_writable(Path(config.data_path_to_save_groups).parent, "--env.data_path_to_save_groups")
+    if config.data_dir_to_save_evals is not None:
+        _require_writable(Path(config.data_dir_to_save_evals), "--env.data_dir_to_save_evals")
+    if needs_tokenizer:
+        await prepare_tokenizer(env)
+
+
+def evaluates(env: BaseEnv) -> bool:
+    """Whether the environment can evaluate; a line in the log where it is asked to and cannot."""
+    config = env.config
+    if not env.can_evaluate and (config.eval_at_start or config.eval_at_end or config.steps_per_eval > 0):
+        logger.info("%s has no evaluate, so nothing is evaluated", type(env).__name__)
+    return env.can_evaluate
+
+
+def _require_writable(folder: Path, flag: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise PathUnusable(f"{flag}: nothing can be written into {folder} ({error.strerror}); name another") from error
 
 
 async def prepare_tokenizer(env: BaseEnv) -> None:

@@ -12,7 +12,7 @@ from environments.sdk.delivery import Delivery
 from environments.sdk.env import BaseEnv
 from environments.sdk.errors import EnvironmentsError
 from environments.sdk.groups import GroupRules
-from environments.sdk.preparing import prepare_tokenizer
+from environments.sdk.preparing import prepare
 from environments.sdk.rollouts import Collector
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ async def process(env: BaseEnv) -> None:
         raise NothingToCollect(f"total_steps is {env.config.total_steps}; say with --env.total_steps how many groups")
     if env.config.data_path_to_save_groups is None:
         env.config.data_path_to_save_groups = f"data/{env.registered_name}.jsonl"
-    await prepare_tokenizer(env)
+    await prepare(env)
     await env.setup()
     await env.setup_wandb()
     rules = GroupRules(

@@ -24,7 +24,7 @@ from environments.sdk.errors import EnvironmentsError, EvaluationFailed
 from environments.sdk.evaluate import run_evaluation
 from environments.sdk.groups import GroupRules
 from environments.sdk.link import BrokerLink
-from environments.sdk.preparing import prepare_tokenizer
+from environments.sdk.preparing import evaluates, prepare
 from environments.sdk.rollouts import Collector
 from environments.sdk.stopping import StopRequest, listen_for_stop
 from environments.sdk.types import Item
@@ -70,7 +70,7 @@ class EnvironmentWorker:
         self._rollouts: TaskGroup | None = None
         self._beginning: anyio.CancelScope | None = None
         self._evaluation: anyio.CancelScope | None = None
-        self._evaluation_due = False
+        self._evaluation_due = self._evaluates = False
         self._log_due = False
         self._stopping = False
 
@@ -94,7 +94,8 @@ class EnvironmentWorker:
 
     async def _begin(self, group: TaskGroup) -> None:
         """All that comes before the first rollout; a stop ends it at once, whatever it waits for."""
-        await prepare_tokenizer(self._env)
+        self._evaluates = evaluates(self._env)
+        await prepare(self._env)
         await self._env.setup()
         info = await self._link.register()
         logger.info("registered as %s with %s", info.display_name, self._env.config.rollout_server_url)
@@ -106,7 +107,7 @@ class EnvironmentWorker:
         await self._adopt_run()
 
     async def _serve_run(self, group: TaskGroup) -> None:
-        if self._active and self._env.config.eval_at_start:
+        if self._active and self._evaluates and self._env.config.eval_at_start:
             await self._evaluate(required=True)
         async with anyio.create_task_group() as rollouts:
             self._rollouts = rollouts
@@ -119,7 +120,7 @@ class EnvironmentWorker:
         if self._stopping:
             with anyio.move_on_after(self._env.config.drain_seconds):
                 await self._link.flush()
-        elif self._env.config.eval_at_end:
+        elif self._evaluates and self._env.config.eval_at_end:
             await self._end_evaluation()
             await self._evaluate(required=True)
 
@@ -260,11 +261,17 @@ class EnvironmentWorker:
         env.config.group_size = env.config.group_size_at(env.curr_step)
         info = self._link.info
         if info is not None and crossed(before, env.curr_step, info.checkpoint_interval):
-            env.save_checkpoint(env.curr_step - env.curr_step % info.checkpoint_interval)
-        if crossed(before, env.curr_step, env.config.steps_per_eval) and pacing.state == "run":
+            self._save_state(env.curr_step - env.curr_step % info.checkpoint_interval)
+        if self._evaluates and crossed(before, env.curr_step, env.config.steps_per_eval) and pacing.state == "run":
             self._evaluation_due = True
         self._log_due = env.metrics.sent >= env.config.min_items_sent_before_logging
         self._changed.ring()
+
+    def _save_state(self, step: int) -> None:
+        try:
+            self._env.save_checkpoint(step)
+        except Exception:  # a full disk, or the environment's own code: neither is worth the rollouts under way
+            logger.exception("the environment's state of step %d is not kept; a run resumed there begins anew", step)
 
     def _status(self, pacing: Pacing) -> dict[str, Any]:
         """The broker's state by Atropos' names; both queues are the whole one, in groups of this environment's size."""

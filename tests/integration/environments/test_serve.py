@@ -10,6 +10,7 @@ import pytest
 from atropos_api.testing import memory_broker
 from atropos_api.wire.messages import PolicyUpdate, RunRequest
 from environments.arithmetic_server import ArithmeticEnv, ArithmeticEnvConfig
+from environments.sdk import BaseEnv
 from environments.sdk.config import APIServerConfig
 from environments.sdk.inference.manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess, sampled_tokens
@@ -39,9 +40,10 @@ def make_fake(**options):
     return FakeInference(sampled_tokens(0, vocabulary=300, end=1), end=1, **options)
 
 
-async def train(client, *, steps, batch_size, seconds_a_step=0.0, fake=None):
+async def train(client, *, steps, batch_size, seconds_a_step=0.0, fake=None, **more):
     """A trainer: takes each batch, publishes a version, commits, finishes; the batches it was given."""
-    run = await client.begin_run(RunRequest(name="run", batch_size=batch_size, max_token_length=512, num_steps=steps))
+    request = RunRequest(name="run", batch_size=batch_size, max_token_length=512, num_steps=steps, **more)
+    run = await client.begin_run(request)
 
     async def publish(step):
         version = run.highest_policy_version + 1 + step
@@ -157,6 +159,31 @@ async def test_evaluation_before_the_first_group_and_after_the_run_is_written(to
         assert 0 <= metrics["eval/accuracy"] <= 1
         samples = (tmp_path / f"step-{step}" / "samples.jsonl").read_text().splitlines()
         assert len(samples) == 20
+
+
+async def test_an_environment_without_evaluate_trains_and_says_so(tokenizer_folder, caplog):
+    class Trained(ArithmeticEnv):
+        evaluate = BaseEnv.evaluate
+
+    fake = make_fake()
+    caplog.set_level("INFO")
+    env = make_env(fake, tokenizer_folder, Trained, eval_at_start=True, eval_at_end=True, steps_per_eval=1)
+    assert len(await serve_and_train(env, fake, steps=3, batch_size=32)) == 3
+    assert caplog.text.count("Trained has no evaluate, so nothing is evaluated") == 1
+
+
+async def test_a_state_that_cannot_be_kept_costs_no_training(tokenizer_folder, caplog):
+    class Forgetful(ArithmeticEnv):
+        def save_checkpoint(self, step, data=None):
+            raise PermissionError("read-only")
+
+    fake = make_fake()
+    env = make_env(fake, tokenizer_folder, Forgetful)
+    batches = await serve_and_train(
+        env, fake, steps=3, batch_size=32, seconds_a_step=0.02, checkpoint_dir="/nowhere", checkpoint_interval=1
+    )
+    assert len(batches) == 3
+    assert "the environment's state of step" in caplog.text
 
 
 async def test_results_of_an_earlier_run_in_the_same_folder_are_kept_aside(tokenizer_folder, tmp_path):

@@ -13,6 +13,8 @@ from environments.arithmetic_server import ArithmeticEnv
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ServerBaseline
 from environments.sdk.cli import read_command, run_verb
 from environments.sdk.errors import TokensUnavailable
+from environments.sdk.evaluate import NoEvaluation
+from environments.sdk.preparing import PathUnusable
 
 SERVER = Path(__file__).parents[3] / "environments" / "arithmetic_server.py"
 
@@ -150,4 +152,45 @@ def test_help_is_fast_and_loads_nothing_heavy():
 
 
 def test_every_environment_needs_only_three_methods():
-    assert BaseEnv.__abstractmethods__ == {"setup", "get_next_item", "evaluate"}
+    assert BaseEnv.__abstractmethods__ == {"setup", "get_next_item"}
+
+    class Unfinished(BaseEnv):
+        async def setup(self):
+            pass
+
+    with pytest.raises(ConfigError, match="Unfinished has no get_next_item and no collect_trajectories; serve needs"):
+        run_verb(Unfinished, ["serve"])
+
+
+class Trained(BaseEnv):
+    """An environment that only trains."""
+
+    async def setup(self):
+        pass
+
+    async def get_next_item(self):
+        return None
+
+    async def collect_trajectories(self, item):
+        return None, []
+
+
+VLLM = ["--openai.server_type", "vllm", "--env.use_wandb=false"]
+
+
+def test_an_environment_may_go_without_evaluate_which_the_verb_says_in_one_line():
+    with pytest.raises(NoEvaluation, match=r"Trained has no evaluate; write one that calls self\.evaluate_log"):
+        run_verb(Trained, ["evaluate", *VLLM])
+
+
+@pytest.mark.parametrize(
+    ("verb", "flag"),
+    [
+        ("serve", "--env.data_path_to_save_groups"),
+        ("serve", "--env.data_dir_to_save_evals"),
+        ("process", "--env.data_path_to_save_groups"),
+    ],
+)
+def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_collected(verb, flag):
+    with pytest.raises(PathUnusable, match=f"{flag}: nothing can be written into /proc/no"):
+        run_verb(Trained, [verb, *VLLM, flag, "/proc/no/such"])
