@@ -83,9 +83,9 @@ STAGES = (
         ("tensorboard",),
     ),
     Stage(
-        "openai",
+        "clients",
         ("tests/unit/environments/sessions_http", "tests/unit/environments/test_session_chats.py"),
-        ("openai",),
+        ("openai", "litellm"),
     ),
     Stage("serving", ("tests/integration/serving",)),
     Stage("weights", ("tests/integration/weights",)),

@@ -16,6 +16,9 @@ from environments.sdk.session.address import SessionSettings
 
 WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
 BACKLOG = 512
+KEEP_ALIVE_SECONDS = 300
+"""How long an idle connection is kept. Tools of agents take longer than the usual 5 seconds, and a client that sends
+just as its connection is closed gets an error."""
 
 
 class SessionsNotServed(EnvironmentsError):
@@ -43,7 +46,14 @@ class Listener:
 
     def __init__(self, app: Any, settings: SessionSettings) -> None:
         self._settings = settings
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", interface="asgi3")
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            interface="asgi3",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
         self._server = QuietServer(config)
         self._running: asyncio.Task[None] | None = None
 
