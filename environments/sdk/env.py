@@ -239,6 +239,9 @@ class BaseEnv(ABC):
             scored_data, item, send=do_send_to_api, check_length=abort_on_any_max_length_exceeded
         )
 
+    async def check_servers(self) -> None:  # noqa: B027 - most environments have none of their own
+        """Called before `setup` where groups are collected, after the tokenizer: raise on an unfit server."""
+
     def require_servable(self) -> None:  # noqa: B027 - most environments are
         """Called first by `serve`: raise where the environment was written for another scheduler than this one."""
 

@@ -53,7 +53,7 @@ class TokenizerUnavailable(EnvironmentsError):
     """The tokenizer named in the configuration cannot be loaded, or none is named."""
 
 
-class TokenizerMismatch(EnvironmentsError):
+class TokenizerMismatch(EnvironmentsError, ValueError):
     """The tokenizer is not that of the model that is sampled from."""
 
 

@@ -28,6 +28,8 @@ async def prepare(env: BaseEnv, *, needs_tokenizer: bool = True) -> None:
         _require_writable(Path(config.data_dir_to_save_evals), "--env.data_dir_to_save_evals")
     if needs_tokenizer:
         await prepare_tokenizer(env)
+    if not env.evaluation_only:
+        await env.check_servers()
 
 
 def evaluates(env: BaseEnv) -> bool:

@@ -3,7 +3,8 @@
     class MyEnv(TeacherDistillationEnv): …
     python my_env.py serve --env.teacher_enabled true --env.teacher_top_k 4 --teacher.base_url http://localhost:9003/v1
 
-The teacher must have the student's vocabulary. Where it does not answer, a group goes without: both fields are None.
+The teacher must have the student's vocabulary, and one must be named where it is enabled; both are found out at the
+start. Where it does not answer later, a group goes without: both fields are None.
 """
 
 from __future__ import annotations
@@ -15,14 +16,21 @@ from typing import Any, ClassVar
 import anyio
 from pydantic import BaseModel, Field
 
+from environments.sdk.background import run_blocking
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
 from environments.sdk.delivery import as_groups
 from environments.sdk.env import BaseEnv
-from environments.sdk.errors import TokenizerMismatch, innermost
+from environments.sdk.errors import EnvironmentsError, TokenizerMismatch, innermost
 from environments.sdk.inference.manager import ServerManager
+from environments.sdk.inference.vocabulary import vocabulary_of
+from environments.sdk.tokenizer import load_tokenizer
 from environments.sdk.types import Item
 
 logger = logging.getLogger(__name__)
+
+
+class TeacherMissing(EnvironmentsError, ValueError):
+    """A teacher is enabled, and none is named."""
 
 
 class TeacherFields(BaseModel):
@@ -55,7 +63,8 @@ class TeacherMixin(BaseEnv):
 
     @classmethod
     def teacher_config_init(cls) -> ServerBaseline | APIServerConfig | list[APIServerConfig]:
-        return APIServerConfig(server_type="vllm", base_url="http://localhost:9003/v1")
+        """None yet: its address has to be named."""
+        return APIServerConfig(server_type="vllm", base_url="")
 
     def set_teacher(self, server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> None:
         self.teacher_server = ServerManager(
@@ -63,6 +72,30 @@ class TeacherMixin(BaseEnv):
             load_tokenizer=lambda: self.tokenizer,
             wait_timeout_seconds=self.config.wait_timeout,
         )
+
+    async def check_servers(self) -> None:
+        """Refuse to start without a teacher, or with one whose tokenizer is another one."""
+        await super().check_servers()
+        if not self.config.teacher_enabled:
+            return
+        for server in self.teacher_server.servers:
+            if not server.config.base_url:
+                raise TeacherMissing(
+                    "teacher_enabled is true, but no teacher server configuration was provided; name one with "
+                    "--teacher.base_url, or set --env.teacher_enabled false"
+                )
+            await self._compare_tokenizers(server.config.tokenizer_name)
+
+    async def _compare_tokenizers(self, name: str) -> None:
+        """Where the teacher's tokenizer is named; servers that tell theirs are compared with the first request."""
+        if name in {"", "none", self.config.tokenizer_name}:
+            return
+        teachers = await run_blocking(lambda: load_tokenizer(name), about=f"the teacher's tokenizer {name}")
+        if vocabulary_of(teachers) != vocabulary_of(self.tokenizer):
+            raise TokenizerMismatch(
+                f"Cross-tokenizer distillation is not supported: the vocabulary of {name} (--teacher.tokenizer_name) "
+                "is not that of --env.tokenizer_name; take a teacher of the student's family"
+            )
 
     async def aclose(self) -> None:
         await self.teacher_server.aclose()

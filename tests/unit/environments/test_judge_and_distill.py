@@ -21,6 +21,7 @@ pytestmark = pytest.mark.anyio
 
 ANSWERS = ["bad", "good answer", "very good answer"]
 SERVER = APIServerConfig(server_type="vllm", base_url="http://fake/v1")
+TEACHER = APIServerConfig(server_type="vllm", base_url="http://teacher/v1")
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ async def test_a_teachers_logprobs_stand_beside_every_token(tokenizer_folder, tm
         teacher_top_k=2,
         data_path_to_save_groups=str(path),
     )
-    env = DistillEnv(config, SERVER)
+    env = DistillEnv(config, SERVER, teacher_server_configs=TEACHER)
     env.server, _ = managed(env, lambda _, index: f"\\boxed{{{41 + index}}}")
 
     async def get_logprobs(*, input_ids, top_k, split):
