@@ -25,6 +25,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; paddi
 .score { font-variant-numeric: tabular-nums; font-weight: 600; padding: 0 .4rem; border-radius: 4px }
 .positive { background: #d8f0dc } .negative { background: #f8dada } .zero { background: #e8e8e8 }
 .role { color: #666; font-size: .85rem }
+.sampled { border-left: 3px solid #4a7ebb }
 """
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -51,10 +52,28 @@ def render(groups: Iterable[Mapping[str, Any]], *, title: str, refresh_seconds: 
 def render_group(number: int, group: Mapping[str, Any]) -> str:
     scores = list(group["scores"])
     mean = sum(scores) / max(len(scores), 1)
-    texts = group.get("messages") or [None] * len(scores)
-    rollouts = "".join(_rollout(i, score, chat) for i, (score, chat) in enumerate(zip(scores, texts, strict=False), 1))
+    chats = group.get("messages") or [None] * len(scores)
+    shared = _shared_beginning([chat for chat in chats if isinstance(chat, list)])
+    rest = [chat[len(shared) :] if isinstance(chat, list) else chat for chat in chats]
+    rollouts = "".join(_rollout(i, score, chat) for i, (score, chat) in enumerate(zip(scores, rest, strict=False), 1))
     badges = " ".join(_badge(score) for score in scores)
-    return f"<details><summary>Group {number}, mean {mean:.3g}: {badges}</summary>{rollouts}</details>"
+    prompt = "".join(_turn(turn) for turn in shared)
+    return f"<details><summary>Group {number}, mean {mean:.3g}: {badges}</summary>{prompt}{rollouts}</details>"
+
+
+def _shared_beginning(chats: Sequence[list[Any]]) -> list[Any]:
+    """The turns that all rollouts begin with, before the model's first: the prompt, which is shown once."""
+    shared: list[Any] = []
+    for turns in zip(*(chat[:-1] for chat in chats), strict=False):
+        first = turns[0]
+        if any(turn != first for turn in turns) or _is_sampled(first):
+            break
+        shared.append(first)
+    return shared
+
+
+def _is_sampled(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and turn.get("role") == "assistant"
 
 
 def _rollout(number: int, score: float, chat: Any) -> str:
@@ -71,9 +90,8 @@ def _chat(chat: Any) -> str:
 def _turn(turn: Any) -> str:
     if not isinstance(turn, Mapping):
         return f"<pre>{escape(_text(turn))}</pre>"
-    return (
-        f'<div class="role">{escape(str(turn.get("role", "")).capitalize())}</div><pre>{escape(_content(turn))}</pre>'
-    )
+    role, kind = escape(str(turn.get("role", "")).capitalize()), ' class="sampled"' if _is_sampled(turn) else ""
+    return f'<div class="role">{role}</div><pre{kind}>{escape(_content(turn))}</pre>'
 
 
 def _content(turn: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from atropos_api.wire.groups import Group
 from environments.sdk.drops import NO_GROUP, Rejection, last_answer, quoted
 from environments.sdk.groups import GroupRules, to_wire
 from environments.sdk.session.journal import Journal, current_journal
+from environments.sdk.transcripts import messages_of
 from environments.sdk.types import Item
 
 if TYPE_CHECKING:
@@ -61,8 +62,9 @@ class Delivery:
             if raw is None:
                 dropped.note(Rejection(NO_GROUP, "the environment returned None"), lambda: f"last item: {quoted(item)}")
                 continue
-            group = to_wire(raw, current_journal() or Journal("train"))
-            if not self._accept(group, rules):
+            journal = current_journal() or Journal("train")
+            group = to_wire(raw, journal)
+            if not self._accept(group, rules, journal):
                 continue
             await self._env.add_rollouts_for_wandb(raw, item)
             held = _held.get()
@@ -82,19 +84,22 @@ class Delivery:
         if self.file is not None:
             self.file.close()
 
-    def _accept(self, group: Group, rules: GroupRules) -> bool:
+    def _accept(self, group: Group, rules: GroupRules, journal: Journal) -> bool:
         rejected = rules.why_rejected(group)
         if rejected is not None:
             self._env.metrics.rejected += 1
             logger.debug("a group is not sent: %s", rejected.why)
-            self._env.dropped_groups.note(
-                rejected, last_answer(group, lambda tokens: str(self._env.tokenizer.decode(tokens)))
-            )
+            self._env.dropped_groups.note(rejected, last_answer(group, self._decode))
             return False
         if self._env.config.include_messages and group.messages is None:
-            texts = self._env.tokenizer.batch_decode(group.tokens)
-            group.messages = [[{"role": "user", "content": text}] for text in texts]
+            rollouts = zip(group.tokens, group.masks, strict=True)
+            group.messages = [
+                messages_of(journal.find(tokens), tokens, mask, self._decode) for tokens, mask in rollouts
+            ]
         return True
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._env.tokenizer.decode(tokens))
 
     def _save(self, group: Group) -> None:
         if self.file is not None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from atropos_api.common.vocabulary import fingerprint
 from environments.export.groups import read_groups
 from environments.sdk.config import APIServerConfig, as_server_list
 from environments.sdk.env import BaseEnv
@@ -39,7 +40,11 @@ class Rehearsal:
         self.env.overwrite_results = True
         end = self.env.tokenizer.eos_token_id
         texts = itertools.cycle(answers)
-        self.inference = FakeInference(lambda *_: [*self.env.tokenizer.encode(next(texts)), end], end=end)
+        self.inference = FakeInference(
+            lambda *_: [*self.env.tokenizer.encode(next(texts)), end],
+            end=end,
+            vocabulary=fingerprint(self.env.tokenizer.get_vocab()),
+        )
         self.env.server = ServerManager(
             [server], load_tokenizer=lambda: self.env.tokenizer, transport=InProcess(self.inference)
         )

@@ -1,7 +1,8 @@
 """Questions with reference answers: from a file, a folder of files, or a Hugging Face data set, reproducibly drawn.
 
 Files are JSON Lines (`.jsonl`), JSON (a list of objects) or Parquet. Several forms of record are read, among them
-`question`/`answer` and `prompt`/`response`; other columns are left alone. `datasets` and `pyarrow` are loaded only when
+`question`/`answer` and `prompt`/`answer`; other columns are left alone. Where nothing names test data, a share of the
+training data is held out, the same one each time. `datasets` and `pyarrow` are loaded only when
 something of theirs is read.
 """
 
@@ -24,11 +25,13 @@ logger = logging.getLogger(__name__)
 
 FORMS = (
     ("question", "answer"),
+    ("prompt", "answer"),
     ("prompt", "response"),
     ("problem", "answer"),
     ("question", "final_answer"),
     ("problem", "solution"),
 )
+MOST_HELD_OUT = 500
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SPLIT_NAMES: Mapping[str, tuple[str, ...]] = {
     "train": ("train", "training"),
@@ -58,14 +61,22 @@ class DataFields(BaseModel):
     val_data_path: Path | None = Field(
         None, description="questions to evaluate on; default: the test files of data_path's folder, else dataset_name's"
     )
+    held_out_share: float = Field(
+        0.05,
+        gt=0,
+        le=0.5,
+        description="share of data_path kept for evaluation where none of it is test data; 500 at most",
+    )
     dataset_name: str | None = Field(
         None, description="Hugging Face data set, NAME or NAME:CONFIG, used where no path is given"
     )
     seed: int = Field(0, description="seed of the order of the training questions")
 
-    def training_questions(self) -> list[Question]:
+    def training_questions(self, *, hold_out: bool = False) -> list[Question]:
+        """All questions to train on; with `hold_out` less those that evaluations would have to be taken from."""
         if self.data_path is not None:
-            return load_questions(self.data_path, "train")
+            questions = load_questions(self.data_path, "train")
+            return self._split(questions)[0] if hold_out and self._has_no_test_data() else questions
         if self.dataset_name is None:
             raise DataUnusable("there are no questions to train on; set --env.data_path or --env.dataset_name")
         return load_questions(self.dataset_name, "train")
@@ -73,13 +84,41 @@ class DataFields(BaseModel):
     def evaluation_questions(self) -> list[Question]:
         if self.val_data_path is not None:
             return load_questions(self.val_data_path, "test")
-        if self.data_path is not None and self.data_path.is_dir():
+        if self.data_path is not None:
+            if self._has_no_test_data():
+                training, held_out = self._split(load_questions(self.data_path, "train"))
+                logger.info(
+                    "no test data is named: %d of the %d questions of %s are for evaluation and not trained on; "
+                    "--env.val_data_path names others",
+                    len(held_out),
+                    len(held_out) + len(training),
+                    self.data_path,
+                )
+                return held_out
             return load_questions(self.data_path, "test")
-        if self.data_path is not None or self.dataset_name is None:
+        if self.dataset_name is None:
             raise DataUnusable(
                 "there are no questions to evaluate on; set --env.val_data_path, or --env.steps_per_eval 0 for none"
             )
         return load_questions(self.dataset_name, "test")
+
+    def _has_no_test_data(self) -> bool:
+        path = self.data_path
+        if self.val_data_path is not None or path is None:
+            return False
+        return not path.is_dir() or all(_split_told_by(file.relative_to(path)) != "test" for file in data_files(path))
+
+    def _split(self, questions: list[Question]) -> tuple[list[Question], list[Question]]:
+        """Those to train on and those held out, which are the same whatever the seed of the order is."""
+        count = min(MOST_HELD_OUT, max(1, round(len(questions) * self.held_out_share)))
+        if len(questions) < 2:
+            raise DataUnusable(
+                f"{self.data_path}: it has one question, too few to hold one out for evaluation; set "
+                "--env.val_data_path, or --env.steps_per_eval 0 for no evaluation"
+            )
+        chosen = set(random.Random("held out").sample(range(len(questions)), count))
+        held_out = [question for index, question in enumerate(questions) if index in chosen]
+        return [question for index, question in enumerate(questions) if index not in chosen], held_out
 
 
 class Draws(Generic[T]):
@@ -130,9 +169,14 @@ def read_records(path: Path, suffix: str | None = None) -> list[tuple[int, Any]]
         raise DataUnusable(f"{path}: cannot be read ({error})") from error
 
 
+def data_files(folder: Path) -> list[Path]:
+    """All files of the folder that can be read, in an order of their names."""
+    return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+
+
 def files_of_split(folder: Path, split: Split) -> list[Path]:
     """The folder's files whose names (or whose own folders' names) tell that split; all, where no name tells any."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    files = data_files(folder)
     named = {path: _split_told_by(path.relative_to(folder)) for path in files}
     chosen = [path for path, told in named.items() if told == split]
     if not chosen and not any(named.values()):

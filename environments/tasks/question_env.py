@@ -50,7 +50,8 @@ class QuestionEnv(BaseEnv):
         self.items_taken = 0
         self.held_out: Sequence[Question] = ()
         if not self.evaluation_only:
-            questions = await run_blocking(self.config.training_questions, about="the training questions")
+            load = partial(self.config.training_questions, hold_out=self._will_evaluate())
+            questions = await run_blocking(load, about="the training questions")
             self.training = Draws(questions, self.config.seed)
         if self.evaluation_only or self._will_evaluate():
             self.held_out = await run_blocking(self.load_held_out, about="the evaluation questions")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import datasets
@@ -25,6 +26,7 @@ def write(path: Path, *records: object) -> Path:
     "record",
     [
         {"question": "1+1", "answer": 2, "level": 5},
+        {"prompt": "1+1", "answer": "2"},
         {"prompt": "1+1", "response": "2"},
         {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1"}], "response": "2"},
         {"problem": "1+1", "solution": "is 2", "answer": "2"},
@@ -153,7 +155,31 @@ def test_no_source_at_all_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataUnusable, match=r"--env\.data_path or --env\.dataset_name"):
         DataFields().training_questions()
     with pytest.raises(DataUnusable, match=r"--env\.val_data_path"):
+        DataFields().evaluation_questions()
+    with pytest.raises(DataUnusable, match=r"one question, too few to hold one out.*--env\.steps_per_eval 0"):
         DataFields(data_path=write(tmp_path / "d.jsonl", {"question": "a", "answer": "1"})).evaluation_questions()
+
+
+@pytest.mark.parametrize("place", ["d.jsonl", "folder/problems.jsonl", "folder/train.jsonl"])
+def test_of_data_without_test_data_a_share_is_held_out_and_said(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    rows = [{"prompt": str(number), "answer": str(number)} for number in range(60)]
+    path = write(tmp_path / place, *rows)
+    fields = DataFields(data_path=tmp_path / "folder" if "folder" in place else path, seed=1)
+    held_out = fields.evaluation_questions()
+    training = fields.training_questions(hold_out=True)
+    assert (len(held_out), len(training)) == (3, 57)
+    assert sorted(int(one.answer) for one in held_out + training) == list(range(60))
+    assert "3 of the 60 questions" in caplog.text
+    assert fields.model_copy(update={"seed": 2}).evaluation_questions() == held_out
+    assert len(fields.training_questions()) == 60
+    named = fields.model_copy(update={"val_data_path": path})
+    assert len(named.evaluation_questions()) == len(named.training_questions(hold_out=True)) == 60
+    half = fields.model_copy(update={"held_out_share": 0.5})
+    assert len(half.evaluation_questions()) == len(half.training_questions(hold_out=True)) == 30
 
 
 def test_each_epoch_has_every_item_once_in_an_order_of_its_own() -> None:

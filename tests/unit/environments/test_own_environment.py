@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from environments.installed import load_environment, run
 from environments.scaffold import write_environment
 from environments.sdk.evaluate import evaluate_alone
 from environments.sdk.rehearsal import Rehearsal
+from environments.sdk.transcripts import messages_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "howto" / "your-own-environment.md"
 
@@ -38,6 +40,29 @@ async def test_the_example_of_the_page_collects_and_evaluates(tmp_path):
     assert {score for group in groups for score in group["scores"]} == {0.0, 1.0}
     assert groups[0]["policy_versions"][0][0][2] == 1
     assert (folder / "metrics.json").is_file()
+
+
+@pytest.mark.anyio
+async def test_the_page_of_process_has_the_chat_without_its_templates_marks(tmp_path):
+    async with Rehearsal(example_class(), ["#### 7"], tmp_path, include_messages=True) as rehearsal:
+        (group,) = await rehearsal.process(1)
+    assert {message["role"] for message in group["messages"][0]} == {"user", "assistant"}
+    assert [chat[-1]["content"] for chat in group["messages"]] == ["#### 7"] * 8
+    page = (tmp_path / "groups.html").read_text()
+    assert "|user|" not in page
+    assert page.count(escape(group["messages"][0][0]["content"])) == 1
+    assert page.count('<pre class="sampled">#### 7</pre>') == 8
+
+
+def test_text_without_a_chat_is_cut_where_the_model_began_and_ended(tokenizer):
+    parts = [tokenizer.encode(text) for text in ("one ", "two ", "three")]
+    tokens = [token for part in parts for token in part]
+    mask = [-100] * len(parts[0]) + parts[1] + [-100] * len(parts[2])
+    assert messages_of(None, tokens, mask, tokenizer.decode) == [
+        {"role": "user", "content": "one "},
+        {"role": "assistant", "content": "two "},
+        {"role": "user", "content": "three"},
+    ]
 
 
 @pytest.mark.anyio

@@ -285,3 +285,13 @@ async def test_math_validates_its_rewards(make, capsys):
 def test_an_unknown_evaluation_set_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match="aime is unknown; evaluation sets are aime_2024"):
         MathZeroEnvConfig(eval_sets=["aime"])
+
+
+async def test_with_data_to_train_on_alone_some_of_it_is_held_out(make):
+    env, _ = await make(GSM8kEnv, [RIGHT], val_data_path=None, steps_per_eval=50)
+    (held_out,) = env.held_out
+    assert {env.training[number].question for number in range(4)} == {
+        entry["question"] for entry in QUESTIONS if entry["question"] != held_out.question
+    }
+    env, _ = await make(GSM8kEnv, [RIGHT], val_data_path=None, steps_per_eval=0)
+    assert len({env.training[number].question for number in range(4)}) == len(QUESTIONS)

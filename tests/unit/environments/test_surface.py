@@ -368,8 +368,8 @@ def test_environments_without_a_teacher_have_no_flags_for_it():
 async def test_a_text_is_sent_along_where_asked(tmp_path):
     async with Rehearsal(Env, ["said"], tmp_path, include_messages=True) as rehearsal:
         (group,) = await rehearsal.process(1)
-    assert [chat[0]["role"] for chat in group["messages"]] == ["user", "user"]
-    assert "said" in group["messages"][0][0]["content"]
+    assert [[message["role"] for message in chat] for chat in group["messages"]] == [["user", "assistant"]] * 2
+    assert [chat[-1]["content"] for chat in group["messages"]] == ["said", "said"]
 
 
 async def test_process_without_any_group_writes_nothing_and_says_so(tmp_path, caplog):
