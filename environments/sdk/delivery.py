@@ -93,10 +93,11 @@ class Delivery:
             return False
         if self._env.config.include_messages and group.messages is None:
             rollouts = zip(group.tokens, group.masks, strict=True)
-            group.messages = [
-                messages_of(journal.find(tokens), tokens, mask, self._decode) for tokens, mask in rollouts
-            ]
+            group.messages = [messages_of(journal.find(tokens), tokens, mask, self._read) for tokens, mask in rollouts]
         return True
+
+    def _read(self, tokens: list[int]) -> str:
+        return str(self._env.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._env.tokenizer.decode(tokens))
