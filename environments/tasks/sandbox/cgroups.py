@@ -27,11 +27,9 @@ class Group:
 
     def limit(self, memory_bytes: int, processes: int) -> None:
         memory = self.folders["memory"]
-        if self.unified:
-            _write(memory / "memory.max", memory_bytes)
-            optional = {"memory.swap.max": 0, "memory.oom.group": 1}
-        else:
-            _write(memory / "memory.limit_in_bytes", memory_bytes)
+        _write(memory / ("memory.max" if self.unified else "memory.limit_in_bytes"), memory_bytes)
+        optional = {"memory.swap.max": 0, "memory.oom.group": 1}
+        if not self.unified:
             optional = {"memory.memsw.limit_in_bytes": memory_bytes}
         for name, value in optional.items():
             # Not there without swap, or in older kernels.

@@ -186,9 +186,10 @@ class Run:
                 # Whoever asked starts another supervisor; this one's successor in the tree is init.
                 sys.exit("processes of a run do not end")
             time.sleep(0.0005)
-        # Nobody has the other end any more, so that this comes to an end.
-        while "output" in self._descriptors and self._read_output():
-            pass
+        # What was written last. Nobody has the other end any more, so that this comes to an end.
+        with contextlib.suppress(KeyError, BlockingIOError):
+            while self._read_output():
+                pass
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -232,10 +233,7 @@ class Run:
 
     def _read_output(self) -> bool:
         """Take a piece, keep of it what was asked for; False at the end."""
-        try:
-            piece = os.read(self._descriptors["output"], 1 << 16)
-        except BlockingIOError:
-            return True
+        piece = os.read(self._descriptors["output"], 1 << 16)
         self._output += piece[: max(0, self.launch.output_bytes - len(self._output))]
         return bool(piece)
 

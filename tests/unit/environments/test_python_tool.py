@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
+import psutil
 import pytest
 
 from environments.tasks.python_tool import PythonTool, SandboxUnavailable
@@ -93,6 +94,13 @@ async def test_time_memory_files_and_output_are_limited(tool):
     assert flood.output.endswith("(output cut off)")
 
 
+async def test_a_flood_of_output_fills_no_memory(tool):
+    flood = await tool.run("import os\nfor _ in range(800):\n    os.write(1, bytes(1 << 16))")
+    assert flood.exit_code == 0
+    held = [psutil.Process(supervisor.pid).memory_info().rss for supervisor in tool._supervisors]
+    assert max(held) < 100 << 20
+
+
 async def test_a_run_has_a_folder_of_its_own_that_is_empty_at_first(tool):
     code = "import os; open('here', 'w').close(); os.listdir(), os.getcwd() == os.environ['TMPDIR']"
     for _ in range(2):
@@ -104,6 +112,10 @@ async def test_the_environment_of_the_tool_is_not_the_codes(tool, monkeypatch):
     code = "import os; sorted(set(os.environ) - {'LC_CTYPE', 'PWD'})"
     found = (await tool.run(code)).as_text()
     assert found == "['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH', 'TMPDIR']"
+    new = PythonTool(mechanisms=(), require_isolation=False)
+    await new.run("1")
+    assert [set(psutil.Process(supervisor.pid).environ()) for supervisor in new._supervisors] == [{"LANG"}]
+    new.close()
 
 
 def test_where_isolation_is_impossible_the_tool_does_not_run_unless_told_to(caplog):

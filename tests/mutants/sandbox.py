@@ -1,0 +1,251 @@
+"""One-line faults of the sandbox: a limit, a wall or a check that is missing; and of the child that compares answers.
+
+None takes the mount namespace away: what it sets up would then be set up on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+
+from environments.tasks.sandbox import cgroups
+
+from .mutant import Mutant
+
+_FOLDER = "environments/tasks/sandbox/"
+_BUBBLEWRAP = f"{_FOLDER}bubblewrap.py"
+_NAMESPACES = f"{_FOLDER}namespaces.py"
+_SUPERVISOR = f"{_FOLDER}supervisor.py"
+_RUNNER = f"{_FOLDER}runner.py"
+_LAUNCH = f"{_FOLDER}launch.py"
+_CALLS = f"{_FOLDER}system_calls.py"
+_GROUPS = f"{_FOLDER}cgroups.py"
+_MATH = "environments/rewards/math_child.py"
+
+_TESTS = "unit/environments/sandbox/"
+_TOOL = "unit/environments/test_python_tool.py::"
+_ESCAPES = f"{_TESTS}test_escapes.py::test_no_attempt_to_leave_the_sandbox_succeeds"
+_GREEDY = f"{_TESTS}test_bombs.py::test_what_takes_too_much_is_refused_it_or_ended"
+_OF_PROCESSES = f"{_TESTS}test_limits.py::test_every_process_has_its_limits"
+_MOUNTS = f"{_TESTS}test_limits.py::test_every_mount_is_read_only_but_the_working_folder_of_limited_size"
+_OWN = f"{_TESTS}test_limits.py::test_every_namespace_is_its_own"
+_KILLED = f"{_TESTS}test_lifetime.py::test_a_killed_supervisor_takes_its_run_along_and_is_replaced"
+_HIDING = f"{_TESTS}test_lifetime.py::test_processes_that_hide_end_with_the_code"
+_COUNTED = f"{_TESTS}test_limits.py::test_"
+_ANSWERS = "unit/environments/rewards/test_math_verifier.py::test_"
+_LIMITED = "if value >= 0:"
+
+_EVERYWHERE = (
+    # Limits of each process
+    *(
+        Mutant(f"no limit {name}", _RUNNER, _LIMITED, f'if value >= 0 and name != "{name}":', _OF_PROCESSES)
+        for name in ("CPU", "AS", "FSIZE", "NOFILE", "NPROC", "CORE")
+    ),
+    # What is shown, and how
+    Mutant("no filter in namespaces", _NAMESPACES, "system_calls.install(denied)", "pass", f"{_ESCAPES}[namespaces]"),
+    Mutant("no filter in bubblewrap", _BUBBLEWRAP, ', "--seccomp", str(FILTER)]', "]", f"{_ESCAPES}[bubblewrap]"),
+    Mutant("files in memory", _CALLS, '"memfd_create": (319, 279),', "", f"{_ESCAPES}[namespaces]"),
+    Mutant("new namespaces", _CALLS, "_NEW_NAMESPACES = 0x7E020000", "_NEW_NAMESPACES = 0", f"{_ESCAPES}[namespaces]"),
+    Mutant("datagrams", _CALLS, "(_IF_EQUAL, 1, 0, _SOCK_STREAM)", "(_IF_EQUAL, 1, 1, 0)", f"{_ESCAPES}[namespaces]"),
+    Mutant("all of /etc", f"{_FOLDER}view.py", '("/etc/alternatives", "/etc/ld.so.cache")', '("/etc",)', _ESCAPES),
+    Mutant("input that can be changed", _LAUNCH, "fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)", "del seals", _ESCAPES),
+    Mutant("a shared network", _BUBBLEWRAP, '"--unshare-net", ', "", _OWN),
+    Mutant("shared IPC", _BUBBLEWRAP, '"--unshare-ipc", ', "", _OWN),
+    Mutant("the machine's network", _NAMESPACES, " | CLONE_NEWNET\n", "\n", _OWN),
+    Mutant(
+        "the machine's IPC",
+        _NAMESPACES,
+        "CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID",
+        "CLONE_NEWUTS | CLONE_NEWPID",
+        _OWN,
+    ),
+    Mutant(
+        "a writable root folder",
+        _NAMESPACES,
+        'self._change_mount("/new", MOUNT_ATTR_RDONLY, recursive=False)',
+        "pass",
+        _MOUNTS,
+    ),
+    Mutant("a writable root folder in bubblewrap", _BUBBLEWRAP, '"--remount-ro", "/", ', "", _MOUNTS),
+    Mutant(
+        "writable programs", _NAMESPACES, "MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV)", "0)", _MOUNTS
+    ),
+    Mutant("a working folder of any size", _NAMESPACES, "size={launch.file_bytes},", "", _MOUNTS),
+    Mutant("any size in bubblewrap", _BUBBLEWRAP, '"--size", str(launch.file_bytes), ', "", _MOUNTS),
+    Mutant("any number of files", _NAMESPACES, "nr_inodes={MOST_FILES},mode", "mode", _MOUNTS),
+    # What the supervisor holds a run to
+    Mutant(
+        "files are not counted",
+        _SUPERVISOR,
+        "if folder.f_files - folder.f_ffree > MOST_FILES:",
+        "if False:",
+        f"{_GREEDY}[bubblewrap]",
+    ),
+    Mutant(
+        "memory is not counted",
+        _SUPERVISOR,
+        "if usage.memory_bytes + in_files > self.launch.memory_bytes:",
+        "if False:",
+        f"{_COUNTED}the_supervisor_counts_memory_of_all_processes_together",
+    ),
+    Mutant(
+        "files are not memory",
+        _SUPERVISOR,
+        "usage.memory_bytes + in_files >",
+        "usage.memory_bytes >",
+        f"{_GREEDY}[namespaces]",
+    ),
+    Mutant(
+        "shared pages count for each",
+        f"{_FOLDER}process_tree.py",
+        "if memory > enough_bytes:",
+        "if False:",
+        f"{_COUNTED}memory_that_processes_share_is_counted_once",
+    ),
+    Mutant("memory without a process", _CALLS, "if not shared_memory:", "if False:", f"{_GREEDY}[namespaces]"),
+    Mutant(
+        "processes are not counted",
+        _SUPERVISOR,
+        "if usage.threads > MOST_PROCESSES + OWN_PROCESSES else",
+        "if False else",
+        f"{_COUNTED}without_a_limit_of_the_kernels_the_supervisor_counts_processes",
+    ),
+    Mutant(
+        "time of children is not counted",
+        _SUPERVISOR,
+        "if usage.cpu_seconds > self.launch.cpu_seconds:",
+        "if False:",
+        f"{_COUNTED}the_supervisor_counts_the_time_of_all_processes_together",
+    ),
+    Mutant(
+        "ten times the time",
+        _SUPERVISOR,
+        "time.monotonic() + self.launch.wall_seconds",
+        "time.monotonic() + 10 * self.launch.wall_seconds",
+        f"{_TOOL}test_time_memory_files_and_output_are_limited",
+    ),
+    Mutant(
+        "all output is kept",
+        _SUPERVISOR,
+        "piece[: max(0, self.launch.output_bytes - len(self._output))]",
+        "piece",
+        f"{_TOOL}test_a_flood_of_output_fills_no_memory",
+    ),
+    # What outlives a run
+    Mutant("no subreaper", _SUPERVISOR, "_PR_SET_CHILD_SUBREAPER, 1,", "_PR_SET_CHILD_SUBREAPER, 0,", _HIDING),
+    Mutant(
+        "a dead supervisor's run goes on",
+        _NAMESPACES,
+        "PR_SET_PDEATHSIG, signal.SIGKILL",
+        "PR_SET_PDEATHSIG, 0",
+        _KILLED,
+    ),
+    Mutant("it goes on in bubblewrap", _BUBBLEWRAP, '"--die-with-parent", ', "", _KILLED),
+    Mutant(
+        "a dead environment's run goes on",
+        _SUPERVISOR,
+        "raise ParentGone",
+        "waiting.unregister(self.channel)",
+        f"{_TESTS}test_lifetime.py::test_a_killed_environment_takes_all_along",
+    ),
+    # What is asked for
+    Mutant(
+        "open by default",
+        "environments/tasks/python_tool.py",
+        "require_isolation: bool = True",
+        "require_isolation: bool = False",
+        f"{_TOOL}test_where_isolation_is_impossible_the_tool_does_not_run_unless_told_to",
+    ),
+    Mutant(
+        "the environment is open by default",
+        "environments/tool_server.py",
+        "require_isolation: bool = Field(\n        True,",
+        "require_isolation: bool = Field(\n        False,",
+        f"{_TOOL}test_where_isolation_is_impossible_the_tool_does_not_run_unless_told_to",
+    ),
+    Mutant(
+        "a supervisor with secrets",
+        f"{_FOLDER}client.py",
+        "env=environment,",
+        "env=None,",
+        f"{_TOOL}test_the_environment_of_the_tool_is_not_the_codes",
+    ),
+    # Comparing answers
+    Mutant(
+        "answers may fill the memory",
+        _MATH,
+        "resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))",
+        "pass",
+        f"{_ANSWERS}a_child_may_hold_two_gibibytes_and_no_more",
+    ),
+    Mutant(
+        "answers may take the clock's time",
+        _MATH,
+        "signal.setitimer(signal.ITIMER_PROF, seconds)",
+        "pass",
+        f"{_ANSWERS}an_expression_that_makes_sympy_hang_is_given_up_and_its_child_replaced_while_the_loop_runs_on",
+    ),
+    Mutant(
+        "any last side counts",
+        _MATH,
+        "and sides_agree(parsed)",
+        "",
+        f"{_ANSWERS}other_values_and_lists_of_guesses_are_wrong",
+    ),
+    Mutant(
+        "any percentage counts",
+        _MATH,
+        "and percentage_is_meant(wanted, parsed)",
+        "",
+        f"{_ANSWERS}a_percentage_is_no_other_number",
+    ),
+    Mutant(
+        "the last number counts",
+        _MATH,
+        "if not _PROSE.fullmatch(text) or not",
+        "if not",
+        f"{_ANSWERS}what_denies_the_gold_is_not_the_gold",
+    ),
+)
+
+_AS_ROOT = (
+    Mutant(
+        "root's code stays root",
+        _RUNNER,
+        "if user >= 0:",
+        "if user > 1 << 40:",
+        f"{_TESTS}test_limits.py::test_the_code_is_nobody_without_rights_and_under_the_filter",
+    ),
+    Mutant(
+        "one user for all runs",
+        _LAUNCH,
+        "return first + os.getpid() % count",
+        "return first",
+        f"{_COUNTED}runs_do_not_take_each_others_processes",
+    ),
+)
+
+_WITH_GROUPS = (
+    Mutant(
+        "no group is entered", _SUPERVISOR, "            group.enter()", "            pass", f"{_GREEDY}[bubblewrap]"
+    ),
+    Mutant(
+        "any memory in a group",
+        _GROUPS,
+        'else "memory.limit_in_bytes"), memory_bytes)',
+        'else "memory.limit_in_bytes"), 1 << 40)',
+        f"{_COUNTED}a_group_ends_what_holds_too_much_memory",
+    ),
+    Mutant(
+        "any processes in a group",
+        _GROUPS,
+        '_write(self.folders["pids"] / "pids.max", processes)',
+        "pass",
+        f"{_COUNTED}a_group_holds_its_processes_together",
+    ),
+)
+
+SANDBOX: tuple[Mutant, ...] = (
+    *_EVERYWHERE,
+    *(_AS_ROOT if os.geteuid() == 0 else ()),
+    *(_WITH_GROUPS if cgroups.find() is not None else ()),
+)
