@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
-from example_trainer.serving.fence import InFlight
+from example_trainer.options.publish import InFlight
 from example_trainer.serving.guard import bearer, refuse_foreign_page
 from example_trainer.serving.problems import Problem, engine_problems
 from example_trainer.serving.state import ServerState
@@ -26,6 +26,7 @@ class BeginPublish(BaseModel):
     lease_seconds: float = Field(30.0, gt=0, le=600)
     drain_seconds: float = Field(0.5, ge=0, le=600)
     in_flight: InFlight = "drain"
+    publish_id: str | None = Field(None, min_length=16, max_length=64)
 
 
 class PublishId(BaseModel):
@@ -163,9 +164,8 @@ def _add_publish(router: APIRouter) -> None:
 
     @router.post("/publish/begin", dependencies=guarded)
     async def begin(wanted: BeginPublish, state: State) -> dict[str, Any]:
-        return await state.fence.begin(
-            lease_seconds=wanted.lease_seconds, drain_seconds=wanted.drain_seconds, in_flight=wanted.in_flight
-        )
+        state.check_awake()
+        return await state.fence.begin(**wanted.model_dump())
 
     @router.post("/publish/renew", dependencies=guarded)
     async def renew(publish: PublishId, state: State) -> dict[str, Any]:

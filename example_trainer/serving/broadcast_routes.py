@@ -2,7 +2,8 @@
 
 A publish to several servers: each receives aside (`receive`), each is paused (`/bridge/publish/begin`), each loads
 (`load`), and each goes on under the new version (`/bridge/publish/end`) or, where one could not load, goes back to the
-old one (`/bridge/publish/abort`). A server that has loaded and hears no more of its trainer cannot know whether the
+old one (`/bridge/publish/abort`). Joining and receiving have names, so that either can be asked for again where its
+answer was lost. A server that has loaded and hears no more of its trainer cannot know whether the
 others have gone on, so it serves nothing until a whole publish reaches it.
 """
 
@@ -32,6 +33,7 @@ class Join(BaseModel):
     rank: int = Field(ge=1)
     world_size: int = Field(ge=2)
     backend: Literal["gloo", "nccl"] = "gloo"
+    group_id: str = Field(min_length=1, max_length=64)
 
 
 class Load(PublishId):
@@ -42,6 +44,7 @@ class Receive(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     tensors: dict[str, tuple[list[int], str]]
+    transfer_id: str = Field(min_length=1, max_length=64)
 
 
 def make_broadcast_router() -> APIRouter:
@@ -51,11 +54,11 @@ def make_broadcast_router() -> APIRouter:
     @router.post("/join", dependencies=guarded)
     async def join(wanted: Join, state: State) -> dict[str, Any]:
         place = (wanted.address, wanted.port, wanted.rank, wanted.world_size, wanted.backend)
-        return await _exchange(state, "atropos_join_broadcast", *place)
+        return await _exchange(state, "atropos_join_broadcast", wanted.group_id, *place)
 
     @router.post("/receive", dependencies=guarded)
     async def receive(wanted: Receive, state: State) -> dict[str, Any]:
-        return await _exchange(state, "atropos_receive_broadcast", wanted.tensors)
+        return await _exchange(state, "atropos_receive_broadcast", wanted.transfer_id, wanted.tensors)
 
     @router.post("/load", dependencies=guarded)
     async def load(wanted: Load, state: State) -> dict[str, Any]:

@@ -23,15 +23,21 @@ class BroadcastWorker:
     device: torch.device
     _atropos_reception: Reception | None = None
 
-    def atropos_join_broadcast(self, address: str, port: int, rank: int, world_size: int, backend: Any) -> str:
-        """Begin to join the trainer and the other servers; what an earlier group left aside is forgotten."""
-        self.atropos_leave_broadcast()
-        self._atropos_reception = Reception(Rendezvous(address, port, rank, world_size, backend), self.device)
+    def atropos_join_broadcast(
+        self, group_id: str, address: str, port: int, rank: int, world_size: int, backend: Any
+    ) -> str:
+        """Begin to join the trainer and the other servers, once; what an earlier group left aside is forgotten."""
+        if self._atropos_reception is None or self._atropos_reception.group_id != group_id:
+            self.atropos_leave_broadcast()
+            place = Rendezvous(address, port, rank, world_size, backend)
+            self._atropos_reception = Reception(group_id, place, self.device)
         return json.dumps({})
 
-    def atropos_receive_broadcast(self, described: dict[str, tuple[list[int], str]]) -> str:
-        """Begin to receive one set of weights aside."""
-        self._joined().receive(described, self.model_runner.model)
+    def atropos_receive_broadcast(self, transfer_id: str, described: dict[str, tuple[list[int], str]]) -> str:
+        """Begin to receive one set of weights aside, once."""
+        reception = self._joined()
+        if reception.transfer_id != transfer_id:
+            reception.receive(transfer_id, described, self.model_runner.model)
         return json.dumps({})
 
     def atropos_broadcast_progress(self) -> str:

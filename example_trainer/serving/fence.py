@@ -2,8 +2,10 @@
 
 A publish closes the door, gives running requests a moment to end, pauses the rest and drops what they have computed;
 then the trainer writes, and the end of the publish stamps the new version, resumes and opens the door. The pause is a
-lease. Should the trainer fall silent, the header of the shared tensors tells whether the weights are whole, and the
-server goes on, or torn, and it refuses to serve until a trainer has published them completely.
+lease. Should the trainer fall silent, the header of the shared tensors tells what the weights are: whole, and the
+server goes on under the version that the header names, or torn, and it refuses to serve until a trainer has published
+them completely. A publish is over only once the engine has gone on; until then its lease runs, and the server tries
+again each time that it runs out.
 """
 
 from __future__ import annotations
@@ -12,17 +14,18 @@ import asyncio
 import logging
 import time
 import uuid
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import partial
+from typing import Protocol
 
+from example_trainer.options.publish import InFlight
 from example_trainer.serving import problems
 from example_trainer.serving.door import Door
 from example_trainer.serving.problems import Problem
-from example_trainer.weights.versions import PolicyVersion, SegmentHeader
+from example_trainer.serving.publish import Answer, Change, Lease, PastPublishes, Publish, lapsed
+from example_trainer.weights.versions import NO_VERSION, PolicyVersion, SegmentHeader
 
 logger = logging.getLogger(__name__)
 
-InFlight = Literal["drain", "recompute", "finish", "keep_kv"]
 Counters = dict[str, int]
 
 
@@ -42,40 +45,6 @@ class Engine(Protocol):
         """Keep the cached prefixes of requests admitted from now on apart from all earlier ones."""
 
 
-class Change(Protocol):
-    """New weights that the server itself has put in place of the old ones, which it can still put back."""
-
-    async def keep(self) -> None:
-        """The new weights are served: let go of the old ones."""
-
-    async def take_back(self) -> bool:
-        """Put the old weights back; whether they are whole again."""
-
-
-@dataclass(slots=True)
-class Publish:
-    """One publish under way."""
-
-    publish_id: str
-    in_flight: InFlight
-    lease_seconds: float
-    door_closed_at: float
-    recomputed_tokens: int = 0
-    lapse: asyncio.TimerHandle | None = None
-    change: Change | None = None
-    was_torn: bool = False
-    """Whether the weights that `change` can put back are torn as well."""
-    given_up: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The last publish that ended, remembered so that a repeated `end` gets the same answer."""
-
-    publish_id: str
-    answer: dict[str, float]
-
-
 class Fence:
     """Which version is served and whether anything may be. `header` is None where no weights are shared."""
 
@@ -88,7 +57,7 @@ class Fence:
         self._awaits_adapter = awaits_adapter
         self._allow_writes(False)
         self._publish: Publish | None = None
-        self._finished: Finished | None = None
+        self._past = PastPublishes()
         self._held = False
         self._overwriting = False
         self._busy = asyncio.Lock()
@@ -116,36 +85,31 @@ class Fence:
         self._awaits_adapter = False
         self._refresh_door()
 
-    async def begin(self, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight) -> dict[str, object]:
-        """Close the door, drain, pause. When this returns nothing is being computed."""
-        if self._publish is not None:
-            raise Problem(
-                409, "publish-in-progress", f"publish {self._publish.publish_id} has not ended or lapsed yet", 1
-            )
-        publish = Publish(uuid.uuid4().hex, in_flight, lease_seconds, time.monotonic())
+    async def begin(
+        self, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight, publish_id: str | None = None
+    ) -> dict[str, object]:
+        """Close the door, drain, pause. When this returns nothing is being computed.
+
+        A trainer that names its publish itself can ask again where the answer was lost, and renew the lease while the
+        server still drains. A publish whose lease has run out makes way for another.
+        """
+        current = self._publish
+        if current is not None and current.publish_id == publish_id:
+            return await asyncio.shield(self._current(publish_id).begun)
+        if publish_id is not None and publish_id in self._past:
+            raise lapsed(publish_id)
+        if current is not None and not current.given_up:
+            raise current.in_the_way()
+        if current is not None:
+            self._close(current, None)
+        named = publish_id or uuid.uuid4().hex
+        publish = Publish(named, in_flight, Lease(lease_seconds, partial(self._on_lapse, named)), time.monotonic())
         self._publish = publish
         self._refresh_door()
-        try:
-            limits = {"drain": drain_seconds, "finish": None}
-            drained = await self._door.wait_until_empty(limits.get(in_flight, 0.0))
-            pause_began = time.monotonic()
-            async with self._busy:
-                counters = await self._engine.pause(discard=in_flight != "keep_kv")
-        except BaseException:
-            self._publish = None
-            await self._go_on()
-            raise
-        self._allow_writes(True)
-        publish.recomputed_tokens = counters["discarded_tokens"]
-        self._start_lease(publish)
-        return {
-            "publish_id": publish.publish_id,
-            "drained": drained,
-            "paused_requests": counters["paused_requests"],
-            "pause_seconds": time.monotonic() - pause_began,
-            "generated_tokens_total": counters["generated_tokens_total"],
-            "recomputed_tokens_total": counters["recomputed_tokens_total"],
-        }
+        if publish_id is not None:
+            publish.lease.begin()
+        publish.begun = asyncio.ensure_future(self._stand_still(publish, drain_seconds))
+        return await asyncio.shield(publish.begun)
 
     def overwrite(self, publish_id: str, version: PolicyVersion, change: Change | None = None) -> None:
         """The server itself is about to change the weights: until the publish ends they are torn.
@@ -153,53 +117,45 @@ class Fence:
         An abort takes `change` back. A lapse does not: where several servers change together, the others may have
         gone on under the new version by then.
         """
-        publish = self._current(publish_id)
+        publish = self._standing(publish_id)
         self._check_new(version)
         publish.change, publish.was_torn = change, self._overwriting
         self._overwriting = True
 
     def renew(self, publish_id: str) -> dict[str, object]:
         publish = self._current(publish_id)
-        self._start_lease(publish)
-        return {"publish_id": publish_id, "lease_seconds": publish.lease_seconds}
+        publish.lease.begin()
+        return {"publish_id": publish_id, "lease_seconds": publish.lease.seconds}
 
-    async def end(self, publish_id: str, version: PolicyVersion) -> dict[str, float]:
+    async def end(self, publish_id: str, version: PolicyVersion) -> Answer:
         """The weights are whole: stamp `version`, resume, open the door. Repeating it gives the same answer."""
-        if self._finished is not None and self._finished.publish_id == publish_id:
-            return self._finished.answer
-        publish = self._current(publish_id)
-        self._check_complete(version)
-        self._stop_lease(publish)
-        self._allow_writes(False)
         async with self._busy:
-            if publish.in_flight == "keep_kv":
-                self.publishes_keeping_kv += 1
-                self._engine.salt_prefixes(f"policy-{version}")
-            if self._held:
-                await self._engine.stamp(str(version))
-            else:
-                await self._engine.resume(str(version))
-            self.policy_version, self.torn, self._publish = version, False, None
-            self._overwriting = False
-            self._refresh_door()
-        answer = {
-            "version": version,
-            "recomputed_tokens": publish.recomputed_tokens,
-            "fence_seconds": time.monotonic() - publish.door_closed_at,
-        }
-        self._finished = Finished(publish_id, answer)
+            told = self._past.answer(publish_id)
+            if told is not None and told["version"] == version:
+                return told
+            publish = self._standing(publish_id)
+            self._check_complete(version)
+            self._allow_writes(False)
+            answer = await self._go_on(publish, version)
         if publish.change is not None:
             await publish.change.keep()
         return answer
 
     async def abort(self, publish_id: str) -> dict[str, object]:
-        """Go on under the old version, if nothing was written or it can be taken back; else the weights are torn."""
-        publish = self._current(publish_id)
-        self._stop_lease(publish)
-        publish.given_up = True
-        if publish.change is not None and not publish.was_torn and await publish.change.take_back():
-            self._overwriting = False
-        await self._give_up(publish)
+        """Go on with what the weights are; where they are half changed and cannot be taken back they are torn.
+
+        Of a publish that is over already it tells what is served now.
+        """
+        if publish_id not in self._past:
+            publish = self._current(publish_id)
+            publish.given_up = True
+            publish.lease.stop()  # putting weights back may take longer
+            try:
+                if publish.change is not None and not publish.was_torn and await publish.change.take_back():
+                    self._overwriting = False
+            finally:
+                publish.lease.begin()
+            await self._settle(publish)
         return {"publish_id": publish_id, "torn": self.torn, "policy_version": self.policy_version}
 
     async def hold(self) -> None:
@@ -210,20 +166,56 @@ class Fence:
             await self._engine.pause(discard=False)
 
     async def release(self) -> None:
-        self._held = False
-        await self._go_on()
+        """End `hold`. A publish under way is not touched, and torn weights stay refused."""
+        async with self._busy:
+            stands = self._publish is not None and self._publish.standing
+            if not stands and not self.torn:
+                await self._engine.resume(None)
+            self._held = False
+            self._refresh_door()
 
     def stop(self) -> None:
         """Refuse everything from here on: the server is stopping."""
         if self._publish is not None:
-            self._stop_lease(self._publish)
+            self._publish.lease.stop()
         self._door.refuse(problems.stopping())
+
+    async def _stand_still(self, publish: Publish, drain_seconds: float) -> dict[str, object]:
+        """What `begin` waits for."""
+        limits = {"drain": drain_seconds, "finish": None}
+        drained = await self._door.wait_until_empty(limits.get(publish.in_flight, 0.0))
+        pause_began = time.monotonic()
+        async with self._busy:
+            self._current(publish.publish_id)
+            try:
+                counters = await self._engine.pause(discard=publish.in_flight != "keep_kv")
+            except BaseException:
+                publish.given_up = True
+                self._settle_soon(publish)
+                raise
+            self._current(publish.publish_id)  # the lease may have run out while the engine paused
+            publish.standing, publish.recomputed_tokens = True, counters["discarded_tokens"]
+            publish.lease.begin()
+            self._allow_writes(True)
+        return {
+            "publish_id": publish.publish_id,
+            "drained": drained,
+            "paused_requests": counters["paused_requests"],
+            "pause_seconds": time.monotonic() - pause_began,
+            "generated_tokens_total": counters["generated_tokens_total"],
+            "recomputed_tokens_total": counters["recomputed_tokens_total"],
+        }
 
     def _current(self, publish_id: str) -> Publish:
         if self._publish is None or self._publish.publish_id != publish_id or self._publish.given_up:
-            detail = f"publish {publish_id} is not under way: its lease lapsed, or it has ended; begin a new one"
-            raise Problem(409, "publish-lapsed", detail)
+            raise lapsed(publish_id)
         return self._publish
+
+    def _standing(self, publish_id: str) -> Publish:
+        publish = self._current(publish_id)
+        if not publish.standing:
+            raise Problem(409, "publish-not-begun", f"publish {publish_id} still waits for running requests to end", 1)
+        return publish
 
     def _check_new(self, version: PolicyVersion) -> None:
         served = self.policy_version
@@ -247,40 +239,63 @@ class Fence:
         if self._header is not None:
             self._header.allow_writes(allowed)
 
-    def _start_lease(self, publish: Publish) -> None:
-        self._stop_lease(publish)
-        loop = asyncio.get_running_loop()
-        publish.lapse = loop.call_later(publish.lease_seconds, self._on_lapse, publish)
+    def _on_lapse(self, publish_id: str) -> None:
+        publish = self._publish
+        if publish is not None and publish.publish_id == publish_id:
+            seconds = publish.lease.seconds
+            logger.warning("publish %s lapsed after %g s without a sign of its trainer", publish_id, seconds)
+            publish.given_up = True
+            self._settle_soon(publish)
 
-    def _stop_lease(self, publish: Publish) -> None:
-        if publish.lapse is not None:
-            publish.lapse.cancel()
-            publish.lapse = None
+    def _settle_soon(self, publish: Publish) -> None:
+        self._task = asyncio.ensure_future(self._settle_or_try_again(publish))
 
-    def _on_lapse(self, publish: Publish) -> None:
-        if self._publish is publish:
-            logger.warning(
-                "publish %s lapsed after %g s without a sign of its trainer", publish.publish_id, publish.lease_seconds
-            )
-            self._task = asyncio.ensure_future(self._give_up(publish))
+    async def _settle_or_try_again(self, publish: Publish) -> None:
+        try:
+            await self._settle(publish)
+        except Exception:
+            logger.exception("the engine has not gone on after publish %s; it is asked again", publish.publish_id)
+            publish.lease.begin()
 
-    async def _give_up(self, publish: Publish) -> None:
-        if self._publish is not publish:
-            return
-        self._publish = None
-        await self._go_on()
-
-    async def _go_on(self) -> None:
-        """Resume if the weights are whole and nobody holds the server; in any case set the door to what holds now."""
-        self._allow_writes(False)
-        self.torn = self._overwriting or (self._header is not None and self._header.state().torn)
-        if self.torn:
-            logger.error("the weights are torn: nothing is served until a trainer publishes them completely")
-        self._refresh_door()
-        if not self.paused:
-            async with self._busy:
-                if not self.paused:
+    async def _settle(self, publish: Publish) -> None:
+        """Bring a publish that its trainer does not end to an end: go on with whole weights, refuse torn ones."""
+        async with self._busy:
+            if self._publish is not publish:
+                return
+            self._allow_writes(False)  # and look at the header then: see `SegmentHeader.begin_write`
+            header = self._header.state() if self._header is not None else None
+            self.torn = self._overwriting or (header is not None and header.torn)
+            if self.torn:
+                logger.error("the weights are torn: nothing is served until a trainer publishes them completely")
+                self._close(publish, None)
+            elif header is not None and header.version not in {NO_VERSION, self.policy_version}:
+                logger.warning("the weights are whole as version %d, which is served from now on", header.version)
+                await self._go_on(publish, header.version)
+            else:
+                if not self._held:
                     await self._engine.resume(None)
+                self._close(publish, None)
+
+    async def _go_on(self, publish: Publish, version: PolicyVersion) -> Answer:
+        """Have the engine go on under a new version; the publish is over once it has."""
+        if publish.in_flight == "keep_kv":
+            self.publishes_keeping_kv += 1
+            self._engine.salt_prefixes(f"policy-{version}")
+        if self._held:
+            await self._engine.stamp(str(version))
+        else:
+            await self._engine.resume(str(version))
+        self.policy_version, self.torn, self._overwriting = version, False, False
+        answer = publish.answer(version)
+        self._close(publish, answer)
+        return answer
+
+    def _close(self, publish: Publish, outcome: Answer | None) -> None:
+        publish.lease.stop()
+        self._past.remember(publish.publish_id, outcome)
+        if self._publish is publish:
+            self._publish = None
+        self._refresh_door()
 
     def _refresh_door(self) -> None:
         if self.torn:

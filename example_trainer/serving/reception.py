@@ -18,7 +18,10 @@ from example_trainer.weights.broadcast_group import BroadcastGroup, Rendezvous
 class Reception:
     """One membership; whatever fails ends it, which the other members notice at once."""
 
-    def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
+    def __init__(self, group_id: str, rendezvous: Rendezvous, device: torch.device) -> None:
+        self.group_id = group_id
+        self.transfer_id: str | None = None
+        """Of the weights that lie aside or are on their way here."""
         self.aside: dict[str, torch.Tensor] = {}
         self.before: dict[torch.Tensor, torch.Tensor] = {}
         """The model's own tensors, each with a copy in host memory, until it is settled which of the two are served."""
@@ -27,11 +30,12 @@ class Reception:
         self._error: Exception | None = None
         self._start(lambda: self._join(rendezvous, device))
 
-    def receive(self, described: dict[str, tuple[list[int], str]], model: torch.nn.Module) -> None:
+    def receive(self, transfer_id: str, described: dict[str, tuple[list[int], str]], model: torch.nn.Module) -> None:
         """Begin to receive one set of weights, and to copy those that the model has now."""
         if self._group is None:
             raise RuntimeError("no broadcast group has been joined")
         self.forget()
+        self.transfer_id = transfer_id
         self._start(lambda: self._receive(described, model))
 
     def progress(self) -> dict[str, Any]:

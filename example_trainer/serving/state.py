@@ -121,6 +121,7 @@ class ServerState:
         """
         if self.manifest is not None or self.config.enable_lora:
             raise Problem(409, "cannot-reload", "a server that shares weights or serves adapters reads none")
+        self.check_awake()
         try:
             await asyncio.to_thread(check_replacement, path, self.checkpoint_shapes)
         except CheckpointUnreadable as error:
@@ -139,14 +140,27 @@ class ServerState:
             raise Problem(422, "bad-checkpoint", f"vLLM cannot read {path} into the model: {error}") from error
         return await self.fence.end(publish_id, version)
 
+    def check_awake(self) -> None:
+        """Refuse a change of weights that are not in memory."""
+        if self.sleeping:
+            raise Problem(409, "asleep", "the server sleeps, its weights are not in memory; POST /bridge/wake_up first")
+
     async def sleep(self, level: int) -> None:
+        if self.fence.publishing:  # its weights would be taken out of memory, and waking would resume the engine
+            raise Problem(
+                409, "publish-in-progress", "a publish is under way; the server can sleep once it has ended", 1
+            )
         if not self.config.enable_sleep_mode:
             raise Problem(
                 409, "no-sleep-mode", "the server was started without --enable-sleep-mode, so it cannot sleep"
             )
-        await self.fence.hold()
-        await self.engine.async_llm.sleep(level, mode="abort")
-        self.sleeping = True
+        self.sleeping = True  # from here on no publish begins
+        try:
+            await self.fence.hold()
+            await self.engine.async_llm.sleep(level, mode="abort")
+        except BaseException:
+            self.sleeping = False
+            raise
 
     async def wake_up(self) -> None:
         if self.sleeping:

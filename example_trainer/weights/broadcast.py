@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from example_trainer.weights.bridge import PublishReport, WeightBridge
 from example_trainer.weights.broadcast_group import Backend, BroadcastGroup, Rendezvous, describe
 from example_trainer.weights.budget import SyncBudget
 from example_trainer.weights.errors import ProofFailed, ServerRefused, ServerUnavailable
+from example_trainer.weights.open_publish import begin_after_others
 from example_trainer.weights.proof import Difference, prove
 from example_trainer.weights.server_client import Fence, ServerClient, ServerInfo
 from example_trainer.weights.sync_check import SyncCheck
@@ -41,6 +43,8 @@ T = TypeVar("T")
 _FAILURES = (ServerRefused, ServerUnavailable, RuntimeError, ProofFailed)
 _PASSING = frozenset({404, 409, 410, 500, 503})
 """500: what a server may say whose engine is just dying."""
+_FAILING = frozenset({500, 503})
+"""Of these a server may recover within the same publish."""
 _ATTEMPTS = 3
 _END_PAUSE_SECONDS = 0.5
 
@@ -214,8 +218,9 @@ class BroadcastBridge(WeightBridge):
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         port = int(os.environ.get("MASTER_PORT") or free_port())
         ours = Rendezvous(address, port, 0, len(members) + 1, self._options.backend)
+        group_id = uuid.uuid4().hex
         waiting = [
-            self._pool.submit(member.client.join_broadcast, replace(ours, rank=rank))
+            self._pool.submit(member.client.join_broadcast, group_id, replace(ours, rank=rank))
             for rank, member in enumerate(members, 1)
         ]
         try:
@@ -230,8 +235,8 @@ class BroadcastBridge(WeightBridge):
     def _send(self, members: list[_Member], group: BroadcastGroup, policy: Policy) -> None:
         """Every server has the weights aside, and they are what was sent; else raises."""
         tensors = policy.checkpoint_tensors(policy.dtype)
-        told = describe(tensors)
-        waiting = [self._pool.submit(member.client.receive_broadcast, told) for member in members]
+        told, transfer_id = describe(tensors), uuid.uuid4().hex
+        waiting = [self._pool.submit(member.client.receive_broadcast, transfer_id, told) for member in members]
         try:
             digest = group.send(tensors)
         except BaseException:
@@ -245,24 +250,29 @@ class BroadcastBridge(WeightBridge):
     def _move(self, members: list[_Member], version: int, cost: _Cost) -> None:
         """Pause all, load everywhere, go on everywhere; until all have loaded, a failure takes everything back."""
         options = self._options
+        ids = {member: uuid.uuid4().hex for member in members}
         fences: dict[_Member, Fence] = {}
 
         def begin(member: _Member) -> None:
-            fences[member] = member.client.begin_publish(
-                lease_seconds=options.lease_seconds, drain_seconds=options.drain_seconds, in_flight=options.in_flight
+            fences[member] = begin_after_others(
+                member.client,
+                ids[member],
+                lease_seconds=options.lease_seconds,
+                drain_seconds=options.drain_seconds,
+                in_flight=options.in_flight,
             )
 
         with ExitStack() as leases:
+            for member, publish_id in ids.items():
+                leases.enter_context(member.client.lease(publish_id, options.lease_seconds))
             try:
                 self._each(members, begin)
-                for member, fence in fences.items():
-                    leases.enter_context(member.client.lease(fence.publish_id, options.lease_seconds))
-                self._each(members, lambda each: each.client.load_broadcast(fences[each].publish_id, version))
+                self._each(members, lambda each: each.client.load_broadcast(ids[each], version))
             except BaseException:
-                self._each(list(fences), lambda each: _take_back(each.client, fences[each]))
+                self._each(members, lambda each: _take_back(each.client, ids[each]))
                 raise
             end = partial(_end, version=version, lease_seconds=options.lease_seconds)
-            ended = self._each(members, lambda each: end(each.client, fences[each]))
+            ended = self._each(members, lambda each: end(each.client, ids[each]))
         for member, answer in zip(members, ended, strict=True):
             _add(cost, member, fences[member], answer)
 
@@ -322,11 +332,13 @@ def _serves_nothing(member: _Member) -> bool:
     return info.policy_version is None or info.torn
 
 
-def _take_back(client: ServerClient, fence: Fence) -> None:
+def _take_back(client: ServerClient, publish_id: str) -> None:
+    """Have a server go back to the weights before; of one that has not begun there is nothing to take back."""
     try:
-        client.abort_publish(fence.publish_id)
+        client.abort_publish(publish_id)
     except (ServerRefused, ServerUnavailable) as error:
-        logger.warning("%s", error)
+        unknown = isinstance(error, ServerRefused) and error.kind == "publish-lapsed"
+        logger.log(logging.DEBUG if unknown else logging.WARNING, "%s", error)
 
 
 def _forget(client: ServerClient) -> None:
@@ -336,14 +348,15 @@ def _forget(client: ServerClient) -> None:
         logger.debug("%s", error)
 
 
-def _end(client: ServerClient, fence: Fence, version: int, *, lease_seconds: float) -> dict[str, Any]:
+def _end(client: ServerClient, publish_id: str, version: int, *, lease_seconds: float) -> dict[str, Any]:
     """Tell a server to go on. All have loaded, so this one has to: it is told again for as long as it waits."""
     deadline = time.monotonic() + lease_seconds
     while True:
         try:
-            return client.end_publish(fence.publish_id, version)
-        except ServerUnavailable as error:
-            if time.monotonic() > deadline:
+            return client.end_publish(publish_id, version)
+        except (ServerRefused, ServerUnavailable) as error:
+            lasting = isinstance(error, ServerRefused) and error.status not in _FAILING
+            if lasting or time.monotonic() > deadline:
                 raise
             logger.warning("%s; telling it again", error)
             time.sleep(_END_PAUSE_SECONDS)

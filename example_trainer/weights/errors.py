@@ -28,9 +28,12 @@ class WaitTimedOut(TrainerError):
 class ServerRefused(TrainerError):
     """The vLLM server answered a bridge request with an error."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, *, kind: str = "", retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.kind = kind
+        """The problem's name, such as `publish-in-progress`; empty where the server is not ours."""
+        self.retry_after_seconds = retry_after_seconds
 
 
 class ServerExited(TrainerError):

@@ -15,15 +15,13 @@ import json
 import logging
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from example_trainer.errors import PublishFailed
 from example_trainer.weights.adapter_payload import AdapterPayload
-from example_trainer.weights.errors import ServerRefused
+from example_trainer.weights.errors import ServerRefused, ServerUnavailable
 from example_trainer.weights.server_client import ServerClient
-
-if TYPE_CHECKING:
-    from example_trainer.weights.lora_hotswap import SwapServer
+from example_trainer.weights.swappable import SwapServer, adapter_name
 
 logger = logging.getLogger(__name__)
 
@@ -43,24 +41,24 @@ class ForeignServer:
         self.close = client.close
 
     def identify(self) -> SwapServer:
-        from example_trainer.weights.lora_hotswap import SwapServer
-
-        listed = self._client.call("GET", "/v1/models").get("data") or [{}]
+        listed = self._listed()
         loaded = {entry.get("id") for entry in listed}
-        version = max((each for each in self._versions if f"policy-v{each}" in loaded), default=None)
+        version = max((each for each in self._versions if adapter_name(each) in loaded), default=None)
         return SwapServer("", version, int(listed[0].get("max_model_len") or 0))
 
     def send(self, version: int, payload: AdapterPayload) -> str:
-        name = f"policy-v{version}"
-        path = write_adapter(payload, self._directory / name)
-        body = {"lora_name": name, "lora_path": str(path.absolute())}
+        name = adapter_name(version)
+        path = str(write_adapter(payload, self._directory / name).absolute())
         try:
-            self._client.call("POST", "/v1/load_lora_adapter", body)
-        except ServerRefused as error:
-            if error.status not in _UNKNOWN_ROUTE:
+            self._client.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        except (ServerRefused, ServerUnavailable) as error:
+            if isinstance(error, ServerRefused) and error.status in _UNKNOWN_ROUTE:
+                self._client.call("POST", "/lora/load", {"adapter_path": path, "adapter_name": name})
+                self._by_name = False
+            elif name not in {entry.get("id") for entry in self._listed()}:
                 raise
-            self._client.call("POST", "/lora/load", {"adapter_path": str(path.absolute()), "adapter_name": name})
-            self._by_name = False
+            else:  # names are never used twice, so this is ours: an answer was lost
+                logger.debug("%s; but %s is loaded", error, name)
         self._versions.append(version)
         logger.info("loaded %s; clients of this server ask for it by that name", name)
         while len(self._versions) > self._keep:
@@ -69,7 +67,7 @@ class ForeignServer:
 
     def policy_name(self, version: int) -> str | None:
         """Under which clients have to ask for it, where the model's name does not mean the newest adapter."""
-        return f"policy-v{version}" if self._by_name else None
+        return adapter_name(version) if self._by_name else None
 
     def check(self, version: int, payload: AdapterPayload) -> None:
         """Such a server tells nothing of its tensors; the logprobs have to do."""
@@ -84,7 +82,7 @@ class ForeignServer:
         version = self._versions[-1]
         fields = {name: request[name] for name in ("n", "max_tokens", "temperature", "ignore_eos")}
         prompt = request["prompt"]["prompt_token_ids"]
-        asked = fields | {"model": f"policy-v{version}", "prompt": prompt, "logprobs": 0, "return_token_ids": True}
+        asked = fields | {"model": adapter_name(version), "prompt": prompt, "logprobs": 0, "return_token_ids": True}
         choices = self._client.call("POST", "/v1/completions", asked)["choices"]
         return {
             "token_ids": [choice["token_ids"] for choice in choices],
@@ -93,12 +91,15 @@ class ForeignServer:
             "boot_id": "",
         }
 
+    def _listed(self) -> list[dict[str, Any]]:
+        return list(self._client.call("GET", "/v1/models").get("data") or [{}])
+
     def _forget(self, version: int) -> None:
         try:
-            self._client.call("POST", "/v1/unload_lora_adapter", {"lora_name": f"policy-v{version}"})
-        except ServerRefused as error:
-            logger.warning("policy-v%d stays loaded: %s", version, error)
-        shutil.rmtree(self._directory / f"policy-v{version}", ignore_errors=True)
+            self._client.call("POST", "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
+        except (ServerRefused, ServerUnavailable) as error:
+            logger.warning("%s stays loaded: %s", adapter_name(version), error)
+        shutil.rmtree(self._directory / adapter_name(version), ignore_errors=True)
 
 
 def write_adapter(payload: AdapterPayload, directory: Path) -> Path:

@@ -15,7 +15,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from example_trainer.errors import PublishFailed
 from example_trainer.model import Policy, PolicyOptions, load_policy
@@ -27,6 +26,7 @@ from example_trainer.weights.errors import CannotSwap, ProofFailed, ServerRefuse
 from example_trainer.weights.foreign import ForeignServer
 from example_trainer.weights.proof import Difference, prove
 from example_trainer.weights.server_client import ServerClient
+from example_trainer.weights.swappable import OwnServer, Swappable, SwapServer
 from example_trainer.weights.sync_check import SyncCheck
 from example_trainer.weights.token_file import read_token
 from example_trainer.weights.waiting import NotYet, check_host, wait_for
@@ -34,7 +34,7 @@ from example_trainer.weights.waiting import NotYet, check_host, wait_for
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
-_PASSING = frozenset({404, 409, 410, 503})
+_PASSING = frozenset({404, 409, 410, 500, 503})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,83 +53,6 @@ class HotswapOptions:
     sync_check_every: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SwapServer:
-    """Who answers: this start of this server, and the version it serves."""
-
-    boot_id: str
-    policy_version: int | None
-    max_model_len: int
-
-
-class Swappable(Protocol):
-    """A server that takes adapters, of ours or not."""
-
-    def identify(self) -> SwapServer: ...
-
-    def send(self, version: int, payload: AdapterPayload) -> str:
-        """Make the adapter the policy, and tell which start of the server took it.
-
-        Raises `ServerRefused` where the old one goes on serving.
-        """
-        ...
-
-    def policy_name(self, version: int) -> str | None:
-        """The model to ask for to get this version; None where the model's own name means the newest."""
-        ...
-
-    def check(self, version: int, payload: AdapterPayload) -> None:
-        """Raise `ProofFailed` unless the server computes with just these tensors."""
-        ...
-
-    def restore(self, bad_version: int, good_version: int) -> bool:
-        """Serve an older version again in place of a bad one; whether it could."""
-        ...
-
-    def generate(self, request: dict[str, Any]) -> dict[str, Any]: ...
-
-    def close(self) -> None: ...
-
-
-class OwnServer:
-    """Our server: adapters go into its memory."""
-
-    def __init__(self, client: ServerClient) -> None:
-        self._client = client
-        self.generate = client.generate
-        self.close = client.close
-
-    def identify(self) -> SwapServer:
-        info = self._client.info()
-        return SwapServer(info.boot_id, info.policy_version, info.max_model_len)
-
-    def send(self, version: int, payload: AdapterPayload) -> str:
-        told = self._client.upload_adapter(adapter_name(version), version, payload.body)
-        if told["digest"] != payload.digest():
-            raise ProofFailed(f"version {version} arrived with checksum {told['digest']}, not {payload.digest()}")
-        return str(told["boot_id"])
-
-    def policy_name(self, version: int) -> str | None:  # noqa: ARG002 - all of them by the model's own name
-        return None
-
-    def check(self, version: int, payload: AdapterPayload) -> None:
-        told = self._client.check_adapter(adapter_name(version))
-        if told["digest"] != payload.digest() or told["misplaced"]:
-            raise ProofFailed(
-                f"the server computes with other tensors than were sent as version {version}: "
-                f"{', '.join(told['misplaced'][:3]) or 'the checksum differs'}"
-            )
-
-    def restore(self, bad_version: int, good_version: int) -> bool:
-        try:
-            self._client.activate_adapter(adapter_name(good_version))
-            self._client.unload_adapter(adapter_name(bad_version))
-        except (ServerRefused, ServerUnavailable) as error:
-            logger.warning("version %d could not be restored: %s", good_version, error)
-            return False
-        return True
-
-
 class LoraHotswapBridge(WeightBridge):
     """Implements `WeightBridge` by sending adapters to a running vLLM server."""
 
@@ -141,6 +64,8 @@ class LoraHotswapBridge(WeightBridge):
         self._boot_id: str | None = None
         self._check = SyncCheck(every=options.sync_check_every)
         self._good_version: int | None = None
+        """The last one that was proven, or followed one that was."""
+        self._has_published = False
         self._limit: Difference | None = None
         self._publishing = threading.Lock()
 
@@ -162,13 +87,15 @@ class LoraHotswapBridge(WeightBridge):
 
     def highest_version(self) -> int:
         """Of a server that lives longer than one run."""
-        return 0 if self._server is None else self._server.identify().policy_version or 0
+        if self._server is None:
+            return 0
+        return self._until_it_answers(self._server).policy_version or 0
 
     def should_publish(self, steps_since_publish: int) -> bool:
         return steps_since_publish > 0
 
     def needs_publish(self) -> bool:
-        if self._server is None or self._good_version is None or self._publishing.locked():
+        if self._server is None or not self._has_published or self._publishing.locked():
             return False
         if self._manager is not None and not self._manager.running:
             logger.warning("vLLM has ended by itself; its last lines:\n%s", self._manager.log_tail())
@@ -211,10 +138,12 @@ class LoraHotswapBridge(WeightBridge):
                 boot_id = self._server.send(version, payload)
                 break
             except (ServerUnavailable, ServerRefused) as error:
-                lasting = isinstance(error, ServerRefused) and error.status not in _PASSING
-                if lasting or attempt == _ATTEMPTS - 1:
+                if _is_lasting(error) or attempt == _ATTEMPTS - 1:
                     raise PublishFailed(f"version {version} was not published: {error}") from error
                 logger.warning("publish of version %d is tried again: %s", version, error)
+                if self._manager is None:
+                    self._until_it_answers(self._server)
+        self._has_published = True
         seconds = time.monotonic() - started
         report = PublishReport(version=version, seconds=seconds, policy_name=self._server.policy_name(version))
         self._verify(version, payload, boot_id)
@@ -233,9 +162,8 @@ class LoraHotswapBridge(WeightBridge):
         """Prove the first publish to each start of the server, and as often as asked from then on."""
         assert self._server is not None
         assert self._policy is not None
-        first = boot_id != self._boot_id
         try:
-            if self._check.is_due() or first:
+            if self._check.is_due() or boot_id != self._boot_id:
                 self._server.check(version, payload)
                 agreement = prove(
                     self._policy,
@@ -250,12 +178,29 @@ class LoraHotswapBridge(WeightBridge):
             if self._good_version is not None and self._server.restore(version, self._good_version):
                 logger.exception("version %d is not what it should be; serving %d again", version, self._good_version)
             raise
-        self._boot_id, self._good_version = boot_id, version
+        except (ServerRefused, ServerUnavailable) as error:  # `needs_publish` finds out what has become of it
+            if _is_lasting(error):
+                raise
+            logger.warning("version %d could not be proven: %s", version, error)
+            self._boot_id = None
+        else:
+            self._boot_id, self._good_version = boot_id, version
+
+    def _until_it_answers(self, server: Swappable) -> SwapServer:
+        """What the server is, once it says so: it may just be restarting."""
+
+        def ask() -> SwapServer:
+            try:
+                return server.identify()
+            except (ServerRefused, ServerUnavailable) as error:
+                raise NotYet(str(error)) from error
+
+        seconds = self._options.wait_timeout_seconds
+        return wait_for(ask, what=f"the vLLM server at {self._options.server_url}", timeout_seconds=seconds)
 
 
-def adapter_name(version: int) -> str:
-    """Under which the server knows the adapter of a version; never used twice."""
-    return f"policy-v{version}"
+def _is_lasting(error: ServerRefused | ServerUnavailable) -> bool:
+    return isinstance(error, ServerRefused) and error.status not in _PASSING
 
 
 def answers(url: str) -> bool:

@@ -138,6 +138,11 @@ class RestartBridge(WeightBridge):
         client = ServerClient(manager.url, manager.token)
         try:
             told = client.reload(directory, version, drain_seconds=self._options.vllm.drain_seconds)
+        except ServerUnavailable:
+            if (info := client.info()).policy_version != version:
+                raise
+            return info, 0.0  # the answer was lost
+        else:
             return client.info(), float(told["fence_seconds"])
         finally:
             client.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,7 +18,10 @@ from example_trainer.weights.errors import ServerRefused, ServerUnavailable
 if TYPE_CHECKING:
     from example_trainer.weights.broadcast_group import Rendezvous
 
+logger = logging.getLogger(__name__)
+
 _QUICK_SECONDS = 5.0
+_REPEAT_AFTER_SECONDS = (0.1, 0.4, 1.0)
 _SLOW_SECONDS = 600.0  # a fence that waits for requests to finish, a probe on a slow machine
 
 
@@ -86,14 +91,12 @@ class ServerClient:
         except httpx.HTTPError:
             return False
 
-    def begin_publish(self, *, lease_seconds: float, drain_seconds: float, in_flight: str) -> Fence:
-        answer = self._call(
-            "POST",
-            "/bridge/publish/begin",
-            {"lease_seconds": lease_seconds, "drain_seconds": drain_seconds, "in_flight": in_flight},
-        )
+    def begin_publish(self, publish_id: str, *, lease_seconds: float, drain_seconds: float, in_flight: str) -> Fence:
+        """Have the server stand still for a publish of this id; repeated, it is the same publish."""
+        body = {"publish_id": publish_id, "lease_seconds": lease_seconds, "drain_seconds": drain_seconds}
+        answer = self._repeated("POST", "/bridge/publish/begin", body | {"in_flight": in_flight})
         return Fence(
-            publish_id=str(answer["publish_id"]),
+            publish_id=publish_id,
             paused_requests=int(answer.get("paused_requests", 0)),
             generated_tokens_total=int(answer.get("generated_tokens_total", 0)),
         )
@@ -102,18 +105,21 @@ class ServerClient:
         self._call("POST", "/bridge/publish/renew", {"publish_id": publish_id}, timeout_seconds=_QUICK_SECONDS)
 
     def end_publish(self, publish_id: str, version: int) -> dict[str, Any]:
-        return self._call("POST", "/bridge/publish/end", {"publish_id": publish_id, "version": version})
+        """Have the server go on under this version; repeated, the answer is the same."""
+        return self._repeated("POST", "/bridge/publish/end", {"publish_id": publish_id, "version": version})
 
-    def abort_publish(self, publish_id: str) -> None:
-        self._call("POST", "/bridge/publish/abort", {"publish_id": publish_id})
+    def abort_publish(self, publish_id: str, *, timeout_seconds: float = _SLOW_SECONDS) -> None:
+        """Have the server go on with what its weights are now; of no effect on a publish that is over."""
+        self._repeated("POST", "/bridge/publish/abort", {"publish_id": publish_id}, timeout_seconds=timeout_seconds)
 
-    def join_broadcast(self, rendezvous: Rendezvous) -> None:
+    def join_broadcast(self, group_id: str, rendezvous: Rendezvous) -> None:
         """Have the server join a group; answers when all have joined."""
-        self._call("POST", "/bridge/broadcast/join", asdict(rendezvous))
+        self._repeated("POST", "/bridge/broadcast/join", {"group_id": group_id, **asdict(rendezvous)})
 
-    def receive_broadcast(self, described: dict[str, tuple[list[int], str]]) -> str:
+    def receive_broadcast(self, transfer_id: str, described: dict[str, tuple[list[int], str]]) -> str:
         """Have the server receive these tensors aside; the checksum of what arrived."""
-        return str(self._call("POST", "/bridge/broadcast/receive", {"tensors": described})["digest"])
+        body = {"transfer_id": transfer_id, "tensors": described}
+        return str(self._repeated("POST", "/bridge/broadcast/receive", body)["digest"])
 
     def load_broadcast(self, publish_id: str, version: int) -> None:
         """Inside a publish: load what was received into the model, to be served as this version."""
@@ -133,24 +139,29 @@ class ServerClient:
 
     def checksum(self) -> str:
         """Over the shared tensors, as the server reads them at this moment."""
-        return str(self._call("GET", "/bridge/debug")["checksum"])
+        return str(self._repeated("GET", "/bridge/debug")["checksum"])
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        return self._call("POST", "/generate", request)
+        return self._repeated("POST", "/generate", request)
 
     def upload_adapter(self, name: str, version: int, body: bytes) -> dict[str, Any]:
         """Send an adapter and make it the policy; answers with what is loaded and the checksum of what arrived."""
-        return self._call("POST", f"/lora/upload?name={name}&version={version}", content=body)
+        return self._repeated("POST", f"/lora/upload?name={name}&version={version}", content=body)
 
     def check_adapter(self, name: str) -> dict[str, Any]:
         """The checksum of a sent adapter, and the names of its tensors that the server computes other values with."""
-        return self._call("POST", "/lora/check", {"name": name})
+        return self._repeated("POST", "/lora/check", {"name": name})
 
     def activate_adapter(self, name: str) -> None:
-        self._call("POST", "/lora/activate", {"name": name})
+        self._repeated("POST", "/lora/activate", {"name": name})
 
     def unload_adapter(self, name: str) -> None:
-        self._call("POST", "/lora/unload", {"name": name})
+        """Have the server forget an adapter; one that it does not know is forgotten already."""
+        try:
+            self._repeated("POST", "/lora/unload", {"name": name})
+        except ServerRefused as error:
+            if error.status != httpx.codes.NOT_FOUND:
+                raise
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Any other route, of a server that is not ours for instance."""
@@ -162,11 +173,15 @@ class ServerClient:
         done = threading.Event()
 
         def renew() -> None:
-            while not done.wait(lease_seconds / 3):
+            pause_seconds = lease_seconds / 3
+            while not done.wait(pause_seconds):
                 try:
                     self.renew_publish(publish_id)
-                except (ServerRefused, ServerUnavailable):
-                    return  # the end of the publish finds out and says so
+                    pause_seconds = lease_seconds / 3
+                except (ServerRefused, ServerUnavailable) as error:
+                    # One lost answer is no reason to let it lapse; if it has, the end of the publish says so.
+                    logger.debug("the lease of publish %s was not renewed: %s", publish_id, error)
+                    pause_seconds = lease_seconds / 10
 
         keeper = threading.Thread(target=renew, name="publish-lease", daemon=True)
         keeper.start()
@@ -178,6 +193,27 @@ class ServerClient:
 
     def close(self) -> None:
         self._http.close()
+
+    def _repeated(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        content: bytes | None = None,
+        timeout_seconds: float = _SLOW_SECONDS,
+    ) -> dict[str, Any]:
+        """A call that the server carries out once however often it comes: asked again where its answer was lost."""
+        began = time.monotonic()
+        for pause_seconds in _REPEAT_AFTER_SECONDS:
+            try:
+                return self._call(method, path, body, content=content, timeout_seconds=timeout_seconds)
+            except ServerUnavailable as error:
+                if time.monotonic() - began >= _QUICK_SECONDS:  # it was waited for, and not merely lost
+                    raise
+                logger.debug("%s; asking again", error)
+                time.sleep(pause_seconds)
+        return self._call(method, path, body, content=content, timeout_seconds=timeout_seconds)
 
     def _call(
         self,
@@ -196,14 +232,28 @@ class ServerClient:
                 f"the vLLM server at {self.url} does not answer {path}: {_reason(error)}"
             ) from error
         if response.is_error:
-            problem = f"({response.status_code}): {_told(response)}"
-            shown = path.partition("?")[0]
-            raise ServerRefused(f"the vLLM server at {self.url} refused {shown} {problem}", response.status_code)
+            raise _refusal(self.url, path.partition("?")[0], response)
         try:
             answer = response.json()
         except ValueError:  # vLLM's own routes answer some questions with plain text
             return {}
         return answer if isinstance(answer, dict) else {}
+
+
+def _refusal(url: str, path: str, response: httpx.Response) -> ServerRefused:
+    message = f"the vLLM server at {url} refused {path} ({response.status_code}): {_told(response)}"
+    after = response.headers.get("Retry-After", "")
+    seconds = float(after) if after.isdigit() else None
+    return ServerRefused(message, response.status_code, kind=_kind(response), retry_after_seconds=seconds)
+
+
+def _kind(response: httpx.Response) -> str:
+    """The last part of a problem's type; empty where the answer is no problem of ours."""
+    try:
+        problem = response.json()
+    except ValueError:
+        return ""
+    return str(problem.get("type", "")).rpartition(":")[2] if isinstance(problem, dict) else ""
 
 
 def _reason(error: httpx.HTTPError) -> str:

@@ -33,13 +33,15 @@ from example_trainer.weights.budget import SyncBudget
 from example_trainer.weights.errors import CannotShare, ServerRefused, ServerUnavailable
 from example_trainer.weights.open_publish import OpenPublish
 from example_trainer.weights.proof import Difference, prove
-from example_trainer.weights.server_client import ServerClient
 from example_trainer.weights.sync_check import SyncCheck
 from example_trainer.weights.versions import WriteRefused
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 3
+_ATTEMPTS = 4
+_FIRST_PAUSE_SECONDS = 0.2
+_PASSING = frozenset({404, 409, 410, 500, 503})
+"""500: what a server may say whose engine is just dying."""
 ResultT = TypeVar("ResultT")
 
 
@@ -59,6 +61,14 @@ class SharedOptions:
     sync_budget: float = 0.2
     max_staleness: int | None = None
     sync_check_every: int = 0
+
+
+@dataclass(slots=True)
+class _Written:
+    """What the attempts at one publish have come to: the publish in which the weights were written whole."""
+
+    boot_id: str = ""
+    publish_id: str = ""
 
 
 class SharedVllmBridge(WeightBridge):
@@ -96,7 +106,7 @@ class SharedVllmBridge(WeightBridge):
         """Write the masters into the shared tensors under a fence; see the module's docstring."""
         with self._publishing:
             failed = f"version {version} was not published"
-            report = self._with_retries(partial(self._publish_once, version), failed)
+            report = self._with_retries(partial(self._publish_once, version, _Written()), failed)
         self._budget.note(report)
         return report
 
@@ -152,10 +162,11 @@ class SharedVllmBridge(WeightBridge):
             try:
                 return attempt()
             except (ServerUnavailable, ServerRefused, WriteRefused) as error:
-                lasting = isinstance(error, ServerRefused) and error.status not in {404, 409, 410, 503}
+                lasting = isinstance(error, ServerRefused) and error.status not in _PASSING
                 if lasting or number == _ATTEMPTS - 1:
                     raise PublishFailed(f"{failed}: {error}") from error
                 logger.warning("%s; trying again: %s", failed, error)
+                time.sleep(_FIRST_PAUSE_SECONDS * 2**number)
         raise AssertionError("unreachable")
 
     def _begin(self) -> OpenPublish:
@@ -175,43 +186,50 @@ class SharedVllmBridge(WeightBridge):
         try:
             opened.attachment.header.begin_write(self.highest_version() + 1)
         except BaseException:
-            opened.close()
+            opened.give_up()
             raise
         return opened
 
-    def _publish_once(self, version: int) -> PublishReport:
-        opened, self._open = self._open or self._begin(), None
-        with opened:
-            self._write(opened, version)
-        attachment, fence = opened.attachment, opened.fence
-        ended = _end(attachment.client, fence.publish_id, version)
-        report = PublishReport(
-            version=version,
-            seconds=time.monotonic() - opened.began,
-            fence_seconds=float(ended.get("fence_seconds", 0.0)),
-            recomputed_tokens=int(ended.get("recomputed_tokens", 0)),
-            generated_tokens=max(0, fence.generated_tokens_total - attachment.generated_tokens_total),
-            paused_requests=fence.paused_requests,
-        )
-        attachment.generated_tokens_total = fence.generated_tokens_total
-        self._verify(attachment, version)
+    def _publish_once(self, version: int, written: _Written) -> PublishReport:
+        report = self._end_again(version, written)
+        if report is None:
+            opened, self._open = self._open or self._begin(), None
+            with opened:
+                self._write(opened, version, written)
+                report = _report(opened, version, opened.end(version))
+        assert self._attached is not None
+        self._verify(self._attached, version)
         return report
 
-    def _write(self, opened: OpenPublish, version: int) -> None:
+    def _end_again(self, version: int, written: _Written) -> PublishReport | None:
+        """The report of a publish that an earlier attempt has written whole, if it can still be ended or was."""
+        if not written.publish_id:
+            return None
+        attachment = self._current_attachment()
+        if attachment.boot_id != written.boot_id:
+            return None
+        try:
+            attachment.client.end_publish(written.publish_id, version)
+        except ServerRefused as error:
+            logger.warning("%s", error)
+            return None
+        return PublishReport(version=version, seconds=0.0)
+
+    def _write(self, opened: OpenPublish, version: int, written: _Written) -> None:
         """Cast the masters into the shared tensors, between the header's two stamps."""
         assert self._policy is not None
         attachment = opened.attachment
         state = attachment.header.state()
-        if state.version == version and not state.torn:
-            return  # written by an attempt whose last answer was lost
-        try:
-            attachment.header.begin_write(version)
-        except ValueError as error:
-            attachment.client.abort_publish(opened.fence.publish_id)
-            raise PublishFailed(str(error)) from error
-        self._policy.write_served()
-        attachment.segment.synchronise()
-        attachment.header.end_write(version)
+        if written.boot_id != attachment.boot_id or state.version != version or state.torn:
+            try:
+                _begin_write(attachment, version)
+                self._policy.write_served()
+                attachment.segment.synchronise()
+                attachment.header.end_write(version)
+            except BaseException:
+                opened.give_up()
+                raise
+        written.boot_id, written.publish_id = attachment.boot_id, opened.publish_id
 
     def _verify(self, attachment: Attachment, version: int) -> None:
         """Prove the first publish to each start of the server, and as often as asked from then on."""
@@ -240,7 +258,9 @@ class SharedVllmBridge(WeightBridge):
         try:
             if current.client.info().boot_id == current.boot_id:
                 return current
-        except ServerUnavailable as error:
+        except (ServerUnavailable, ServerRefused) as error:
+            if isinstance(error, ServerRefused) and error.status not in _PASSING:
+                raise
             logger.warning("%s; waiting for it to come back", error)
         attachment = self._attach()
         if attachment.boot_id == current.boot_id:
@@ -260,11 +280,26 @@ class SharedVllmBridge(WeightBridge):
         return attachment
 
 
-def _end(client: ServerClient, publish_id: str, version: int) -> dict[str, Any]:
+def _begin_write(attachment: Attachment, version: int) -> None:
     try:
-        return client.end_publish(publish_id, version)
-    except ServerUnavailable:  # perhaps only the answer was lost: repeated, it is the same
-        return client.end_publish(publish_id, version)
+        attachment.header.begin_write(version)
+    except ValueError as error:
+        raise PublishFailed(str(error)) from error
+
+
+def _report(opened: OpenPublish, version: int, ended: dict[str, Any]) -> PublishReport:
+    """What a publish did and cost, of which the server has told the rest at its end."""
+    fence, attachment = opened.fence, opened.attachment
+    generated = max(0, fence.generated_tokens_total - attachment.generated_tokens_total)
+    attachment.generated_tokens_total = fence.generated_tokens_total
+    return PublishReport(
+        version=version,
+        seconds=time.monotonic() - opened.began,
+        fence_seconds=float(ended.get("fence_seconds", 0.0)),
+        recomputed_tokens=int(ended.get("recomputed_tokens", 0)),
+        generated_tokens=generated,
+        paused_requests=fence.paused_requests,
+    )
 
 
 def _device(attachment: Attachment, wanted: str) -> str:

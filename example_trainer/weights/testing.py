@@ -1,48 +1,92 @@
-"""A stand-in for the vLLM server, for tests: its shared tensors and bridge protocol, without vLLM.
+"""A stand-in for the vLLM server, for tests: its shared tensors, its fence and bridge protocol, without vLLM.
 
 Weights are laid out as vLLM lays them out (fused qkv and gate_up, padded vocabulary, transposed
 Conv1D) in a real shared-memory segment, and logprobs come from a Hugging Face forward that reads
-them there, so that a wrong slice or a torn write shows as it would with the real server.
+them there, so that a wrong slice or a torn write shows as it would with the real server. The fence
+is the server's own, over an engine that decodes step by step: leases, lapses and aborts are real.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from example_trainer.model import PolicyOptions, load_policy
-from example_trainer.weights.layout import ParamMapping, Piece, TensorMap
+from example_trainer.serving.door import Door
+from example_trainer.serving.fence import Fence
+from example_trainer.serving.problems import PROBLEM_PREFIX, Problem
+from example_trainer.serving.testing import StubEngine
+from example_trainer.weights.layout import ParamMapping
 from example_trainer.weights.manifest import BridgeManifest, process_start_time, write_manifest
 from example_trainer.weights.segment import PosixSegment
 from example_trainer.weights.tensor_map import map_parameters
+from example_trainer.weights.testing_layout import lay_out_as_vllm, trace
 from example_trainer.weights.versions import SegmentHeader, SharedFile
 
-_FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
-_VOCABULARY_PADDING = 64
+Moment = Literal["request", "answer"]
+T = TypeVar("T")
+
+WHOLE_OUTPUT = 1 << 20
+"""Tokens of a step that computes an output at once."""
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for what is asked from other threads."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fake-server", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        """End what still runs, and the thread."""
+        self.call(_cancel_others())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class FakeServer:
     """One start of a server: tensors in shared memory, a manifest, and answers to bridge requests."""
 
-    def __init__(self, model: Path, manifest_dir: Path, *, dtype: str = "float32", url: str = "") -> None:
+    def __init__(
+        self,
+        model: Path,
+        manifest_dir: Path,
+        *,
+        dtype: str = "float32",
+        url: str = "",
+        step_tokens: int = WHOLE_OUTPUT,
+        step_seconds: float = 0.0,
+    ) -> None:
         self.boot_id = secrets.token_hex(8)
-        self.policy_version: int | None = None
-        self.open_publish: str | None = None
-        self.last_end: tuple[str, dict[str, Any]] | None = None
-        self.drop_next_answer_to: str | None = None
+        self.lost: dict[str, Moment] = {}
+        """By path, what of the next exchange is lost: the connection breaks before or after it was carried out."""
+        self.on_exchange: Callable[[str, Moment], None] = lambda *_: None
+        """Called with the path of each request as it arrives, and before its answer leaves."""
         self.requests: list[tuple[str, dict[str, Any]]] = []
-        self.generated_tokens = 0
         self._segment = PosixSegment(self.boot_id)
         self._header_file = SharedFile.create(self.boot_id, "header", SegmentHeader.nbytes())
         self.header = SegmentHeader.initialise(self._header_file.path)
@@ -53,108 +97,142 @@ class FakeServer:
         self.manifest_path = write_manifest(self.manifest, manifest_dir)
         storages = {storage.id: self._segment.attach(storage.handle) for storage in self.manifest.storages}
         self._model.attach(map_parameters(self._model.module, self.manifest, storages), forwards_from_masters=False)
+        self._thread = LoopThread()
+        self._door = Door()
+        self.engine, self.fence = self._thread.call(self._make_fence(step_tokens, step_seconds))
+
+    @property
+    def policy_version(self) -> int | None:
+        return self.fence.policy_version
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Status and JSON for a request."""
         self.requests.append((path, body))
+        self.on_exchange(path, "request")
+        answer = self._answer(path, body)
+        self.on_exchange(path, "answer")
+        return answer
+
+    def _answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         route = path.rpartition("/bridge/")[2] if "/bridge/" in path else path.strip("/")
         handlers = {
             "info": self._info,
             "publish/begin": self._begin,
-            "publish/renew": lambda _: (200, {}),
+            "publish/renew": self._renew,
             "publish/end": self._end,
             "publish/abort": self._abort,
+            "resume": self._resume,
             "generate": self._generate,
             "debug": self._debug,
         }
-        handler = handlers.get(route)
-        return handler(body) if handler else (404, {"detail": f"no such route: {path}"})
+        if route not in handlers:
+            return 404, {"detail": f"no such route: {path}"}
+        try:
+            return 200, self._thread.call(handlers[route](body))
+        except Problem as problem:
+            return problem.status, {"type": PROBLEM_PREFIX + problem.kind, "detail": problem.detail}
+        except RuntimeError as error:
+            return 500, {"detail": str(error)}
+
+    def wait_until_lapsed(self, limit_seconds: float = 10.0) -> None:
+        """Return once no publish is under way: the lease of one that nobody ends has to run out."""
+        deadline = time.monotonic() + limit_seconds
+        while self.fence.publishing:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a publish is still under way after {limit_seconds:g} s")
+            time.sleep(0.002)
 
     def stop(self) -> None:
+        self._thread.close()
         self.header.close()
         self._header_file.remove()
         self._segment.close()
 
-    def _info(self, _: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        state = self.header.state()
-        return 200, {
+    async def _make_fence(self, step_tokens: int, step_seconds: float) -> tuple[StubEngine, Fence]:
+        engine = StubEngine(step_tokens=step_tokens, step_seconds=step_seconds)
+        return engine, Fence(engine, self._door, header=self.header)
+
+    async def _info(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {
             "model": self.manifest.model,
             "boot_id": self.boot_id,
             "sharing": True,
-            "policy_version": self.policy_version,
+            "policy_version": self.fence.policy_version,
             "manifest_path": str(self.manifest_path),
-            "paused": self.open_publish is not None,
-            "torn": state.torn,
+            "paused": self.fence.paused,
+            "torn": self.fence.torn,
+            "publishing": self.fence.publishing,
             "dtype": self.manifest.dtype,
             "max_model_len": 256,
             "lora": False,
         }
 
-    def _begin(self, _: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        if self.open_publish is not None:
-            return 409, {"detail": "another publish is open"}
-        self.open_publish = secrets.token_hex(4)
-        return 200, {
-            "publish_id": self.open_publish,
-            "drained": 0,
-            "paused_requests": 0,
-            "pause_seconds": 0.0,
-            "generated_tokens_total": self.generated_tokens,
-        }
+    async def _begin(self, body: dict[str, Any]) -> dict[str, Any]:
+        return await self.fence.begin(**body)
 
-    def _end(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        if self.last_end is not None and body.get("publish_id") == self.last_end[0]:
-            return 200, self.last_end[1]
-        state = self.header.state()
-        if body.get("publish_id") != self.open_publish or state.torn or state.version != body.get("version"):
-            return 409, {"detail": f"the header says {state}, the request {body}"}
-        self.open_publish = None
-        self.policy_version = int(body["version"])
-        answer = {"version": self.policy_version, "recomputed_tokens": 0, "fence_seconds": 0.001}
-        self.last_end = (body["publish_id"], answer)
-        return 200, answer
+    async def _renew(self, body: dict[str, Any]) -> dict[str, Any]:
+        return self.fence.renew(**body)
 
-    def _abort(self, _: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        self.open_publish = None
-        return 200, {}
+    async def _end(self, body: dict[str, Any]) -> dict[str, Any]:
+        return dict(await self.fence.end(**body))
 
-    @torch.no_grad()
-    def _generate(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Random continuations with the logprobs that the shared weights give them now."""
-        if self.policy_version is None or self.header.state().torn:
-            return 503, {"detail": "no policy"}
-        prompt = list(body["prompt"]["prompt_token_ids"])
-        count, length = int(body.get("n", 1)), int(body["max_tokens"])
-        outputs = torch.randint(int(self._model.hf_config.vocab_size), (count, length))
-        tokens = torch.cat([torch.tensor(prompt).expand(count, -1), outputs], dim=1)
-        logits = self._model.module(input_ids=tokens).logits[:, len(prompt) - 1 : -1].float()
-        logprobs = logits.log_softmax(-1).gather(-1, outputs[..., None]).squeeze(-1)
-        self.generated_tokens += outputs.numel()
-        return 200, {
+    async def _abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        return await self.fence.abort(**body)
+
+    async def _resume(self, _: dict[str, Any]) -> dict[str, Any]:
+        await self.fence.release()
+        return {"is_paused": self.fence.paused}
+
+    async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Random continuations with the logprobs that the shared weights give them at each step."""
+        await self._door.enter()
+        try:
+            prompt = list(body["prompt"]["prompt_token_ids"])
+            count, length = int(body.get("n", 1)), int(body["max_tokens"])
+            outputs = torch.randint(int(self._model.hf_config.vocab_size), (count, length))
+            tokens = torch.cat([torch.tensor(prompt).expand(count, -1), outputs], dim=1)
+            logprobs: list[list[float]] = [[] for _ in range(count)]
+
+            def compute(start: int, end: int) -> None:
+                found = self._logprobs(tokens[:, : len(prompt) + end], end - start)
+                for row, more in zip(logprobs, found, strict=True):
+                    row.extend(more)
+
+            spans = await self.engine.decode(length, compute)
+        finally:
+            self._door.leave()
+        return {
             "token_ids": outputs.tolist(),
-            "logprobs": logprobs.tolist(),
-            "policy_versions": [[[0, length, self.policy_version]]] * count,
+            "logprobs": logprobs,
+            "policy_versions": [spans] * count,
             "finish_reasons": ["length"] * count,
             "boot_id": self.boot_id,
         }
 
-    def _debug(self, _: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    @torch.no_grad()
+    def _logprobs(self, tokens: torch.Tensor, last: int) -> list[list[float]]:
+        """Those of the last tokens of each row, under the shared weights as they are now."""
+        logits = self._model.module(input_ids=tokens).logits[:, -last - 1 : -1].float()
+        found: list[list[float]] = logits.log_softmax(-1).gather(-1, tokens[:, -last:, None]).squeeze(-1).tolist()
+        return found
+
+    async def _debug(self, _: dict[str, Any]) -> dict[str, Any]:
         total = hashlib.blake2b(digest_size=16)
         for name in sorted(self._parameters):
             data: Any = self._parameters[name].detach().contiguous().flatten().view(torch.uint8).numpy()
             total.update(hashlib.blake2b(data, digest_size=16).digest())
-        return 200, {"checksum": total.hexdigest()}
+        return {"checksum": total.hexdigest()}
 
     def _export(self, model: str, dtype: str, url: str) -> BridgeManifest:
         weights = {name: tensor.clone() for name, tensor in self._model.checkpoint_tensors().items()}
         transposed = {name for name in weights if ".c_" in name and name.endswith(".weight")}  # GPT-2's Conv1D
-        parameters, sources = _lay_out_as_vllm(weights, transposed)
+        parameters, sources = lay_out_as_vllm(weights, transposed)
         exported = self._segment.export(parameters)
         self._parameters, handle = parameters, exported.storages[0].handle
         tensors = {}
         for name, (parameter, first_row) in sources.items():
             home = exported.placements[parameter]
-            tensors[name] = _trace(weights[name], home.offset, home.stride, first_row, name in transposed)
+            tensors[name] = trace(weights[name], home.offset, home.stride, first_row, name in transposed)
         return BridgeManifest(
             model=model,
             param_mappings={
@@ -182,50 +260,11 @@ class FakeServer:
         )
 
 
-def _lay_out_as_vllm(
-    weights: Mapping[str, torch.Tensor], transposed: set[str]
-) -> tuple[dict[str, torch.Tensor], dict[str, tuple[str, int]]]:
-    """The parameters as vLLM has them, and for each checkpoint tensor the parameter and row where it begins."""
-    gathered: dict[str, list[torch.Tensor]] = {}
-    sources: dict[str, tuple[str, int]] = {}
-    for name, weight in weights.items():
-        parameter = name
-        for fused, parts in _FUSED:
-            for part in parts:
-                parameter = parameter.replace(part, fused)
-        rows = gathered.setdefault(parameter, [])
-        sources[name] = (parameter, sum(len(row) for row in rows))
-        rows.append(weight.t().contiguous() if name in transposed else weight)
-    parameters = {name: torch.cat(rows) for name, rows in gathered.items()}
-    vocabulary = {name for name in parameters if name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight"))}
-    parameters.update({name: _pad_rows(parameters[name]) for name in vocabulary})
-    return parameters, sources
-
-
-def _pad_rows(weight: torch.Tensor) -> torch.Tensor:
-    missing = -len(weight) % _VOCABULARY_PADDING
-    return torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])])
-
-
-def _trace(weight: torch.Tensor, offset: int, stride: tuple[int, ...], first_row: int, transposed: bool) -> TensorMap:
-    source = weight.t() if transposed else weight
-    piece = Piece(
-        storage="0",
-        offset=offset + first_row * stride[0],
-        shape=list(source.shape),
-        stride=list(stride),
-        source_offset=0,
-        source_shape=list(source.shape),
-        source_stride=list(source.stride()),
-    )
-    return TensorMap(pieces=[piece], shape=list(weight.shape), dtype=str(weight.dtype).removeprefix("torch."))
-
-
 class ServedFake:
     """A `FakeServer` on a port, which can be restarted there as a crashed server would be."""
 
-    def __init__(self, model: Path, manifest_dir: Path, *, dtype: str = "float32") -> None:
-        self._settings = (model, manifest_dir, dtype)
+    def __init__(self, model: Path, manifest_dir: Path, **settings: Any) -> None:
+        self._model, self._manifest_dir, self._settings = model, manifest_dir, settings
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -237,17 +276,20 @@ class ServedFake:
                 self._reply(json.loads(self.rfile.read(length) or b"{}"))
 
             def _reply(self, body: dict[str, Any]) -> None:
-                status, answer = outer.server.answer(self.path, body)
-                if outer.server.drop_next_answer_to == self.path:
-                    outer.server.drop_next_answer_to = None
+                server = outer.server
+                lost = server.lost.pop(self.path, None)
+                if lost != "request":
+                    status, answer = server.answer(self.path, body)
+                if lost is not None:
                     self.close_connection = True
                     return
                 data = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+                with suppress(ConnectionError):  # whoever asked may have been killed
+                    self.send_response(status)
+                    self.send_header("Content-Type", "application/json")
+                    self.send_header("Content-Length", str(len(data)))
+                    self.end_headers()
+                    self.wfile.write(data)
 
             def log_message(self, *_: object) -> None:
                 return None
@@ -255,14 +297,14 @@ class ServedFake:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_port}"
-        self.server = self._start()
+        self.server = self.start()
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()
 
     def restart(self) -> None:
         """As after a crash: new tensors with the base weights, another boot id, no version."""
         self.server.stop()
-        self.server = self._start()
+        self.server = self.start()
 
     def close(self) -> None:
         self._http.shutdown()
@@ -270,15 +312,14 @@ class ServedFake:
         self._http.server_close()
         self.server.stop()
 
-    def _start(self) -> FakeServer:
-        model, manifest_dir, dtype = self._settings
-        return FakeServer(model, manifest_dir, dtype=dtype, url=self.url)
+    def start(self) -> FakeServer:
+        return FakeServer(self._model, self._manifest_dir, url=self.url, **self._settings)
 
 
 @contextmanager
-def served_fake(model: Path, manifest_dir: Path, *, dtype: str = "float32") -> Iterator[ServedFake]:
-    """A fake server for the length of the block."""
-    served = ServedFake(model, manifest_dir, dtype=dtype)
+def served_fake(model: Path, manifest_dir: Path, **settings: Any) -> Iterator[ServedFake]:
+    """A fake server, with the settings of `FakeServer`, for the length of the block."""
+    served = ServedFake(model, manifest_dir, **settings)
     try:
         yield served
     finally:

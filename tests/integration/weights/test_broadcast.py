@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,10 +17,12 @@ from example_trainer.errors import PublishFailed
 from example_trainer.model import PolicyOptions
 from example_trainer.running.ports import free_port
 from example_trainer.weights.broadcast import BroadcastBridge, BroadcastOptions
-from example_trainer.weights.broadcast_group import BroadcastGroup
+from example_trainer.weights.broadcast_group import TIMEOUT_SECONDS, BroadcastGroup
 from example_trainer.weights.errors import ServerRefused, ServerUnavailable
 from example_trainer.weights.proof import _checked, _request, compare, probe_prompts
 from example_trainer.weights.server_client import ServerClient
+
+from .lost_exchange import losing
 
 pytestmark = pytest.mark.vllm
 
@@ -179,10 +183,10 @@ class Faults:
         self.patch.setattr(BroadcastGroup, "_broadcast", broadcast)
 
     def one_cannot_pause(self):
-        def begin(client, **fields):
+        def begin(client, publish_id, **fields):
             if client is self.second:
                 raise ServerRefused("no thread left", 503)
-            return self.begin(client, **fields)
+            return self.begin(client, publish_id, **fields)
 
         self.patch.setattr(ServerClient, "begin_publish", begin)
 
@@ -246,6 +250,26 @@ def test_whatever_fails_before_all_have_loaded_both_go_on_with_the_old_version_u
     bridge._policy.load_masters(new)
     bridge.publish(before + 1)
     assert agree(bridge, before + 1)
+
+
+def test_r41_whichever_exchange_with_one_server_is_lost_both_come_to_the_new_version(bridge, servers, monkeypatch):
+    """At once, or where one has loaded and nobody knows, after all have gone back."""
+    second, weights = bridge._members[1].client, bridge._policy.snapshot()
+    exchanges = ("info", "join", "receive", "publish/begin", "load", "publish/end")
+    started = time.monotonic()
+    for what, moment in itertools.product(exchanges, ("request", "answer")):
+        version = bridge.highest_version() + 1
+        bridge._policy.load_masters(weights)
+        shift(bridge._policy, 20 + version)
+        if what == "join":
+            bridge._leave()
+        with losing(monkeypatch, what, moment, client=second) as lost:
+            bridge.publish(version)
+        assert len(lost) == 1, (what, moment)
+        assert [server.version for server in servers] == [version, version], (what, moment)
+    assert time.monotonic() - started < TIMEOUT_SECONDS, "nobody waits for a member that was not told"
+    assert agree(bridge, version)
+    bridge._policy.load_masters(weights)
 
 
 def test_a_server_that_is_not_told_to_go_on_is_told_again(bridge, faults):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import statistics
@@ -18,6 +19,8 @@ from example_trainer.weights.errors import CannotSwap, ProofFailed
 from example_trainer.weights.lora_hotswap import HotswapOptions, LoraHotswapBridge
 from example_trainer.weights.proof import _checked, _request, compare, probe_prompts
 from example_trainer.weights.server_client import ServerClient
+
+from .lost_exchange import losing
 
 pytestmark = pytest.mark.vllm
 
@@ -105,6 +108,21 @@ def test_an_idle_swap_takes_milliseconds(bridge):
         shift(bridge._policy, 100 + number)
         seconds.append(bridge.publish(version + number).seconds)
     assert statistics.median(seconds) < 0.5
+
+
+def test_whichever_exchange_is_lost_the_adapter_is_served_and_proven(bridge, monkeypatch):
+    for what, moment in itertools.product(("upload", "check", "generate", "info"), ("request", "answer")):
+        version = bridge.highest_version() + 1
+        shift(bridge._policy, 60 + version)
+        bridge._check._since = bridge._check.every - 1
+        with losing(monkeypatch, what, moment) as lost:
+            bridge.publish(version)
+        assert len(lost) == 1, (what, moment)
+        assert bridge._server.identify().policy_version == version, (what, moment)
+        assert bridge.needs_publish() == (what == "info"), "what could not be proven is published again"
+    bridge.publish(version + 1)
+    assert not bridge.needs_publish()
+    assert agrees(bridge, version + 1)
 
 
 def test_a_sync_that_is_not_what_was_sent_is_found_within_one_publish_and_taken_back(bridge):

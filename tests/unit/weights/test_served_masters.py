@@ -14,6 +14,7 @@ from example_trainer.model import PolicyOptions
 from example_trainer.running.optimizers import OptimizerSettings, make_optimizer
 from example_trainer.weights import proof
 from example_trainer.weights.errors import ProofFailed
+from example_trainer.weights.server_client import ServerClient
 from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
 
 TOKENS = torch.arange(3, 43).view(2, 20)
@@ -90,7 +91,7 @@ def test_nothing_is_served_while_the_optimizer_writes(in_place):
 
     class Watched(torch.optim.SGD):
         def step(self):
-            seen.append((fake.server.open_publish is not None, fake.server.header.state().torn))
+            seen.append((fake.server.fence.publishing, fake.server.header.state().torn))
             super().step()
 
     step(policy, Watched(policy.masters.values(), lr=0.1))
@@ -122,15 +123,15 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(in
     with pytest.raises(CheckpointError, match="shape"):
         policy.load_masters({name: weight[:1] for name, weight in before.items()})
     assert not fake.server.header.state().torn
-    assert fake.server.open_publish is None
+    assert not fake.server.fence.publishing
 
 
 def test_r26_a_trainer_that_ends_after_a_step_and_before_its_publish_leaves_torn_weights(in_place):
-    fake, bridge, policy = in_place()
+    fake, bridge, policy = in_place(lease_seconds=0.2)
     saved = copy_of(policy)
     step(policy, optimizer_of(policy))
     bridge.close()
-    fake.server.open_publish = None  # its lease has lapsed
+    fake.server.wait_until_lapsed()
     assert fake.server.answer("/generate", {"prompt": {"prompt_token_ids": [1]}, "max_tokens": 1})[0] == 503
 
     options = PolicyOptions(model_name=fake.server.manifest.model, **NONE)
@@ -180,20 +181,19 @@ def test_r27_on_a_gpu_the_weights_are_gone_with_the_server(in_place, monkeypatch
         bridge.publish(2)
 
 
-def test_a_lease_that_lapses_in_the_middle_of_a_step_leaves_torn_weights_until_the_publish(in_place):
-    fake, bridge, policy = in_place()
+def test_a_lease_that_lapses_in_the_middle_of_a_step_leaves_torn_weights_until_the_publish(in_place, monkeypatch):
+    fake, bridge, policy = in_place(lease_seconds=0.1)
     backward(policy)
-    with policy.changing():
-        fake.server.open_publish = None
-        fake.server.header.allow_writes(False)
-        optimizer_of(policy).step()
-    with pytest.raises(PublishFailed, match="was not published"):
-        bridge.publish(2)
-    assert fake.server.header.state().torn
-    fake.server.header.allow_writes(True)
-    fake.server.open_publish = None
-    bridge.publish(3)
-    assert not fake.server.header.state().torn
+    with monkeypatch.context() as standing_still:
+        standing_still.setattr(ServerClient, "renew_publish", lambda *_: None)
+        with policy.changing():
+            fake.server.wait_until_lapsed()
+            optimizer_of(policy).step()
+    stepped = copy_of(policy)
+    assert fake.server.fence.torn
+    bridge.publish(2)
+    assert (fake.server.policy_version, fake.server.fence.torn) == (2, False)
+    assert all(torch.equal(policy.served[name], weight) for name, weight in stepped.items())
 
 
 def test_weights_of_another_model_at_the_server_are_replaced_before_anything_is_trained(in_place, tiny_model):

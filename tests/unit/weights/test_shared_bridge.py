@@ -12,11 +12,14 @@ import torch
 
 from example_trainer.errors import PublishFailed
 from example_trainer.model import PolicyOptions
+from example_trainer.serving.problems import Problem
 from example_trainer.weights.errors import CannotShare, ProofFailed, ServerUnavailable, WaitTimedOut
+from example_trainer.weights.server_client import ServerClient
 from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
 from example_trainer.weights.testing import FakeServer, served_fake
 
 TOKENS = torch.arange(3, 43).view(2, 20)
+BEGIN = {"drain_seconds": 0.0, "in_flight": "drain"}
 
 
 def train_one_step(policy, learning_rate=0.05):
@@ -130,13 +133,113 @@ def test_r27_a_server_that_comes_back_with_another_model_is_refused(shared, monk
         bridge.publish(2)
 
 
-def test_r26_a_trainer_that_dies_mid_publish_leaves_a_torn_header_that_a_whole_publish_mends(shared):
+@pytest.mark.parametrize("lost", ["request", "answer"])
+def test_r41_whichever_exchange_is_lost_the_publish_gets_through_with_the_weights_it_was_given(shared, lost):
+    fake, bridge = shared("qwen2", lease_seconds=20.0)
+    policy = bridge.prepare()
+    bridge.publish(1)
+    exchanges = ["/bridge/publish/begin", "/bridge/publish/end", "/bridge/info", "/generate"]
+    for version, path in enumerate(exchanges, 2):
+        train_one_step(policy)
+        fake.server.lost[path] = lost
+        bridge._attached.proven = path != "/generate"
+        started = time.monotonic()
+        assert bridge.publish(version).version == fake.server.policy_version == version
+        assert time.monotonic() - started < 10, "nobody waits for a lease to run out"
+        assert fake.server.lost == {}
+        assert served_equals_masters(policy)
+        assert not fake.server.fence.paused
+
+
+def test_r41_a_renewal_that_is_lost_does_not_let_a_long_write_lapse(shared):
+    fake, bridge = shared("qwen2", lease_seconds=0.6)
+    policy = bridge.prepare()
+    bridge.publish(1)
+    write = policy.write_served
+
+    def slowly():
+        fake.server.lost["/bridge/publish/renew"] = "request"
+        time.sleep(1.5)
+        write()
+
+    policy.write_served = slowly
+    assert bridge.publish(2).version == 2
+    assert fake.server.header.state().version == 2
+    assert sum(path.endswith("publish/begin") for path, _ in fake.server.requests) == 2, "one for each version"
+
+
+def test_r41_where_the_end_is_lost_for_longer_than_the_lease_the_same_publish_counts(shared, monkeypatch):
+    """The server has gone on by itself, under the version that the header names."""
+    fake, bridge = shared("qwen2", lease_seconds=0.2)
+    policy = bridge.prepare()
+    bridge.publish(1)
+    train_one_step(policy)
+    end, asked = ServerClient.end_publish, []
+
+    def cut_off(self, publish_id, version):
+        asked.append(publish_id)
+        if len(asked) == 1:
+            bridge._attached.client.renew_publish = lambda _: None
+            fake.server.wait_until_lapsed()
+            raise ServerUnavailable("the network is down")
+        return end(self, publish_id, version)
+
+    monkeypatch.setattr(ServerClient, "end_publish", cut_off)
+    assert bridge.publish(2).version == fake.server.policy_version == 2
+    assert served_equals_masters(policy)
+    assert len(set(asked)) == 1
+
+
+def test_r41_a_server_whose_engine_does_not_go_on_at_once_is_asked_again(shared):
+    fake, bridge = shared("qwen2")
+    bridge.prepare()
+    bridge.publish(1)
+    fake.server.engine.failing.add("resume")
+    mended = threading.Timer(0.3, fake.server.engine.failing.clear)
+    mended.start()
+    assert bridge.publish(2).version == fake.server.policy_version == 2
+    mended.join()
+
+
+def test_r41_a_resume_by_hand_in_the_middle_of_a_publish_does_not_break_it(shared):
     fake, bridge = shared("qwen2")
     policy = bridge.prepare()
     bridge.publish(1)
+    write = policy.write_served
+
+    def meanwhile():
+        fake.server.answer("/bridge/resume", {})
+        write()
+        fake.server.answer("/bridge/resume", {})
+
+    policy.write_served = meanwhile
+    bridge.publish(2)
+    assert sum(path.endswith("publish/begin") for path, _ in fake.server.requests) == 2, "one for each version"
+    assert served_equals_masters(policy)
+
+
+def test_r41_a_second_trainer_begins_once_the_publish_of_the_first_which_died_has_lapsed(shared):
+    fake, bridge = shared("qwen2")
+    policy = bridge.prepare()
+    bridge.publish(1)
+    dying = ServerClient(fake.url)
+    dying.begin_publish("d" * 32, lease_seconds=1.0, drain_seconds=0.0, in_flight="drain")
     fake.server.header.begin_write(2)
     next(iter(policy.served.values())).zero_()
-    assert fake.server.header.state().torn
+    assert bridge.publish(3).version == 3
+    assert served_equals_masters(policy)
+    assert not fake.server.fence.torn
+    dying.close()
+
+
+def test_r26_a_trainer_that_dies_mid_publish_leaves_torn_weights_that_a_whole_publish_mends(shared):
+    fake, bridge = shared("qwen2")
+    policy = bridge.prepare()
+    bridge.publish(1)
+    fake.server.answer("/bridge/publish/begin", BEGIN | {"lease_seconds": 0.05})
+    fake.server.header.begin_write(2)
+    next(iter(policy.served.values())).zero_()
+    fake.server.wait_until_lapsed()
     assert fake.server.answer("/generate", {"prompt": {"prompt_token_ids": [1]}, "max_tokens": 1})[0] == 503
     assert bridge.needs_publish()
     assert bridge.highest_version() == 2
@@ -145,31 +248,23 @@ def test_r26_a_trainer_that_dies_mid_publish_leaves_a_torn_header_that_a_whole_p
     assert not fake.server.header.state().torn
 
 
-@pytest.mark.parametrize("lost", ["/bridge/publish/end", "/bridge/info"])
-def test_a_lost_answer_is_asked_for_again(shared, lost):
-    fake, bridge = shared("qwen2")
-    bridge.prepare()
-    bridge.publish(1)
-    fake.server.drop_next_answer_to = lost
-    assert bridge.publish(2).version == 2
-    assert fake.server.policy_version == 2
-
-
 def test_a_publish_whose_lease_lapsed_before_the_write_is_begun_again(shared, monkeypatch):
-    _, bridge = shared("qwen2")
+    fake, bridge = shared("qwen2", lease_seconds=0.1)
     policy = bridge.prepare()
     bridge.publish(1)
-    begin, refused = FakeServer._begin, []
+    begin = ServerClient.begin_publish
 
-    def lapse_once(self, body):
-        result = begin(self, body)
-        self.header.allow_writes(bool(refused))
-        if not refused:
-            refused.append(result)
-            self.open_publish = None
-        return result
+    def stand_still_once(self, *arguments, **settings):
+        fence = begin(self, *arguments, **settings)
+        if not renewing:
+            fake.server.wait_until_lapsed()
+            renewing.append(True)
+            monkeypatch.setattr(ServerClient, "renew_publish", renew)
+        return fence
 
-    monkeypatch.setattr(FakeServer, "_begin", lapse_once)
+    renew, renewing = ServerClient.renew_publish, []
+    monkeypatch.setattr(ServerClient, "renew_publish", lambda *_: None)
+    monkeypatch.setattr(ServerClient, "begin_publish", stand_still_once)
     train_one_step(policy)
     assert bridge.publish(2).version == 2
     assert served_equals_masters(policy)
@@ -181,14 +276,18 @@ def test_a_version_that_is_not_new_is_refused_and_the_fence_is_lifted(shared):
     bridge.publish(5)
     with pytest.raises(PublishFailed, match="not above 5"):
         bridge.publish(4)
-    assert fake.server.open_publish is None
+    assert not fake.server.fence.publishing
     assert bridge.highest_version() == 5
 
 
 def test_an_unauthorised_publish_is_told_at_once(shared, monkeypatch):
     _, bridge = shared("qwen2")
     bridge.prepare()
-    monkeypatch.setattr(FakeServer, "_begin", lambda self, _: (401, {"detail": "the bridge token is wrong"}))
+
+    async def refuse(*_):
+        raise Problem(401, "token-needed", "the bridge token is wrong")
+
+    monkeypatch.setattr(FakeServer, "_begin", refuse)
     with pytest.raises(PublishFailed, match="token is wrong"):
         bridge.publish(1)
 
@@ -213,7 +312,13 @@ def test_the_proof_stops_a_run_whose_publish_misses_weights(shared, from_masters
 def test_the_proof_stops_a_run_whose_server_stamps_another_version(shared, monkeypatch):
     _, bridge = shared("qwen2")
     bridge.prepare()
-    monkeypatch.setattr(FakeServer, "_end", lambda self, body: (setattr(self, "policy_version", 7), (200, {}))[1])
+
+    async def end_as_seven(self, body):
+        self.header.begin_write(7)
+        self.header.end_write(7)
+        return dict(await self.fence.end(body["publish_id"], 7))
+
+    monkeypatch.setattr(FakeServer, "_end", end_as_seven)
     with pytest.raises(ProofFailed, match="7"):
         bridge.publish(1)
 
@@ -289,7 +394,11 @@ def test_a_server_that_does_not_share_is_refused_with_what_to_do(shared, monkeyp
     fake, bridge = shared("qwen2")
     fake.server.manifest_path.unlink()
     told = {"boot_id": "b", "sharing": False, "how_to_share": "set VLLM_ENABLE_SHARED_WEIGHTS=1"}
-    monkeypatch.setattr(FakeServer, "_info", lambda self, _: (200, told))
+
+    async def tell(*_):
+        return told
+
+    monkeypatch.setattr(FakeServer, "_info", tell)
     with pytest.raises(CannotShare, match="VLLM_ENABLE_SHARED_WEIGHTS=1"):
         bridge.prepare()
 
@@ -297,7 +406,11 @@ def test_a_server_that_does_not_share_is_refused_with_what_to_do(shared, monkeyp
 def test_what_a_server_cannot_share_is_refused_at_start(shared, monkeypatch):
     _, bridge = shared("qwen2")
     info = FakeServer._info
-    monkeypatch.setattr(FakeServer, "_info", lambda self, body: (200, {**info(self, body)[1], "lora": True}))
+
+    async def tell(self, body):
+        return {**await info(self, body), "lora": True}
+
+    monkeypatch.setattr(FakeServer, "_info", tell)
     with pytest.raises(CannotShare, match="--enable-lora"):
         bridge.prepare()
 
@@ -355,7 +468,7 @@ def test_no_shared_memory_is_left_behind(shared):
     assert len(list(Path("/dev/shm").glob(f"*{fake.server.boot_id}*"))) == 2
     fake.server.stop()
     assert not list(Path("/dev/shm").glob(f"*{fake.server.boot_id}*"))
-    fake.server = FakeServer(*fake._settings[:2], url=fake.url)
+    fake.server = fake.start()
 
 
 def test_a_row_flipped_in_bf16_is_found_by_the_proof_though_its_logprobs_might_pass(shared, monkeypatch):
@@ -363,9 +476,9 @@ def test_a_row_flipped_in_bf16_is_found_by_the_proof_though_its_logprobs_might_p
     policy = bridge.prepare()
     end = FakeServer._end
 
-    def flip(self, body):
+    async def flip(self, body):
         policy.served["model.layers.0.mlp.down_proj.weight"][3].neg_()
-        return end(self, body)
+        return await end(self, body)
 
     monkeypatch.setattr(FakeServer, "_end", flip)
     with pytest.raises(ProofFailed, match="down_proj"):

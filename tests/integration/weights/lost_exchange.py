@@ -1,0 +1,27 @@
+"""One exchange between trainer and server that is lost: the request on its way, or the answer on its way back."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+from example_trainer.weights.errors import ServerUnavailable
+from example_trainer.weights.server_client import ServerClient
+
+
+@contextmanager
+def losing(monkeypatch, what, moment, *, client=None):
+    """The next exchange with a path that ends in `what` is lost; yields those that were."""
+    call, lost = ServerClient._call, []
+
+    def unreliable(self, method, path, *arguments, **settings):
+        concerned = path.partition("?")[0].endswith(what) and client in (None, self) and not lost
+        if concerned:
+            lost.append(path)
+            if moment == "answer":
+                call(self, method, path, *arguments, **settings)
+            raise ServerUnavailable(f"{path}: the {moment} was lost")
+        return call(self, method, path, *arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerClient, "_call", unreliable)
+        yield lost

@@ -1,0 +1,38 @@
+"""What a trainer asks of a fence, in short."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from example_trainer.serving.problems import Problem
+
+_LOOK_SECONDS = 0.005
+
+
+async def begin(fence, **fields):
+    wanted = {"lease_seconds": 30.0, "drain_seconds": 0.0, "in_flight": "drain"} | fields
+    return (await fence.begin(**wanted))["publish_id"]
+
+
+async def publish(fence, header, version, **fields):
+    publish_id = await begin(fence, **fields)
+    header.begin_write(version)
+    header.end_write(version)
+    return await fence.end(publish_id, version)
+
+
+async def refusal_of(door):
+    with pytest.raises(Problem) as caught:
+        await asyncio.wait_for(door.enter(), 1)
+    return caught.value.kind
+
+
+async def reached(condition, limit_seconds=2.0):
+    """Whether it came to hold within the limit."""
+    for _ in range(int(limit_seconds / _LOOK_SECONDS)):
+        if condition():
+            return True
+        await asyncio.sleep(_LOOK_SECONDS)
+    return condition()

@@ -1,0 +1,301 @@
+"""Publishes that their trainer does not end: lost answers, lapses at each step, an engine that does not go on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from example_trainer.serving.fence import Fence
+from example_trainer.serving.problems import Problem
+from example_trainer.weights.versions import WriteRefused
+
+from .publishing import begin, publish, reached, refusal_of
+
+pytestmark = pytest.mark.anyio
+
+OURS, OTHER = "a" * 32, "b" * 32
+
+
+async def kind_of(refused):
+    with pytest.raises(Problem) as caught:
+        await refused
+    return caught.value.kind
+
+
+async def lapsed(fence):
+    assert await reached(lambda: not fence.publishing)
+
+
+async def test_r41_a_lapse_after_the_whole_write_serves_the_version_that_the_header_names(fence, engine, door, header):
+    await publish(fence, header, 1)
+    publish_id = await begin(fence, lease_seconds=0.02)
+    header.begin_write(2)
+    header.end_write(2)
+    await lapsed(fence)
+    await door.enter()
+    assert (fence.policy_version, fence.torn, engine.calls[-1]) == (2, False, ("resume", "2"))
+    late = await fence.end(publish_id, 2)
+    assert late["version"] == 2, "a trainer that wakes up is told what it asked for"
+    assert await kind_of(fence.end(publish_id, 3)) == "publish-lapsed"
+
+
+async def test_r41_an_abort_after_the_whole_write_serves_the_version_that_the_header_names(fence, engine, door, header):
+    await publish(fence, header, 1, in_flight="keep_kv")
+    publish_id = await begin(fence, in_flight="keep_kv")
+    header.begin_write(2)
+    header.end_write(2)
+    told = {"publish_id": publish_id, "torn": False, "policy_version": 2}
+    assert await fence.abort(publish_id) == told
+    assert await fence.abort(publish_id) == told, "asked again, because the answer was lost"
+    await door.enter()
+    assert engine.calls[-2:] == [("salt", "policy-2"), ("resume", "2")]
+
+
+async def test_r41_weights_that_were_torn_are_not_served_by_a_resume_once_they_are_whole(fence, engine, door, header):
+    """A trainer that stood still over its lease in the middle of the write, and finishes it afterwards."""
+    await publish(fence, header, 1)
+    await begin(fence, lease_seconds=0.02)
+    header.begin_write(2)
+    await lapsed(fence)
+    header.end_write(2)
+    await fence.release()
+    assert await refusal_of(door) == "weights-torn"
+    assert engine.paused
+    await begin(fence, lease_seconds=0.02)
+    await lapsed(fence)
+    await door.enter()
+    assert fence.policy_version == 2
+
+
+async def test_r41_held_by_hand_a_lapse_stamps_the_whole_version_and_stays_paused(fence, engine, door, header):
+    await publish(fence, header, 1)
+    await begin(fence, lease_seconds=0.05)
+    header.begin_write(2)
+    header.end_write(2)
+    await fence.hold()
+    await lapsed(fence)
+    assert (engine.calls[-1], engine.paused) == (("stamp", "2"), True)
+    await fence.release()
+    await door.enter()
+    assert (fence.policy_version, engine.paused) == (2, False)
+
+
+async def test_r41_an_end_that_does_not_get_through_can_be_repeated(fence, engine, door, header):
+    publish_id = await begin(fence)
+    header.begin_write(1)
+    header.end_write(1)
+    engine.failing.add("resume")
+    with pytest.raises(RuntimeError):
+        await fence.end(publish_id, 1)
+    assert fence.publishing
+    engine.failing.clear()
+    assert (await fence.end(publish_id, 1))["version"] == 1
+    await door.enter()
+
+
+@pytest.mark.parametrize("way", ["end", "abort", "lapse", "pause"])
+async def test_r41_while_the_engine_does_not_go_on_the_publish_is_open_and_goes_on_by_itself_later(
+    fence, engine, door, header, way
+):
+    await publish(fence, header, 1)
+    publish_id = await begin(fence, lease_seconds=0.05)
+    header.begin_write(2)
+    header.end_write(2)
+    engine.failing.add("resume")
+    if way == "pause":
+        engine.failing.add("pause")
+        await reached(lambda: fence._publish.given_up)
+        with pytest.raises(RuntimeError, match="does not pause"):
+            await begin(fence, lease_seconds=0.05)
+    elif way != "lapse":
+        with pytest.raises(RuntimeError, match="does not resume"):
+            await (fence.end(publish_id, 2) if way == "end" else fence.abort(publish_id))
+    await asyncio.sleep(0.2)
+    entering = asyncio.ensure_future(door.enter())
+    await asyncio.sleep(0)
+    assert (fence.publishing, entering.done(), engine.paused) == (True, False, True)
+    engine.failing.clear()
+    await asyncio.wait_for(entering, 2)
+    assert (fence.policy_version, engine.calls[-1]) == (2, ("resume", "2"))
+
+
+async def test_r41_a_begin_supersedes_a_publish_whose_lease_has_run_out_though_the_engine_did_not_go_on(
+    fence, engine, door, header
+):
+    await publish(fence, header, 1)
+    await begin(fence, lease_seconds=0.02)
+    engine.failing.add("resume")
+    assert await reached(lambda: fence._publish.given_up)
+    second = await begin(fence)
+    engine.failing.clear()
+    await asyncio.sleep(0.1)
+    assert fence._publish.publish_id == second, "the one before does not end it"
+    header.begin_write(2)
+    header.end_write(2)
+    await fence.end(second, 2)
+    await door.enter()
+    assert fence.policy_version == 2
+
+
+async def test_a_begin_before_the_lease_has_run_out_is_told_for_how_long_it_lasts(fence):
+    await begin(fence, lease_seconds=20.0)
+    with pytest.raises(Problem, match="lapses in 20 s") as caught:
+        await begin(fence)
+    assert (caught.value.status, caught.value.retry_after_seconds) == (409, 20)
+
+
+async def test_a_begin_whose_answer_was_lost_is_asked_for_again_by_its_id(fence, engine, door, header):
+    await publish(fence, header, 1)
+    await door.enter()
+    asked = [asyncio.ensure_future(begin(fence, publish_id=OURS, in_flight="finish")) for _ in range(2)]
+    await asyncio.sleep(0.02)
+    door.leave()
+    assert await asyncio.gather(*asked) == [OURS, OURS]
+    assert await begin(fence, publish_id=OURS) == OURS
+    assert engine.calls.count(("pause", True)) == 2, "one for each publish"
+    assert await kind_of(begin(fence, publish_id=OTHER)) == "publish-in-progress"
+
+
+async def test_a_begin_that_arrives_after_its_publish_is_over_opens_nothing(fence, header):
+    for way in ("end", "abort", "lapse"):
+        version = (fence.policy_version or 0) + 1
+        publish_id = await begin(fence, publish_id=OURS + way, lease_seconds=0.05)
+        if way == "abort":
+            await fence.abort(publish_id)
+        else:
+            header.begin_write(version)
+            header.end_write(version)
+            if way == "end":
+                await fence.end(publish_id, version)
+        await lapsed(fence)
+        assert await kind_of(begin(fence, publish_id=OURS + way)) == "publish-lapsed"
+        assert not fence.publishing
+
+
+async def test_a_trainer_that_dies_while_the_server_drains_holds_it_up_no_longer_than_its_lease(
+    fence, engine, door, header
+):
+    await publish(fence, header, 1)
+    await door.enter()
+    beginning = asyncio.ensure_future(begin(fence, publish_id=OURS, in_flight="finish", lease_seconds=0.05))
+    await asyncio.sleep(0.01)
+    await asyncio.wait_for(door.enter(), 1)
+    assert not fence.publishing
+    door.leave()
+    door.leave()
+    assert await kind_of(beginning) == "publish-lapsed"
+    assert not engine.paused
+
+
+async def test_a_lease_that_is_renewed_holds_while_the_server_drains_and_nothing_can_be_ended_yet(fence, door, header):
+    await publish(fence, header, 1)
+    await door.enter()
+    beginning = asyncio.ensure_future(begin(fence, publish_id=OURS, in_flight="finish", lease_seconds=0.1))
+    for _ in range(4):
+        await asyncio.sleep(0.05)
+        fence.renew(OURS)
+    assert await kind_of(fence.end(OURS, 2)) == "publish-not-begun"
+    with pytest.raises(WriteRefused):
+        header.begin_write(2)
+    assert (await fence.abort(OURS))["policy_version"] == 1
+    door.leave()
+    assert await kind_of(beginning) == "publish-lapsed"
+    await door.enter()
+
+
+@pytest.mark.parametrize("moment", ["before the write", "in the write", "after the write"])
+async def test_r41_a_resume_by_hand_during_a_publish_changes_nothing(fence, engine, door, header, moment):
+    await publish(fence, header, 1)
+    publish_id = await begin(fence)
+    calls = list(engine.calls)
+    if moment != "before the write":
+        header.begin_write(2)
+    if moment == "after the write":
+        header.end_write(2)
+    entering = asyncio.ensure_future(door.enter())
+    await fence.release()
+    await asyncio.sleep(0.01)
+    assert (engine.calls, fence.torn, entering.done()) == (calls, False, False)
+    if moment == "before the write":
+        header.begin_write(2)
+    if moment != "after the write":
+        header.end_write(2)
+    await fence.end(publish_id, 2)
+    await asyncio.wait_for(entering, 1)
+
+
+async def test_a_resume_by_hand_lets_go_on_what_a_publish_still_waits_for(fence, engine, door, header):
+    await publish(fence, header, 1)
+    await door.enter()
+    await fence.hold()
+    beginning = asyncio.ensure_future(begin(fence, in_flight="finish"))
+    await asyncio.sleep(0.01)
+    await fence.release()
+    assert not engine.paused
+    door.leave()
+    await asyncio.wait_for(beginning, 1)
+
+
+async def test_a_resume_by_hand_that_fails_leaves_the_server_held(fence, engine, door, header):
+    await publish(fence, header, 1)
+    await fence.hold()
+    engine.failing.add("resume")
+    with pytest.raises(RuntimeError):
+        await fence.release()
+    assert await refusal_of(door) == "paused", "nobody waits in an engine that stands still"
+    engine.failing.clear()
+    await fence.release()
+    await door.enter()
+
+
+class SlowChange:
+    """Takes longer to put the old weights back than the lease lasts."""
+
+    async def keep(self):
+        raise AssertionError
+
+    async def take_back(self):
+        await asyncio.sleep(0.15)
+        return True
+
+
+async def test_an_abort_that_takes_longer_than_the_lease_does_not_lapse_meanwhile(engine, door):
+    fence = Fence(engine, door, header=None)
+    await fence.serve_fixed(1)
+    publish_id = await begin(fence, lease_seconds=0.05)
+    fence.overwrite(publish_id, 2, SlowChange())
+    assert (await fence.abort(publish_id))["torn"] is False
+    await door.enter()
+    assert fence.policy_version == 1
+
+
+async def test_what_is_decoded_beside_lapses_aborts_and_publishes_is_stamped_with_the_weights_it_is_of(
+    fence, engine, door, header
+):
+    """The weights are one number; a step reads it and nothing writes it while the engine runs."""
+    weights, wrong = [1], []
+
+    async def ask():
+        await door.enter()
+        read = []
+        spans = await engine.decode(40, lambda start, end: read.extend(weights * (end - start)))
+        door.leave()
+        wrong.extend(read[at] for start, end, stamped in spans for at in range(start, end) if read[at] != stamped)
+
+    await publish(fence, header, 1)
+    asking = [asyncio.ensure_future(ask()) for _ in range(4)]
+    for version, way in enumerate(["end", "lapse", "abort", "lapse", "end"], 2):
+        publish_id = await begin(fence, lease_seconds=0.03)
+        header.begin_write(version)
+        weights[0] = version
+        header.end_write(version)
+        if way == "end":
+            await fence.end(publish_id, version)
+        elif way == "abort":
+            await fence.abort(publish_id)
+        await lapsed(fence)
+        await asyncio.sleep(0.01)
+    await asyncio.gather(*asking)
+    assert wrong == []
+    assert fence.policy_version == 6
