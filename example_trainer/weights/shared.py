@@ -211,7 +211,8 @@ class SharedVllmBridge(WeightBridge):
         try:
             attachment.client.end_publish(written.publish_id, version)
         except ServerRefused as error:
-            logger.warning("%s", error)
+            if error.kind != "publish-lapsed":
+                raise
             return None
         return PublishReport(version=version, seconds=0.0)
 
