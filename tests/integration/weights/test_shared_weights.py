@@ -250,6 +250,37 @@ def test_r26_a_trainer_killed_while_it_writes_leaves_a_server_that_refuses_until
     assert agrees(policy, samples_of(bridge, version))
 
 
+def test_r41_a_trainer_killed_between_its_whole_write_and_the_end_leaves_the_new_version_served(
+    shared_server, bridge_to
+):
+    bridge = bridge_to(shared_server, lease_seconds=1.0)
+    policy = bridge.prepare()
+    version = bridge.highest_version() + 1
+    bridge.publish(version)
+    with torch.no_grad():
+        for master in policy.masters.values():
+            master.mul_(1 + 0.1 * torch.randn(master.shape))
+    trainer = os.fork()
+    if trainer == 0:
+        die_with_the_whole_write(bridge, version + 1)
+    assert os.WTERMSIG(os.waitpid(trainer, 0)[1]) == signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while shared_server.info()["publishing"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    info = shared_server.info()
+    assert (info["policy_version"], info["torn"], info["paused"]) == (version + 1, False, False)
+    assert agrees(policy, samples_of(bridge, version + 1))
+
+
+def die_with_the_whole_write(bridge, version):
+    """In a process of its own: publish, and be killed before anybody is told."""
+    try:
+        bridge._attached.client.end_publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        bridge.publish(version)
+    finally:
+        os._exit(1)
+
+
 def die_while_writing(bridge, policy):
     """In a process of its own: begin a publish as this form does, write some of it, and be killed."""
     try:
@@ -257,7 +288,7 @@ def die_while_writing(bridge, policy):
             with policy.changing(), torch.no_grad():
                 next(iter(policy.masters.values())).zero_()
                 os.kill(os.getpid(), signal.SIGKILL)
-        bridge._attached.client.begin_publish(lease_seconds=1.0, drain_seconds=0.0, in_flight="drain")
+        bridge._attached.client.begin_publish("d" * 32, lease_seconds=1.0, drain_seconds=0.0, in_flight="drain")
         bridge._attached.header.begin_write(bridge.highest_version() + 1)
         next(iter(policy.served.values())).zero_()
         os.kill(os.getpid(), signal.SIGKILL)
