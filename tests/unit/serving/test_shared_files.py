@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from example_trainer.weights.versions import (
     sweep_stale_files,
 )
 
-BOOT_ID = "00000000feedface"
+BOOT_ID = secrets.token_hex(8)  # of this run alone: others may use the same shared memory
 
 
 @pytest.fixture(autouse=True)
