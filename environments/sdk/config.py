@@ -153,7 +153,9 @@ class ServerBaseline(BaseModel):
     model_name: str = Field("default", description="the model asked for")
     server_type: ServerType = Field("openai", description="what speaks at base_url; training needs vllm or sglang")
     rolling_buffer_length: int = Field(1000, ge=1, description="requests that timings are averaged over")
-    tokenizer_name: str = Field("none", description="none: the environment's")
+    tokenizer_name: str = Field(
+        "none", description="its model's tokenizer, where --env.tokenizer_name names none; none: what the server tells"
+    )
 
 
 class APIServerConfig(ServerBaseline):

@@ -312,6 +312,7 @@ class BaseEnv(ABC):
 
     @property
     def can_evaluate(self) -> bool:
+        """Whether there is an `evaluate`."""
         return type(self).evaluate is not BaseEnv.evaluate
 
     @property
@@ -383,6 +384,7 @@ class BaseEnv(ABC):
         await self.server.aclose()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Hand metrics of a trainer step to W&B, if it is used."""
         if self.tracker is not None:
             self.tracker.log(metrics, step)
 

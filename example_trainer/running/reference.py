@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from atropos_api.common import metric_names
 from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
-from atropos_api.common.options import Option, list_options
+from atropos_api.common.option_table import cell, option_table
+from atropos_api.common.options import list_options
 from example_trainer.cli import TrainerCommand
 from example_trainer.config import TrainingConfig
 from example_trainer.options.course import ENVIRONMENT_OPTIONS
@@ -107,15 +108,15 @@ def cli_page() -> str:
         "## `atropos-grpo`: the trainer\n",
         *_sections(),
         "### What only the command line knows\n",
-        _option_table(option for option in list_options(TrainerCommand) if option.path == "dry_run"),
+        option_table(option for option in list_options(TrainerCommand) if option.path == "dry_run"),
         _preset_block(),
         _environment_block(),
         "## `atropos-grpo-run`: broker, vLLM, environment and trainer at once\n",
         LAUNCHER_INTRODUCTION,
-        _option_table(launcher),
+        option_table(launcher),
         "## `python -m example_trainer.vllm_api_server`: the inference server\n",
         "Every other option of vLLM is accepted too.\n",
-        _option_table(list_options(ServerConfig)),
+        option_table(list_options(ServerConfig)),
         EXIT_CODES,
     ]
     return "\n".join(blocks)
@@ -125,9 +126,9 @@ def metrics_page() -> str:
     """docs/reference/metrics.md."""
     blocks = [METRICS_INTRODUCTION]
     for heading, metrics in metric_sections().items():
-        rows = "".join(f"| `{name}` | {_cell(text)} |\n" for name, text in metrics)
+        rows = "".join(f"| `{name}` | {cell(text)} |\n" for name, text in metrics)
         blocks.append(f"## {heading}\n\n| metric | meaning |\n|---|---|\n{rows}")
-    signs = "".join(f"| `{name}` | {_cell(_plain(text))} | {_cell(advice)} |\n" for name, text, advice in sign_table())
+    signs = "".join(f"| `{name}` | {cell(_plain(text))} | {cell(advice)} |\n" for name, text, advice in sign_table())
     limits = "".join(f"| `{name}` | {usual} |\n" for name, usual in limit_table())
     blocks += [EVENTS_INTRODUCTION + signs, LIMITS_INTRODUCTION + limits]
     return "\n".join(blocks)
@@ -162,27 +163,12 @@ def _sections() -> Iterator[str]:
         if issubclass(section, BaseModel) and section is not BaseModel:
             text = " ".join((section.__doc__ or "").split())
             yield f"### {text.partition(';')[0].rstrip('.')}\n"
-            yield _option_table(options[name] for name in section.__annotations__ if name in options)
-
-
-def _option_table(options: Iterable[Option]) -> str:
-    rows = "".join(_option_row(option) for option in options)
-    return f"| option | default | meaning |\n|---|---|---|\n{rows}"
-
-
-def _option_row(option: Option) -> str:
-    spelt = [flag for flag in option.flags if "_" not in flag]
-    flags = " or ".join(f"`{flag}`" for flag in spelt)
-    text, _, default = option.help.partition(" (default: ")
-    needed = text.endswith("(required)")
-    shown = "(required)" if needed else f"`{default.removesuffix(')')}`" if default else ""
-    choices = f" One of {', '.join(f'`{choice}`' for choice in option.choices)}." if option.choices else ""
-    return f"| {flags} | {shown} | {_cell(text.removesuffix('(required)').strip())}{choices} |\n"
+            yield option_table(options[name] for name in section.__annotations__ if name in options)
 
 
 def _preset_block() -> str:
     rows = "".join(
-        f"| `{name}` | {_cell(preset.about)} | {_preset_settings(preset)} |\n" for name, preset in PRESETS.items()
+        f"| `{name}` | {cell(preset.about)} | {_preset_settings(preset)} |\n" for name, preset in PRESETS.items()
     )
     return f"### Presets\n\n| `--preset` | what it is | what it sets |\n|---|---|---|\n{rows}"
 
@@ -207,10 +193,6 @@ def _environment_block() -> str:
         "The launcher hands these on; the trainer alone says whose they are.\n\n"
         f"| option | the environment's |\n|---|---|\n{rows}"
     )
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _plain(template: str) -> str:

@@ -151,7 +151,8 @@ class ServerManager:
     async def tokenizer_name(self) -> tuple[str, str] | None:
         """Address and tokenizer of the first server that tells the tokenizer of its model; waits for those out."""
         for server in self.servers:
-            name = await server.tokenizer_name()
+            named = server.config.tokenizer_name
+            name = await server.tokenizer_name() if named == "none" else named
             if name is not None:
                 return server.config.base_url, name
         return None

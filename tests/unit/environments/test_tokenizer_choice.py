@@ -105,6 +105,13 @@ async def test_where_none_is_named_it_is_that_of_the_served_model(tokenizer_fold
     assert env.tokenizer.name_or_path == env.config.tokenizer_name == str(tokenizer_folder)
 
 
+async def test_where_the_servers_settings_name_one_it_is_not_asked(tokenizer_folder):
+    env = env_before(Answers())
+    env.server.servers[0].config.tokenizer_name = str(tokenizer_folder)
+    await prepare_tokenizer(env)
+    assert env.tokenizer.name_or_path == str(tokenizer_folder)
+
+
 async def test_one_that_is_named_needs_no_server(tokenizer_folder):
     server = Answers()
     env = env_before(server, tokenizer_name=str(tokenizer_folder))
