@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class SessionAddress:
 
     root_url: str
     name: str
-    key: str
+    key: str = field(repr=False)
     key_in_url: bool
 
     def url(self, *, with_key: bool | None = None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -72,7 +73,8 @@ class SessionRoutes:
             stream = AnswerStream(writer)
             stream.follow(served.start(call(**arguments, on_delta=stream.on_delta)))
             await _until(stream.begun, stream.task, request.receive)
-            return StreamingResponse(stream.events(), media_type="text/event-stream")
+            ended = BackgroundTask(stream.task.cancel)  # also where the client went before the first piece was sent
+            return StreamingResponse(stream.events(), media_type="text/event-stream", background=ended)
         task = served.start(call(**arguments))
         await _until(None, task, request.receive)
         return JSONResponse({**openai_document(result_of(task)), "model": self._model_name(session)})

@@ -6,6 +6,8 @@ import anyio
 import httpx
 import pytest
 
+from environments.arithmetic_server import ArithmeticEnv
+from environments.sdk.cli import read_command
 from environments.sdk.session.address import SessionSettings
 from environments.sdk.session.journal import keep_journal
 from environments.sdk.session.listener import SessionsNotServed
@@ -97,6 +99,19 @@ async def test_sessions_are_served_where_the_settings_say_under_the_name_that_ag
         async with httpx.AsyncClient(headers=headers) as http:
             assert (await http.post(f"{reached}/chat/completions", json={"messages": CHAT})).status_code == 200
     await manager.aclose()
+
+
+async def test_an_environments_flags_say_how_its_sessions_are_served(unused_port, tokenizer_folder):
+    flags = {"host": "127.0.0.2", "port": unused_port, "url": "http://agents.example:7000", "temperature": 0.7}
+    given = [part for name, value in flags.items() for part in (f"--env.session_{name}", str(value))]
+    command = read_command(ArithmeticEnv, "serve", [*given, "--env.tokenizer_name", str(tokenizer_folder)])
+    env = ArithmeticEnv(command.env, command.servers)
+    async with env.server.managed_server(use_proxy=True) as session:
+        assert session.get_url().startswith("http://agents.example:7000/")
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(f"http://127.0.0.2:{unused_port}/health")).status_code == 200
+    assert env.server._sessions == SessionSettings(**flags)
+    await env.aclose()
 
 
 async def test_a_port_that_is_taken_is_told_with_the_flag_that_chooses_another(make_manager, unused_port):
