@@ -43,6 +43,8 @@ class HealthLimits:
     """Ours: a fall of the reward's mean over a window, in standard deviations of a batch's rewards."""
     rate_drop: float = 0.5
     """Ours: tokens per second against the median of up to 100 steps before."""
+    left_out: float = 0.5
+    """Ours: share of a step's sequences that are too long or have no token to train."""
     flat_steps: int = 5
     window_steps: int = 5
 
@@ -177,6 +179,14 @@ def _kl(limit: float, metrics: Mapping[str, float]) -> float | None:
     return largest if largest > limit else None
 
 
+def _left_out(limit: float, metrics: Mapping[str, float]) -> float | None:
+    """Sequences that nobody chose to leave out, as a share of all: too long, or without anything to train."""
+    causes = ("overlong", "no_trained_token")
+    count = sum(metrics.get(names.LEFT_OUT.format(cause=cause), 0.0) for cause in causes)
+    share = count / max(1.0, metrics.get(names.SEQUENCES, 0.0))
+    return share if share > limit else None
+
+
 def _logprob_gap(limit: float, metrics: Mapping[str, float]) -> float | None:
     if names.LOGPROBS_INFERENCE_MEAN not in metrics or names.LOGPROBS_TRAINING_MEAN not in metrics:
         return None
@@ -199,7 +209,7 @@ class _FlatReward(_Remembering):
         self._steps = steps
 
     def __call__(self, metrics: Mapping[str, float]) -> float | None:
-        flat = metrics.get(names.TRAIN_SKIPPED, 0.0) == 1.0
+        flat = metrics.get(names.TRAIN_SKIPPED, 0.0) == 1.0 and metrics.get(names.NO_SIGNAL_FRACTION, 1.0) > 0.0
         in_a_row: int = self.kept["in_a_row"] + 1 if flat else 0
         self.kept["in_a_row"] = in_a_row
         return float(in_a_row) if in_a_row >= self._steps else None
@@ -327,6 +337,13 @@ def _outcome_signs(limits: HealthLimits) -> tuple[_Sign, ...]:
             check=_FlatReward(limits.flat_steps),
             message="{value:.0f} batches in a row had nothing to learn: every group's rewards are alike (flat reward)",
             advice="look at the task's difficulty and its reward function; a larger --env.group_size finds differences",
+        ),
+        _Sign(
+            name="left_out",
+            check=partial(_left_out, limits.left_out),
+            message="{value:.0%} of the sequences are not trained, or not whole: longer than --seq-len "
+            "(data/overlong) or without a trained token (data/no_trained_token)",
+            advice="raise --seq-len, or lower --env.max_token_length; where no token is trained, look at the masks",
         ),
         _Sign(
             name="rate_drop",

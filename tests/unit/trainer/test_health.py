@@ -37,6 +37,8 @@ AT_ONCE = [
     ("repetition", {names.RESPONSE_REPETITION: 0.51}),
     ("reference_logprobs", {names.LOGPROBS_INFERENCE_MEAN: 0.85}),
     ("logprob_gap", {names.LOGPROBS_INFERENCE_MEAN: -3.0}),
+    ("left_out", {names.SEQUENCES: 10.0, names.LEFT_OUT.format(cause="overlong"): 6.0}),
+    ("left_out", {names.SEQUENCES: 10.0, names.LEFT_OUT.format(cause="no_trained_token"): 6.0}),
 ]
 AT_THE_LIMIT = {
     names.MEAN_RATIO: 1.2,
@@ -46,6 +48,9 @@ AT_THE_LIMIT = {
     names.ALIGNMENT_DIFF_ABS_MEAN: 0.1,
     names.RESPONSE_REPETITION: 0.5,
     names.LOGPROBS_INFERENCE_MEAN: -2.92,
+    names.SEQUENCES: 10.0,
+    names.LEFT_OUT.format(cause="overlong"): 5.0,
+    names.LEFT_OUT.format(cause="truncated"): 5.0,
 }
 
 
@@ -75,6 +80,13 @@ def test_five_batches_without_differences_are_a_flat_reward() -> None:
     monitor = HealthMonitor()
     found = [signs(monitor, step, HEALTHY | {names.TRAIN_SKIPPED: 1.0}) for step in range(1, 8)]
     assert found == [[], [], [], [], ["flat_reward"], [], []]
+
+
+def test_steps_that_are_skipped_for_length_are_no_flat_reward() -> None:
+    monitor = HealthMonitor()
+    skipped = {names.TRAIN_SKIPPED: 1.0, names.NO_SIGNAL_FRACTION: 0.0, names.SEQUENCES: 4.0}
+    metrics = HEALTHY | skipped | {names.LEFT_OUT.format(cause="overlong"): 4.0}
+    assert [signs(monitor, step, metrics) for step in range(1, 8)] == [["left_out"], *[[]] * 6]
 
 
 def test_an_accuracy_that_collapses_is_told_and_noise_is_not() -> None:
