@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
+
+FEW: Final = 8
+"""Fewer dropped groups say nothing of a run yet."""
 
 
 def explain_drops(status: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each environment that dropped groups: how many, why, an example, and what to change."""
+    """A line for each environment that dropped more than a few groups: how many, why, an example, what to change."""
     for row in status.get("environments") or ():
         latest = row.get("latest_drop") if isinstance(row, Mapping) else None
-        if latest and latest.get("explanation"):
+        if latest and latest.get("explanation") and sum((row.get("dropped_groups") or {}).values()) >= FEW:
             yield f"{row.get('name')}: {latest['explanation']}"
 
 

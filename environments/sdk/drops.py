@@ -114,9 +114,8 @@ class DroppedGroups:
         scored = self.total + self.sent
         ranked = sorted(self._kinds.items(), key=lambda item: -item[1].count)
         commonest, kind = ranked[0]
-        head = (
-            f"{scored} groups collected, all dropped" if not self.sent else f"{self.total} of {scored} groups dropped"
-        )
+        groups = "1 group" if scored == 1 else f"{scored} groups"
+        head = f"{self.total} of {groups} dropped" if self.sent else f"{groups} collected, all dropped"
         whys = ", ".join(f"{one.why} ({one.count})" if len(ranked) > 1 else one.why for _, one in ranked)
         shown = "" if kind.example is None else _shown(kind.example)
         return f"{head}: {whys}{shown}; {ADVICE[commonest]}"

@@ -103,7 +103,7 @@ def test_a_report_holds_totals_under_one_session(clock):
 def test_an_example_that_cannot_be_decoded_costs_the_example_alone(clock):
     dropped = DroppedGroups(clock)
     dropped.note(ZERO, lambda: str(1 / 0))
-    assert dropped.explain().startswith("1 groups collected, all dropped: every score is 0; --env.")
+    assert dropped.explain().startswith("1 group collected, all dropped: every score is 0; --env.")
 
 
 class Numbers(BaseEnv):

@@ -142,8 +142,13 @@ def test_watching_costs_less_than_a_hundredth_of_a_core(tmp_path: Path, broker_u
 
 DROPPING = {
     "environments": [
-        {"name": "gsm8k", "latest_drop": {"explanation": "96 groups collected, all dropped: every score is 0"}},
+        {
+            "name": "gsm8k",
+            "latest_drop": {"explanation": "96 groups collected, all dropped: every score is 0"},
+            "dropped_groups": {"equal-scores": 96},
+        },
         {"name": "fine", "latest_drop": None},
+        {"name": "begins", "latest_drop": {"explanation": "1 group"}, "dropped_groups": {"failed": 1}},
         {"name": "of an older broker"},
     ],
     "dropped_groups": {"equal-scores": 96},
@@ -157,6 +162,7 @@ def test_while_no_step_is_made_the_view_repeats_why_groups_are_dropped(tmp_path:
     view.update(state, ())
     view.update(state, ())
     assert out.getvalue().count("gsm8k: 96 groups collected, all dropped: every score is 0") == 1
+    assert "begins" not in out.getvalue()
     console = Console(width=120, file=io.StringIO(), force_terminal=False)
     with console.capture() as capture:
         console.print(render(state))

@@ -224,10 +224,10 @@ def test_rates_survive_a_restarted_broker():
 def test_dropped_groups_are_counted_and_explained(url):
     begin(url)
     with BrokerClient(url) as client:
-        client.report_dropped(0, DropReport(session="s", groups={"failed": 3}, explanation="3 groups failed"))
+        client.report_dropped(0, DropReport(session="s", groups={"failed": 9}, explanation="9 groups failed"))
         status = client.status()
-    assert once(url)["dropped"] == "3"
+    assert once(url)["dropped"] == "9"
     console = Console(width=200, file=io.StringIO())
     with console.capture() as capture:
         console.print(render(url, status, events=(), rates=(), lost=""))
-    assert "env [red]: 3 groups failed" in capture.get()
+    assert "env [red]: 9 groups failed" in capture.get()
