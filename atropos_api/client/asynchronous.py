@@ -59,6 +59,7 @@ class AsyncBrokerClient:
             auth=self._auth,
             transport=transport,
             trust_env=False,
+            verify=calls.tls_of(self.url),
         )
 
     async def __aenter__(self) -> Self:

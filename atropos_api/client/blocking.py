@@ -58,6 +58,7 @@ class BrokerClient:
             auth=self._auth,
             transport=transport,
             trust_env=False,
+            verify=calls.tls_of(self.url),
         )
 
     def __enter__(self) -> Self:

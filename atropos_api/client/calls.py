@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -64,6 +65,14 @@ class Call:
     content: bytes | None = None
     extra_seconds: float = 0.0
     repeatable: bool = True
+
+
+def tls_of(url: str) -> ssl.SSLContext | bool:
+    """The certificates to trust at this address: `$SSL_CERT_FILE` or `$SSL_CERT_DIR`, else those that httpx brings.
+
+    To read them costs more than a call, so nobody does who speaks plain HTTP.
+    """
+    return httpx.create_ssl_context() if url.startswith("https:") else False
 
 
 def default_headers() -> dict[str, str]:
@@ -211,7 +220,7 @@ def should_retry(call: Call, failure: httpx.Response | httpx.TransportError) -> 
     if isinstance(failure, httpx.Response):
         # 503 is the broker's own word that nothing was kept.
         return failure.status_code == 503 or (failure.status_code in RETRIED_STATUSES and call.repeatable)
-    if _find_host_error(failure) is not None:
+    if isinstance(failure, httpx.UnsupportedProtocol) or _find_host_error(failure) is not None:
         return False
     return call.repeatable or isinstance(failure, httpx.ConnectError | httpx.ConnectTimeout)
 
@@ -235,6 +244,8 @@ def retry_delay(attempt: int, failure: httpx.Response | httpx.TransportError) ->
 
 def unreachable(url: str, error: Exception | None, *, waited_seconds: float) -> BrokerUnreachable | BrokerHostUnknown:
     """The error for a broker that gives no answer; a host name that does not resolve is told apart."""
+    if isinstance(error, httpx.UnsupportedProtocol):
+        return BrokerHostUnknown(f"the broker's URL {url} does not begin with http:// or https://; try http://{url}")
     host_error = _find_host_error(error)
     if host_error is not None:
         host = httpx.URL(url).host

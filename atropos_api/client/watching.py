@@ -42,7 +42,7 @@ def watch_events(
     timeout = httpx.Timeout(timeout_seconds, read=SILENCE_SECONDS)
     try:
         with (
-            httpx.Client(timeout=timeout, auth=BearerAuth(token), trust_env=False) as client,
+            httpx.Client(timeout=timeout, auth=BearerAuth(token), trust_env=False, verify=calls.tls_of(url)) as client,
             client.stream("GET", f"{url.rstrip('/')}/v1/events", headers=headers) as response,
         ):
             _check(url, response)

@@ -21,6 +21,7 @@ AnyT = TypeVar("AnyT")
 COMPRESS_FROM_BYTES: Final = 1000
 THREAD_FROM_BYTES: Final = 2 << 20
 """Checking less takes no longer than a few milliseconds."""
+MOST_LENIENT_BYTES: Final = 1 << 16
 JSON: Final = "application/json"
 
 _encoder = msgspec.json.Encoder()
@@ -67,11 +68,29 @@ def _length_and_encoding(request: Request) -> tuple[bytes, bytes]:
 def decode_body(body: bytes, kind: type[StructT], *, strict: bool = True) -> StructT:
     """A small JSON body as its type; what is wrong with it is named. Not `strict`: numbers may come as text."""
     try:
-        return msgspec.json.decode(body or b"{}", type=kind, strict=strict)
+        return _decode(body or b"{}", kind, strict=strict)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the body has the wrong shape: {error}", field="body") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", field="body") from None
+
+
+def _decode(body: bytes, kind: type[StructT], *, strict: bool) -> StructT:
+    try:
+        return msgspec.json.decode(body, type=kind, strict=strict)
+    except msgspec.ValidationError:
+        if not strict or len(body) > MOST_LENIENT_BYTES:
+            raise
+        # To JSON 1.0 is an integer; some clients write every number so.
+        return msgspec.convert(_with_integers(msgspec.json.decode(body)), kind)
+
+
+def _with_integers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_integers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def json_response(content: Any, status_code: int = 200) -> Response:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
-
 from atropos_api.errors import BrokerError
 from atropos_api.http.contract import SECTIONS, Answer, Operation, Schema
-from atropos_api.http.contract.pieces import JSON, TEXT
-from atropos_api.http.problems import PROBLEM_TYPE, STATUS_BY_KIND, STATUS_OF_TRANSPORT, TYPE_PREFIX
+from atropos_api.http.contract.pieces import COLUMNS_SCHEMA, JSON, TEXT, Content
+from atropos_api.http.problems import PROBLEM_TYPE, STATUS_BY_KIND, STATUS_OF_TRANSPORT
+from atropos_api.http.schemas import REFERENCE, components, schema_of
+from atropos_api.wire.columns import MEDIA_TYPE as COLUMNS_TYPE
 
-REFERENCE: Final = "#/components/schemas/{name}"
+PROBLEM: Final[Schema] = {"$ref": REFERENCE.format(name="Problem")}
 DESCRIPTION: Final = (
     "The trajectory broker: environments push scored groups, one trainer pulls numbered batches. One run is open at a "
     "time; a second concurrent run needs a second broker. Ids address things and authorise nothing: where it matters "
@@ -63,7 +64,7 @@ def make_document(summaries: Mapping[tuple[str, str], str]) -> dict[str, Any]:
         "info": {"title": "Atropos broker", "version": "1", "description": DESCRIPTION},
         "paths": dict(paths),
         "components": {
-            "schemas": _components(),
+            "schemas": components() | ERROR_SCHEMAS,
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"token": []}],
@@ -88,7 +89,7 @@ def errors_of(operation: Operation) -> dict[int, list[str]]:
 def _operation(operation: Operation, tag: str) -> dict[str, Any]:
     described: dict[str, Any] = {
         "tags": [tag],
-        "operationId": f"{operation.method.lower()} {operation.path}",
+        "operationId": "_".join(re.findall(r"\w+", f"{operation.method.lower()} {operation.path}")) or "root",
         "description": operation.help,
         "parameters": [
             {
@@ -103,7 +104,7 @@ def _operation(operation: Operation, tag: str) -> dict[str, Any]:
         "responses": {str(status): answer for status, answer in _responses(operation)},
     }
     if operation.body is not None:
-        content = _content(operation.body, JSON, operation.example)
+        content = _content(operation.body, JSON, operation.example, columns=operation.columns)
         described["requestBody"] = {"required": operation.body_required, "content": content}
     if operation.open_to_all:
         described["security"] = []
@@ -129,41 +130,25 @@ def _responses(operation: Operation) -> Iterator[tuple[int, dict[str, Any]]]:
 def _success(answer: Answer) -> dict[str, Any]:
     if answer.content is None:
         return {"description": answer.help}
-    return {"description": answer.help, "content": _content(answer.content, answer.media_type, answer.example)}
+    content = _content(answer.content, answer.media_type, answer.example, columns=answer.columns)
+    return {"description": answer.help, "content": content}
 
 
 def _error_content(operation: Operation, status: int, kinds: list[str], own: list[str]) -> dict[str, Any]:
     """Problems; under the Atropos contract what a rule raises comes in that contract's forms instead."""
     if operation.path.startswith("/v1/") or not own:
-        return {PROBLEM_TYPE: {"schema": _problem(kinds)}}
-    foreign = [kind for kind in kinds if kind not in own]
-    content: dict[str, Any] = {PROBLEM_TYPE: {"schema": _problem(foreign)}} if foreign else {}
+        return {PROBLEM_TYPE: {"schema": PROBLEM}}
+    content: dict[str, Any] = {PROBLEM_TYPE: {"schema": PROBLEM}} if len(own) < len(kinds) else {}
     if status == 400:
         return content | {TEXT: {"schema": {"type": "string"}}}
     name = "LegacyValidationError" if status == 422 else "LegacyError"
     return content | {JSON: {"schema": {"$ref": REFERENCE.format(name=name)}}}
 
 
-def _problem(kinds: list[str]) -> Schema:
-    types = [TYPE_PREFIX + kind for kind in kinds]
-    return {"allOf": [{"$ref": REFERENCE.format(name="Problem")}, {"properties": {"type": {"enum": types}}}]}
-
-
-def _content(content: type | Schema, media_type: str, example: Any) -> dict[str, Any]:
-    schema = {"$ref": REFERENCE.format(name=content.__name__)} if isinstance(content, type) else content
-    return {media_type: {"schema": schema} | ({} if example is None else {"example": example})}
-
-
-def _components() -> dict[str, Any]:
-    used = {
-        content
-        for operations in SECTIONS.values()
-        for operation in operations
-        for content in (operation.body, *(answer.content for answer in operation.answers.values()))
-        if isinstance(content, type)
-    }
-    _, schemas = msgspec.json.schema_components(sorted(used, key=lambda kind: kind.__name__), ref_template=REFERENCE)
-    return dict(schemas) | ERROR_SCHEMAS
+def _content(content: Content, media_type: str, example: Any, *, columns: bool) -> dict[str, Any]:
+    schema = content if isinstance(content, dict) else schema_of(content)
+    forms = {media_type: {"schema": schema} | ({} if example is None else {"example": example})}
+    return forms | ({COLUMNS_TYPE: {"schema": COLUMNS_SCHEMA}} if columns else {})
 
 
 def _descendants(kind: type[BrokerError]) -> Iterator[type[BrokerError]]:

@@ -14,7 +14,7 @@ LONGEST_WAIT_SECONDS: Final = 60.0
 LONGEST_KEY: Final = 200
 
 _INTEGER: Final = re.compile(r"-?[0-9]{1,18}", re.ASCII)
-_DECIMAL: Final = re.compile(r"[0-9]{1,18}(\.[0-9]{0,18})?([eE][+-]?[0-9]{1,2})?", re.ASCII)
+_DECIMAL: Final = re.compile(r"[0-9]{1,400}(\.[0-9]{0,400})?([eE][+-]?[0-9]{1,3})?", re.ASCII)
 
 
 def read_int(request: Request, name: str, default: int | None = None, *, least: int | None = None) -> int | None:

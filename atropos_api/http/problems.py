@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 from fastapi import Request, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from atropos_api.errors import BrokerError, InvalidGroup, QueueFull, StoreUnavailable
 from atropos_api.http.services import Services
@@ -144,12 +145,15 @@ def fault_response() -> Response:
     return problem_response(500, "internal-error", "the broker failed at this request; its log says why")
 
 
-def answer_http_error(_: Request, error: Exception) -> Response:
+def answer_http_error(request: Request, error: Exception) -> Response:
     """What the framework refuses by itself: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     response = problem_response(error.status_code, _title(error.status_code).lower().replace(" ", "-"), error.detail)
-    # Such as Allow, which goes with a 405.
     response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        # The framework names the methods of the first route of that path alone.
+        routes = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+        response.headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods}))
     return response
 
 

@@ -34,7 +34,7 @@ class SubmissionHead(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     environment_id: int
 
 
-_submission_decoder = msgspec.json.Decoder(SubmissionHead)
+_submission_decoder = msgspec.json.Decoder(SubmissionHead, strict=False)
 
 
 def check_submission(body: bytes) -> tuple[int, list[CheckedGroup]]:

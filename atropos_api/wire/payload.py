@@ -67,7 +67,7 @@ class CheckedGroup(msgspec.Struct, kw_only=True, gc=False):
         return len(self.text) + (len(self.columns) if self.columns is not None else 0)
 
 
-_submission_decoder = msgspec.json.Decoder(SubmissionText)
+_submission_decoder = msgspec.json.Decoder(SubmissionText, strict=False)
 _fields_decoder = msgspec.json.Decoder(Fields)
 _list_decoder = msgspec.json.Decoder(list[Fields])
 

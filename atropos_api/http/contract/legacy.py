@@ -5,33 +5,44 @@ from __future__ import annotations
 from typing import Final
 
 from atropos_api.broker.legacy import LegacyEnvironment, LegacyRegistration
-from atropos_api.broker.legacy_status import StatusEnv
+from atropos_api.http.contract.answers import (
+    EnvironmentLeft,
+    EnvironmentRegistered,
+    GroupsTaken,
+    GroupTaken,
+    NextBatch,
+    NoExample,
+    StatusEnv,
+    StepAndQueue,
+    TrainerFacts,
+    TrainerRegistered,
+    WandbFacts,
+    Welcome,
+)
 from atropos_api.http.contract.pieces import (
-    COUNT,
     EXAMPLE_GROUP,
-    GROUP,
     INTEGER,
     KEY,
-    OBJECT,
     TEXT,
     TEXT_SCHEMA,
     WRITES,
     Answer,
     Operation,
-    Schema,
     in_query,
     object_of,
     ok,
 )
+from atropos_api.wire.groups import Group
 
-TAKEN: Final[Schema] = {"type": "object", "properties": {"status": {"enum": ["received", "buffered"]}}}
-ENV_ID: Final = object_of(env_id={"anyOf": [INTEGER, TEXT_SCHEMA]})
+ENV_ID: Final = object_of(
+    env_id={"anyOf": [{"type": "integer"}, {"type": "string", "pattern": "^(0|-?[1-9][0-9]{0,17})$"}]}
+)
 
 LEGACY: Final = (
     Operation(
         method="GET",
         path="/",
-        answers=ok(object_of(message=TEXT_SCHEMA), "The name of the API", {"message": "AtroposLib API"}),
+        answers=ok(Welcome, "The name of the API", {"message": "AtroposLib API"}),
     ),
     Operation(
         method="POST",
@@ -50,7 +61,7 @@ LEGACY: Final = (
             "starting_step": 0,
             "num_steps": 40,
         },
-        answers=ok(object_of(uuid=COUNT), "An integer that is never asked for again"),
+        answers=ok(TrainerRegistered, "An integer that is never asked for again"),
         errors=("invalid-request", "run-in-progress", *WRITES),
     ),
     Operation(
@@ -61,7 +72,7 @@ LEGACY: Final = (
         body=LegacyEnvironment,
         example={"max_token_length": 2048, "desired_name": "gsm8k", "weight": 1.0, "group_size": 8},
         answers=ok(
-            object_of(status=TEXT_SCHEMA),
+            EnvironmentRegistered,
             "`success` and its id; or `wait for trainer to start`, or `wait: ...` with the sizes that fill no batch",
         ),
         errors=("invalid-request", "group-size-cannot-fill-batch", *WRITES),
@@ -71,7 +82,7 @@ LEGACY: Final = (
         path="/disconnect-env",
         body=ENV_ID,
         example={"env_id": 0},
-        answers=ok(object_of(status={"enum": ["success", "failure"]}), "Failure means: no such environment"),
+        answers=ok(EnvironmentLeft, "Failure means: no such environment"),
         errors=("invalid-request", *WRITES),
     ),
     Operation(
@@ -86,9 +97,9 @@ LEGACY: Final = (
         method="POST",
         path="/scored_data",
         parameters=(KEY,),
-        body=GROUP,
+        body=Group,
         example=EXAMPLE_GROUP | {"env_id": 0},
-        answers=ok(TAKEN, "Kept; buffered if no batch can use it yet", {"status": "received"}),
+        answers=ok(GroupTaken, "Kept; buffered if no batch can use it yet", {"status": "received"}),
         errors=("invalid-request", "invalid-group", "queue-full", *WRITES),
     ),
     Operation(
@@ -96,9 +107,9 @@ LEGACY: Final = (
         path="/scored_data_list",
         help="Valid groups are taken even where others of the list are refused (422 then names those).",
         parameters=(KEY,),
-        body={"type": "array", "items": GROUP},
+        body=list[Group],
         example=[EXAMPLE_GROUP | {"env_id": 0}],
-        answers=ok(TAKEN, "Kept", {"status": "received", "groups_processed": 1}),
+        answers=ok(GroupsTaken, "Kept", {"status": "received", "groups_processed": 1}),
         errors=("invalid-request", "invalid-group", "queue-full", *WRITES),
     ),
     Operation(
@@ -106,7 +117,7 @@ LEGACY: Final = (
         path="/batch",
         help="Commits the batch handed out before, if its answer was delivered whole.",
         answers=ok(
-            {"type": "object", "properties": {"batch": {"type": ["array", "null"]}}, "required": ["batch"]},
+            NextBatch,
             "The batch; null while there is none; `[]` with a status and a message before a trainer registered",
             {"batch": None},
         ),
@@ -115,22 +126,22 @@ LEGACY: Final = (
     Operation(
         method="GET",
         path="/status",
-        answers=ok(object_of(current_step=INTEGER, queue_size=COUNT), "Queue in groups"),
+        answers=ok(StepAndQueue, "Queue in groups"),
     ),
     Operation(
         method="GET",
         path="/info",
         answers=ok(
-            object_of(batch_size=INTEGER, max_token_len=INTEGER),
+            TrainerFacts,
             "-1 before a trainer registered; policy_name besides, where the newest policy has a model name of its own",
         ),
     ),
     Operation(
         method="GET",
         path="/wandb_info",
-        answers=ok(object_of(group={"type": ["string", "null"]}, project={"type": ["string", "null"]})),
+        answers=ok(WandbFacts),
     ),
-    Operation(method="GET", path="/latest_example", answers=ok(OBJECT, "The group that came last")),
+    Operation(method="GET", path="/latest_example", answers=ok((Group, NoExample), "The group that came last")),
     Operation(
         method="GET",
         path="/reset_data",

@@ -9,7 +9,6 @@ from atropos_api.http.contract.pieces import (
     EPOCH,
     EXAMPLE_GROUP,
     FROM_ONE,
-    GROUP,
     INTEGER,
     KEY,
     NOTHING,
@@ -22,7 +21,6 @@ from atropos_api.http.contract.pieces import (
     Operation,
     in_path,
     in_query,
-    object_of,
     ok,
 )
 from atropos_api.wire.groups import Batch
@@ -39,6 +37,7 @@ from atropos_api.wire.messages import (
     PolicyUpdate,
     RunInfo,
     RunRequest,
+    Submission,
     SubmitAnswer,
 )
 
@@ -50,7 +49,8 @@ V1: Final = (
         path="/v1/groups",
         help="All of one environment, as JSON or in binary columns. The whole request is taken or refused.",
         parameters=(KEY,),
-        body=object_of(environment_id=INTEGER, groups={"type": "array", "items": GROUP}),
+        body=Submission,
+        columns=True,
         example={"environment_id": 0, "groups": [EXAMPLE_GROUP]},
         answers={202: Answer(help="Kept: nothing of it is lost from here on", content=SubmitAnswer)},
         errors=(
@@ -102,7 +102,7 @@ V1: Final = (
             in_query("world_size", FROM_ONE | {"default": 1}, "Ranks that share the batch"),
         ),
         answers={
-            200: Answer(help="The batch, or this rank's slice of it", content=Batch),
+            200: Answer(help="The batch, or this rank's slice of it", content=Batch, columns=True),
             204: Answer(help="It cannot be formed yet; ask again (Retry-After: 0)"),
         },
         errors=(
@@ -187,14 +187,14 @@ V1: Final = (
         body=HoldRequest,
         example={"seconds": 60, "reason": "evaluation"},
         answers=ok(Hold, "The lease"),
-        errors=("invalid-request", "no-open-run", "unknown-hold"),
+        errors=("invalid-request", "no-open-run", "unknown-hold", *WRITES),
     ),
     Operation(
         method="DELETE",
         path="/v1/policy/hold/{hold_id}",
         parameters=(in_path("hold_id", TEXT_SCHEMA, "As given when the hold was granted"),),
         answers=ok(Hold, "The lease as it ended"),
-        errors=("no-open-run", "unknown-hold"),
+        errors=("no-open-run", "unknown-hold", *WRITES),
     ),
-    Operation(method="DELETE", path="/v1/policy/hold", answers=NOTHING),
+    Operation(method="DELETE", path="/v1/policy/hold", answers=NOTHING, errors=("no-open-run", *WRITES)),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from atropos_api.http.contract.answers import Health, Status
 from atropos_api.http.contract.pieces import (
     EVENTS,
     HTML,
@@ -15,41 +16,29 @@ from atropos_api.http.contract.pieces import (
     Parameter,
     Schema,
     in_query,
-    object_of,
     ok,
 )
+from atropos_api.wire.groups import Group
 
-STATUS: Final = object_of(
-    time={"type": "number"},
-    run={"type": ["object", "null"]},
-    queue=OBJECT,
-    batches=OBJECT,
-    environments={"type": "array", "items": OBJECT},
-    left_over_groups=OBJECT,
-    store=OBJECT,
-    dropped_groups=OBJECT,
-    counters=OBJECT,
-)
-HEALTH: Final = object_of(status=TEXT_SCHEMA)
 EVENT_ID: Final[Schema] = {"type": "string", "pattern": "^[0-9]{1,18}$"}
 
-ALIVE: Final = ok(HEALTH, "The process answers", {"status": "ok"})
+ALIVE: Final = ok(Health, "The process answers", {"status": "ok"})
 
 WATCHING: Final = (
     Operation(
-        method="GET", path="/livez", answers=ok(HEALTH, "The process answers", {"status": "ok"}), open_to_all=True
+        method="GET", path="/livez", answers=ok(Health, "The process answers", {"status": "ok"}), open_to_all=True
     ),
     Operation(
-        method="GET", path="/health", answers=ok(HEALTH, "The same as /livez", {"status": "ok"}), open_to_all=True
+        method="GET", path="/health", answers=ok(Health, "The same as /livez", {"status": "ok"}), open_to_all=True
     ),
     Operation(
         method="GET",
         path="/readyz",
         answers={
-            200: Answer(help="Submissions would be kept", content=HEALTH, example={"status": "ready"}),
+            200: Answer(help="Submissions would be kept", content=Health, example={"status": "ready"}),
             503: Answer(
                 help="They would not: the store takes no writes, the broker waits as a standby, or it is being stopped",
-                content=HEALTH,
+                content=Health,
                 example={"status": "stopping"},
             ),
         },
@@ -62,12 +51,12 @@ WATCHING: Final = (
             200: Answer(help="Counters and gauges in Prometheus' text form", content=TEXT_SCHEMA, media_type=TEXT)
         },
     ),
-    Operation(method="GET", path="/v1/status", answers=ok(STATUS, "Run, policy, queue, environments, counters")),
+    Operation(method="GET", path="/v1/status", answers=ok(Status, "Run, policy, queue, environments, counters")),
     Operation(
         method="GET",
         path="/v1/groups/latest",
         answers={
-            200: Answer(help="The group that came last, as it is delivered", content=OBJECT),
+            200: Answer(help="The group that came last, as it is delivered", content=Group),
             204: Answer(help="None came yet"),
         },
     ),

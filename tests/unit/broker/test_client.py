@@ -1,6 +1,11 @@
 """What the clients repeat, what they refuse to repeat, and what they say when nobody answers."""
 
+import shutil
+import ssl
+import subprocess
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -70,6 +75,58 @@ def test_a_refusal_is_not_repeated_and_carries_the_problem():
     with pytest.raises(BrokerRefused, match=r"scores\[1\]: no") as caught:
         client.submit(1, [make_group()], idempotency_key="k")
     assert (caught.value.kind, caught.value.status, len(calls)) == ("invalid-group", 422, 1)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost:8000", "localhost"])
+def test_a_url_without_http_is_told_at_once(url):
+    started = time.monotonic()
+    with BrokerClient(url) as client:
+        for call in (client.status, lambda: client.wait_until_ready(600)):
+            with pytest.raises(BrokerHostUnknown, match=f"does not begin with http.*try http://{url}"):
+                call()
+    assert time.monotonic() - started < 5
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate for 127.0.0.1 that nobody has signed, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    made = ["-keyout", folder / "key", "-out", folder / "certificate", "-days", "2", "-nodes", "-subj", "/CN=broker"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    for_us = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(["openssl", "req", "-x509", *curve, *made, *for_us], check=True, capture_output=True)
+    return folder / "certificate", folder / "key"
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_private_certificate_is_trusted_where_the_environment_names_it(certificate, monkeypatch, trusted):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        if trusted:
+            monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+        with BrokerClient(f"https://127.0.0.1:{server.server_port}", retry_seconds=0.0) as client:
+            if trusted:
+                assert client.status() == {}
+            else:
+                with pytest.raises(BrokerUnreachable, match="CERTIFICATE_VERIFY_FAILED"):
+                    client.status()
+        server.shutdown()
 
 
 def test_a_mistyped_host_is_told_at_once():
