@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError  # what torch raises; nothing is unpickled but by its loader for weights alone
 from typing import TYPE_CHECKING, Any, Protocol
 
 from example_trainer.errors import CheckpointError
@@ -248,6 +249,11 @@ def restore(
             checkpoint / TENSOR_STATE_FILE, map_location="cpu", weights_only=True, mmap=policy.is_sharded
         )
         optimizer.load_state_dict(_as_held(saved["optimizer"], policy, optimizer))
+    except UnpicklingError as error:
+        raise CheckpointError(
+            f"{checkpoint / TENSOR_STATE_FILE} holds more than tensors and numbers, which is not executed; take a "
+            "checkpoint from where you trust it"
+        ) from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(
             f"the optimizer state in {checkpoint} cannot be loaded ({error}); resume with the --optimizer, the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import subprocess
 import sys
@@ -118,6 +119,18 @@ def test_files_of_the_living_stay_and_of_the_dead_go():
         owner.wait()
     assert path in sweep_stale_files()
     assert not path.exists()
+
+
+def test_files_of_other_users_are_never_swept(monkeypatch):
+    """A root that tidies up must not take the weights of somebody's running server, which it may open."""
+    file = SharedFile.create(BOOT_ID, "weights", 4096)
+    os.close(file._descriptor)  # its server is gone, so that nothing but the owner speaks for it
+    ours = os.getuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: ours + 1)
+        assert file.path not in sweep_stale_files()
+    assert file.path.exists()
+    assert file.path in sweep_stale_files()
 
 
 def test_a_shared_file_is_this_users_alone():

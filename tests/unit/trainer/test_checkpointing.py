@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,10 @@ import yaml
 from example_trainer import checkpointing
 from example_trainer.checkpointing import (
     TrainerState,
+    begun_version,
     find_checkpoint,
     list_checkpoints,
+    note_begun,
     random_state,
     read_state,
     refuse_changed_settings,
@@ -75,6 +78,70 @@ def test_a_write_that_breaks_off_leaves_no_checkpoint_behind(
         save(tmp_path, policy, 2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1"]
     assert (tmp_path / "latest").readlink() == Path("checkpoint-1")
+
+
+class Disk:
+    """What is forced to the disk and what is renamed, in this order."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, str]] = []
+        fsync, rename = os.fsync, Path.rename
+
+        def noted_fsync(descriptor: int) -> None:
+            place = Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(root)
+            self.events.append(("sync", str(place)))
+            fsync(descriptor)
+
+        def noted_rename(path: Path, target: Path) -> Path:
+            self.events.append(("rename", str(Path(target).relative_to(root))))
+            return rename(path, target)
+
+        monkeypatch.setattr(os, "fsync", noted_fsync)
+        monkeypatch.setattr(Path, "rename", noted_rename)
+
+
+def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_the_name_after(
+    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else power lost at the wrong moment leaves a checkpoint of that name with empty files in it."""
+    disk = Disk(tmp_path, monkeypatch)
+    path = save(tmp_path, policy, 1)
+    renamed = disk.events.index(("rename", "checkpoint-1"))
+    beside = ".checkpoint-1.part"
+    before = {name for kind, name in disk.events[:renamed] if kind == "sync"}
+    assert before == {beside, *(f"{beside}/{file.name}" for file in path.iterdir())}
+    assert disk.events[renamed - 1] == ("sync", beside), "the folder's entries last"
+    assert disk.events[-2:] == [("rename", "latest"), ("sync", ".")]
+
+
+def test_the_version_that_is_about_to_be_published_is_on_the_disk_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path, monkeypatch)
+    config = TrainingConfig(model_name="m", name="n", run_dir=tmp_path)
+    note_begun(config, "r", 7)
+    assert disk.events == [("sync", ".run.json.part"), ("rename", "run.json")]
+    assert begun_version(config) == 7
+
+
+class Poison:
+    """Makes a folder when it is unpickled, as an attacker would run a program."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.mkdir, (self._folder,)
+
+
+@pytest.mark.parametrize("where", ["optimizer", "random"])
+def test_a_poisoned_checkpoint_is_refused_and_not_executed(policy: Policy, tmp_path: Path, where: str) -> None:
+    path = save(tmp_path, policy, 1)
+    saved = torch.load(path / "trainer_state.pt", weights_only=True)
+    torch.save(saved | {where: Poison(tmp_path / "executed")}, path / "trainer_state.pt")
+    with pytest.raises(CheckpointError, match=r"trainer_state\.pt holds more than tensors and numbers"):
+        restore(path, policy, stepped_optimizer(policy))
+    assert not (tmp_path / "executed").exists()
 
 
 def test_latest_follows_and_nothing_is_pruned_unless_asked(policy: Policy, tmp_path: Path) -> None:
