@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch the tests that keep a promise; under xdist each process sees its own, and the one that tells sees all."""
+    spec = spec_from_file_location("promises", Path(__file__).with_name("promises.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    promises = module_from_spec(spec)
+    spec.loader.exec_module(promises)
+    config.pluginmanager.register(promises.Observer(promises.promised_tests()), "promises")
 
 
 @pytest.fixture

@@ -145,6 +145,12 @@ _ADAPTERS = {
     "lora_dropout": Effect(
         argv="--lora-dropout 0.5", beside="--weight-bridge-mode lora_only --lora-dropout 0", holds=_other_weights
     ),
+    "load_in_4bit": Effect(
+        argv="--load-in-4bit",
+        beside="--weight-bridge-mode lora_restart",
+        needs="bitsandbytes",
+        holds=_other("logprobs/training_mean"),
+    ),
     "lora_target_modules": Effect(
         argv="--lora-target-modules o_proj",
         beside=_LORA,
@@ -359,41 +365,3 @@ SERVED: dict[str, tuple[str, str]] = {
     "log_dir": ("--log-dir somewhere", "--bridge-dir somewhere"),
 }
 """Flag, and what the command that starts the server holds then and not without it."""
-
-_HERE = "tests/unit/trainer/test_flag_effects.py"
-_RANKS = "tests/unit/trainer/test_ranks.py"
-_BRIDGES = "tests/unit/weights/test_make_bridge.py"
-
-ELSEWHERE: dict[str, str] = {
-    "batch_timeout": f"{_HERE}::test_a_batch_that_nobody_fills_is_given_up_after_the_timeout",
-    "atropos_token_file": f"{_HERE}::test_the_token_in_a_file_is_shown_to_the_broker",
-    "bridge_token": "tests/unit/weights/test_shared_bridge.py::test_an_unauthorised_publish_is_told_at_once",
-    "device": f"{_HERE}::test_a_device_that_is_not_there_is_one_clear_line",
-    "broadcast_backend": f"{_BRIDGES}::test_with_several_inference_nodes_whole_weights_are_sent_to_each",
-    "inference_urls": f"{_BRIDGES}::test_with_several_inference_nodes_whole_weights_are_sent_to_each",
-    "init_method": f"{_RANKS}::test_ranks_without_a_place_to_meet_are_told_which_to_name",
-    "load_in_4bit": "tests/unit/weights/test_adapters.py"
-    "::test_a_base_in_four_bits_trains_its_adapter_and_gives_the_values_it_computes_with",
-    "logprob_chunk_tokens": f"{_HERE}::test_the_head_works_on_as_many_tokens_at_a_time_as_it_is_told",
-    "max_nonfinite_steps": "tests/unit/trainer/test_training.py"
-    "::test_a_step_without_finite_gradient_is_skipped_counted_and_stops_after_a_few",
-    "num_inference_nodes": f"{_HERE}::test_with_inference_on_other_hosts_no_server_is_started_here",
-    "overlap_publish": "tests/integration/trainer/test_loop.py"
-    "::test_r2_each_step_publishes_announces_checkpoints_and_commits_in_that_order",
-    "reshard_after_forward": f"{_RANKS}::test_p2_ranks_give_the_loss_gradients_metrics_and_weights_of_one_process",
-    "restart_method": "tests/integration/weights/test_restart_bridge.py"
-    "::test_no_rollout_is_lost_when_a_new_server_starts_beside_the_old_one_and_no_stranger_harmed",
-    "resume": f"{_HERE}::test_a_resumed_run_goes_on_after_its_newest_checkpoint",
-    "start_vllm": f"{_BRIDGES}"
-    "::test_lora_only_starts_a_server_that_keeps_a_version_for_each_step_of_staleness_and_two_more",
-    "sync_budget": "tests/unit/weights/test_budget.py"
-    "::test_recomputing_more_than_the_share_waits_until_the_window_has_passed",
-    "sync_check": "tests/integration/weights/test_lora_hotswap.py"
-    "::test_a_sync_that_is_not_what_was_sent_is_found_within_one_publish_and_taken_back",
-    "trainer_rank": f"{_RANKS}::test_p2_ranks_give_the_loss_gradients_metrics_and_weights_of_one_process",
-    "vllm_config_path": "tests/integration/trainer/test_command.py"
-    "::test_a_whole_run_exits_0_and_leaves_metrics_checkpoint_and_config",
-    "vllm_gpu": f"{_HERE}::test_the_server_sees_the_gpu_that_it_is_given",
-    "weight_bridge_mode": f"{_BRIDGES}::test_lora_restart_starts_its_own_servers_with_one_adapter_each",
-    "world_size": f"{_RANKS}::test_p2_ranks_give_the_loss_gradients_metrics_and_weights_of_one_process",
-}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from atropos_api.wire import Batch, Group
 from example_trainer.checkpointing import TrainerState, random_state, restore, save_checkpoint
@@ -26,6 +27,7 @@ from example_trainer.model import PolicyOptions, Sharding, load_policy
 from example_trainer.running.optimizers import make_optimizer, optimizer_settings
 from example_trainer.testing import Sampler, make_tiny_model
 from example_trainer.training import Learner, learner_settings
+from example_trainer.weights.bridge import policy_options
 
 from .ranks import run_ranks
 
@@ -253,6 +255,24 @@ def test_each_rank_goes_on_with_its_own_random_state(tiny_model: Path, groups: l
     for alone, resumed in found:
         assert all(np.array_equal(alone[name], resumed[name]) for name in alone)
     assert all(np.array_equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
+
+
+def held_after_a_forward(ranks: Ranks, model: Path) -> dict[bool, int]:
+    """Weights of the layers that a rank holds whole between forward and backward, by `--reshard-after-forward`."""
+    held: dict[bool, int] = {}
+    for reshard in (True, False):
+        settings = {"world_size": ranks.world_size, "device": "cpu", "reshard_after_forward": reshard}
+        policy = load_policy(policy_options(make_config(model, settings)))
+        policy.compute(lambda module: module(input_ids=torch.arange(8)[None]).logits)
+        layers: Any = policy.module.get_submodule("model.layers")
+        held[reshard] = sum(not isinstance(weight, DTensor) for weight in layers.parameters())
+    return held
+
+
+def test_gathered_weights_are_let_go_after_a_forward_unless_they_are_to_stay(tiny_model: Path, tmp_path: Path) -> None:
+    for held in run_ranks(2, tmp_path / "meeting", held_after_a_forward, tiny_model):
+        assert held[True] == 0
+        assert held[False] > 0
 
 
 def agree(ranks: Ranks) -> dict[str, Any]:
