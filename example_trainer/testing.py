@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -190,7 +191,11 @@ def _train_recorded(config: TrainingConfig, ranks: Ranks) -> None:
 
 
 class RolloutThread:
-    """An environment in a thread: samples from what a bridge serves and hands groups in while there is room."""
+    """An environment in a thread: samples from what a bridge serves and hands groups in while there is room.
+
+    With `groups_per_version` it samples so many from each version and then waits for the next, so that what is trained
+    on does not depend on how fast anything is.
+    """
 
     def __init__(
         self,
@@ -201,6 +206,7 @@ class RolloutThread:
         *,
         group_size: int,
         batches_ahead: int = 2,
+        groups_per_version: int | None = None,
     ) -> None:
         self._client = BrokerClient(url)
         self._bridge = bridge
@@ -208,6 +214,7 @@ class RolloutThread:
         self._reward = reward
         self._group_size = group_size
         self._batches_ahead = batches_ahead
+        self._groups_per_version = groups_per_version
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self.error: Exception | None = None
@@ -236,13 +243,16 @@ class RolloutThread:
                 max_batches_offpolicy=self._batches_ahead,
             )
         )
+        sampled: Counter[int] = Counter()
         while not self._stopped.is_set():
             pacing = self._client.heartbeat(info.environment_id, wait_seconds=0.0)
             served = self._bridge.served
             if pacing.state == "finished":
                 return
-            if pacing.state == "wait" or pacing.room_sequences <= 0 or served is None:
+            has_enough = served is not None and sampled[served[0]] == self._groups_per_version
+            if pacing.state == "wait" or pacing.room_sequences <= 0 or served is None or has_enough:
                 time.sleep(0.01)
                 continue
             group = self._sampler.sample(served[1], served[0], self._reward, group_size=self._group_size)
+            sampled[served[0]] += 1
             self._client.submit(info.environment_id, [group], idempotency_key=uuid.uuid4().hex)
