@@ -8,6 +8,7 @@ be kept in so, the tool refuses to start, unless it is told that limits alone ar
 from __future__ import annotations
 
 import logging
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -104,11 +105,14 @@ class PythonTool:
 
     def probe(self) -> None:
         """Find out how code can be kept in here; raises `SandboxUnavailable` where it cannot and has to be."""
+        if sys.platform != "linux":
+            raise SandboxUnavailable("a model's code runs on Linux only, in a virtual machine or a container elsewhere")
         reasons: dict[str, str] = {}
         for way in self._ways():
             reason = self._try(way)
             if reason is None:
                 self.way = way
+                logger.info("a model's code is kept in by %s", way)
                 return
             reasons.setdefault(way.name, reason)
         self.way = LIMITS_ALONE

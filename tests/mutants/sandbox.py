@@ -130,6 +130,20 @@ _EVERYWHERE = (
         "piece",
         f"{_TOOL}test_a_flood_of_output_fills_no_memory",
     ),
+    Mutant(
+        "the code does not wait",
+        _RUNNER,
+        'if os.read(ready, 1) != b"g":',
+        "if False:",
+        f"{_TESTS}test_lifetime.py::test_a_supervisor_that_comes_late_finds_the_code_waiting",
+    ),
+    Mutant(
+        "calls of 32 bits",
+        _CALLS,
+        "yield _RETURN, 0, 0, _KILL",
+        "yield _RETURN, 0, 0, _ALLOW",
+        f"{_TESTS}test_escapes.py::test_a_call_in_the_form_of_32_bits_ends_the_code",
+    ),
     # What outlives a run
     Mutant("no subreaper", _SUPERVISOR, "_PR_SET_CHILD_SUBREAPER, 1,", "_PR_SET_CHILD_SUBREAPER, 0,", _HIDING),
     Mutant(

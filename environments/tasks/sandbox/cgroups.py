@@ -75,11 +75,10 @@ class Groups:
 
     places: Mapping[str, Path]
     unified: bool
-    _made: int = 0
 
     def make(self) -> Group:
-        self._made += 1
-        name = f"{PREFIX}{os.getpid()}-{self._made}"
+        # Containers that share a tree number their processes alike.
+        name = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
         folders = {controller: place / name for controller, place in self.places.items()}
         for folder in dict.fromkeys(folders.values()):
             folder.mkdir()

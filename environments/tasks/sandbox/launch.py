@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from environments.tasks.sandbox.view import WORK_FOLDER, View
 
 READY, FILTER = 3, 4
-"""Descriptors of the code's process: where it says that it begins, and bubblewrap's filter of system calls."""
+"""Descriptors of the code's process: a socket by which it asks to begin, and bubblewrap's filter of system calls."""
 
 START_FAILED = 97
 NOBODY = 65534

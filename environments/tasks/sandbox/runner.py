@@ -25,8 +25,10 @@ site.setquit()
 site.sethelper()
 source = sys.stdin.read()
 sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - stays open for as long as the code runs
-# This fails where the supervisor is gone, and with it whoever would end the code in time.
+# The supervisor looks at this process before the code begins. Where it is gone, nobody would end the code in time.
 os.write(ready, b"r")
+if os.read(ready, 1) != b"g":
+    sys.exit("the supervisor is gone")
 os.close(ready)
 del name, numbers, ready, user, value
 

@@ -126,7 +126,7 @@ class Run:
         denied = self._filter()
         ours = self._descriptors
         ours["output"], output = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        ours["ready"], ready = os.pipe2(os.O_CLOEXEC)
+        ours["ready"], ready = (end.detach() for end in socket.socketpair())
         os.set_blocking(output, True)
         code = sealed_file(self.launch.code.encode("utf-8", "replace"))
         given = {0: code, 1: output, 2: output, READY: ready}
@@ -165,7 +165,7 @@ class Run:
                 waiting.unregister(ours["output"])
             if ours["ready"] in happened:
                 waiting.unregister(ours["ready"])
-                self._note_begin()
+                self._let_begin()
             if ours["process"] in happened:
                 return
             now = time.monotonic()
@@ -213,23 +213,28 @@ class Run:
             "by_cgroup": self.group is not None,
         }
 
-    def _note_begin(self) -> None:
-        """The runner says when it is done with itself; from now on the code's time counts."""
-        self.began = os.read(self._descriptors["ready"], 1) == b"r"
-        if not self.began:
+    def _let_begin(self) -> None:
+        """The runner asks when it is done with itself. From now on it is the code's time, and its files are watched."""
+        ready = self._descriptors["ready"]
+        if os.read(ready, 1) != b"r":
+            return
+        if self.launch.way.isolates and not self._watch_folder():
+            self._output[:] = b"the working folder of the code cannot be watched"
+            self._deadline = 0.0
             return
         self._deadline = time.monotonic() + self.launch.wall_seconds
-        if not self.launch.way.isolates:
-            return
+        self.began = True
+        os.write(ready, b"g")
+
+    def _watch_folder(self) -> bool:
+        """Open the code's working folder by a process that is in there."""
         own_root = Path("/").stat()
         for pid in process_tree.descendants(self._first):
             with contextlib.suppress(OSError):
                 if not os.path.samestat(Path(f"/proc/{pid}/root").stat(), own_root):
                     self._descriptors["folder"] = os.open(f"/proc/{pid}/root{WORK_FOLDER}", os.O_PATH | os.O_CLOEXEC)
-                    return
-        self.began = False
-        self._output[:] = b"the working folder of the code cannot be watched"
-        self._deadline = 0.0
+                    return True
+        return False
 
     def _read_output(self) -> bool:
         """Take a piece, keep of it what was asked for; False at the end."""

@@ -33,6 +33,8 @@ async def make(tokenizer_folder, tmp_path, math_verifier, monkeypatch):
             tokenizer_name=str(tokenizer_folder),
             group_size=2,
             max_token_length=3000,
+            # Where code can be isolated it is; what is tried here does not need it.
+            require_isolation=False,
             **settings,
         )
         server = APIServerConfig(server_type="vllm", base_url="http://fake/v1")

@@ -69,6 +69,7 @@ def test_killed_brokers_and_vllm_servers_cost_no_group_and_double_none(
         *("-m", "environments.tool_server", "serve", "--env.data_path", str(data), "--env.steps_per_eval", "0"),
         *("--env.rollout_server_url", url, "--openai.base_url", f"{served.server.url}/v1"),
         *("--env.tokenizer_name", str(writer), "--env.group_size", str(GROUP_SIZE), "--env.max_turns", "3"),
+        *("--env.require_isolation", "false"),
         *("--env.data_path_to_save_groups", str(handed_in), "--env.ensure_scores_are_not_same", "false"),
         *("--env.max_batches_offpolicy", "8", "--env.drain_seconds", "60", "--env.use_wandb", "false"),
     )

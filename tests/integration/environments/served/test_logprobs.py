@@ -33,6 +33,7 @@ SETTINGS = {
     ),
     "python_tool": (
         *("tool_server", "--env.max_token_length", "2000", "--env.max_new_tokens", "512", "--env.max_turns", "3"),
+        *("--env.require_isolation", "false"),
     ),
 }
 

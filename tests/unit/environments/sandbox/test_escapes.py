@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import signal
 import subprocess
 
 import pytest
@@ -40,6 +42,23 @@ def require_contained(machine, escapes, drive, **how):
 
 def test_no_attempt_to_leave_the_sandbox_succeeds(machine, escapes, drive, mechanism):
     require_contained(machine, escapes, drive, mechanisms=[mechanism])
+
+
+X86_CALL = """
+import ctypes, mmap
+rights = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+page = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=rights)
+page.write(bytes.fromhex("53b8 14000000 cd80 5b c3"))
+run = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+print("getpid gave", run())
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have no calls of another width")
+def test_a_call_in_the_form_of_32_bits_ends_the_code(drive, mechanism):
+    """Its numbers are others than those that the filter knows."""
+    result = drive({"call": X86_CALL}, mechanisms=[mechanism])["results"]["call"]
+    assert result == {"output": "", "exit_code": 128 + signal.SIGSYS, "ended_by": ""}
 
 
 @LONG

@@ -98,6 +98,23 @@ async def test_a_killed_supervisor_takes_its_run_along_and_is_replaced(tool, mar
     assert (await tool.run("6 * 7")).as_text() == "42"
 
 
+async def test_a_supervisor_that_comes_late_finds_the_code_waiting(tool):
+    """On a busy machine a short program would be over before it is looked at."""
+
+    def stop_and_go():
+        (supervisor,) = [psutil.Process(supervisor.pid) for supervisor in tool._supervisors]
+        wait_until(supervisor.children)
+        supervisor.suspend()
+        time.sleep(0.4)
+        supervisor.resume()
+
+    await tool.run("1")
+    for _ in range(2):
+        async with anyio.create_task_group() as group:
+            group.start_soon(anyio.to_thread.run_sync, stop_and_go)
+            assert (await tool.run("6 * 7")).as_text() == "42"
+
+
 async def test_giving_up_a_run_ends_it(tool, mark):
     async with anyio.create_task_group() as group:
         group.start_soon(tool.run, LASTING.format(mark=mark))
