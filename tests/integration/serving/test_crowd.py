@@ -80,11 +80,12 @@ class Verdict:
             found = until_difference(lone, said, numbers)
         else:
             found = [difference(lone[number], said) for number in sorted(under)]
-            if len(under) > 1 and None not in found:  # `/v1` does not tell the versions
-                self.counts["not told"] += 1
-                return
             found = None if None in found else found[0]
-            self.counts["as alone"] += 1
+            if len(under) > 1 and found is not None:  # `/v1` does not tell the versions
+                self.counts["changed on the way, untold"] += 1
+                found = None if begins_as_one_of(lone, said) else found
+            else:
+                self.counts["as alone"] += 1
         if found is not None:
             self.wrong.append(f"{ask}: {found}")
 
@@ -122,14 +123,16 @@ def test_among_each_other_and_publishes_requests_are_answered_as_alone(shared_se
 
 
 @pytest.mark.skipif(not LONG, reason="ATROPOS_CROWD=20000 runs it, which takes minutes")
-def test_among_adapters_that_come_and_go_requests_are_answered_as_alone(start_server, tiny_qwen2, wait_until):
+def test_among_adapters_that_come_and_go_requests_are_answered_as_alone(start_server, tiny_qwen2, tmp_path, wait_until):
     from .test_lora import Sender
 
     server = start_server("--enable-lora", "--max-loras", "3", environ={"ATROPOS_BRIDGE_TOKEN": "known"})
     sender = Sender(server, tiny_qwen2)
-    names = ("fixed-1", "fixed-2")
+    names = ("fixed-1", "fixed-2")  # without a version, so that no later one takes their place
     for name in names:
-        assert sender.send(name=name, activate=False).status_code == 200
+        sender.save(tmp_path / name)
+        loaded = {"name": name, "path": str(tmp_path / name), "activate": False}
+        assert server.post("/lora/load", loaded, Authorization="Bearer known").status_code == 200
     asking = Asking(9, str(server.model), names)
     asks = asking.make(KINDS)
     crowd = Crowd(server.url)
@@ -152,6 +155,14 @@ def test_among_adapters_that_come_and_go_requests_are_answered_as_alone(start_se
     assert verdict.wrong == []
     assert_nothing_left(server, wait_until)
     assert memory[-1] - memory[len(memory) // 4] < MOST_GROWTH_BYTES
+
+
+def begins_as_one_of(lone, said):
+    """Whether each output begins as under some of the weights."""
+    return all(
+        output.tokens[:1] in [each.outputs[number].tokens[:1] for each in lone]
+        for number, output in enumerate(said.outputs)
+    )
 
 
 def alone(crowd, asks):
