@@ -14,9 +14,8 @@ GUIDES = [
     {"json": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}}, "required": ["a"]}},
     {"json": {"type": "array", "items": {"enum": ["x", "yy"]}, "minItems": 1, "maxItems": 3}},
     {"grammar": 'root ::= "(" root ")" | [a-f]+'},
-    # xgrammar refuses this one, so that vLLM falls back on another library.
-    {"json": {"type": "object", "patternProperties": {"^[a-c]+$": {"type": "integer"}}, "minProperties": 1}},
-    {"json": {"type": "integer", "multipleOf": 3}},
+    # Of this one xgrammar would pass over the lengths, so vLLM chooses another library.
+    {"json": {"type": "string", "pattern": "^[ab]+$", "minLength": 2, "maxLength": 6}},
 ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -90,10 +91,19 @@ class Verdict:
             self.wrong.append(f"{ask}: {found}")
 
 
-def test_among_each_other_and_publishes_requests_are_answered_as_alone(shared_server, reference, wait_until):
-    asking = Asking(7, str(shared_server.model))
-    asks, policy = asking.make(KINDS), Policy(shared_server, reference)
-    crowd = Crowd(shared_server.url, lambda: policy.versions)
+@pytest.fixture(scope="module")
+def server(request, start_server):
+    """In the long form one that reads prompts in parts, and has to take memory from some requests for others."""
+    if not LONG:
+        return request.getfixturevalue("shared_server")
+    crowded = ("--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(5 << 20))
+    return start_server("--share-weights", *crowded)
+
+
+def test_among_each_other_and_publishes_requests_are_answered_as_alone(server, reference, wait_until):
+    asking = Asking(7, str(server.model))
+    asks, policy = asking.make(KINDS), Policy(server, reference)
+    crowd = Crowd(server.url, lambda: policy.versions)
     lone = []
     for number in range(VARIANTS):
         policy.publish(number)
@@ -107,7 +117,7 @@ def test_among_each_other_and_publishes_requests_are_answered_as_alone(shared_se
             due = (count + 1) * len(sent) // (PUBLISHES + 1)
             wait_until(lambda due=due: crowd.answered >= due, 3600)
             policy.publish(rng.randrange(VARIANTS), **rng.choice([{}, {"drain_seconds": 0}, {"in_flight": "finish"}]))
-            memory.append(memory_of(shared_server))
+            memory.append(memory_of(server))
 
     crowd.answered = 0
     publishing = threading.Thread(target=publish)
@@ -116,9 +126,10 @@ def test_among_each_other_and_publishes_requests_are_answered_as_alone(shared_se
     publishing.join()
     verdict = judged(sent, said, lone, policy.numbers.__getitem__)
     report(verdict, memory)
+    logger.info("%s", re.findall(r"^vllm:num_preemptions_total.*", server.client.get("/metrics").text, re.MULTILINE))
     assert verdict.wrong == []
     assert verdict.counts["as alone"] > 0.8 * REQUESTS
-    assert_nothing_left(shared_server, wait_until)
+    assert_nothing_left(server, wait_until)
     assert not LONG or memory[-1] - memory[len(memory) // 4] < MOST_GROWTH_BYTES
 
 
