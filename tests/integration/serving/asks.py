@@ -51,6 +51,7 @@ MALFORMED = [
     ("/v1/completions", {"prompt": [5], "structured_outputs": {"json": {"type": "integer", "minimum": HUGE}}}),
     ("/v1/completions", {"prompt": [5], "structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": [25]}),
     ("/v1/completions", {"prompt": [5], "structured_outputs": {"choice": ["yes"]}, "stream": True, "bad_words": ["y"]}),
+    ("/v1/completions", {"prompt": [5], "structured_outputs": 5}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": HALF_A_CHARACTER}]}),
     ("/v1/chat/completions", {"messages": [], "top_logprobs": HUGE}),
     ("/v1/completions", {"prompt": [5], "model": "nobody"}),

@@ -88,7 +88,7 @@ class Verdict:
             else:
                 self.counts["as alone"] += 1
         if found is not None:
-            self.wrong.append(f"{ask}: {found}")
+            self.wrong.append(f"{ask}: {found}; served meanwhile: {said.versions}; here {said.body}")
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +204,8 @@ def judged(sent, said, lone, numbers):
 
 def report(verdict, memory):
     mebibytes = [each >> 20 for each in (memory[0], memory[len(memory) // 4], memory[-1])]
+    for each in verdict.wrong:
+        logger.error("%s", each)
     logger.info("%s; %d publishes; MiB at first, a quarter, end: %s", dict(verdict.counts), len(memory), mebibytes)
 
 
