@@ -65,10 +65,19 @@ def carry_out(launch: Launch) -> int:
         sys.stderr.write(f"atropos-grpo-run: error: {error}\n")
         return error.exit_code
     Console(width=SUMMARY_WIDTH).print(as_table(summary))
-    sys.stdout.write(
-        "\n".join([*launch.notes, f"run directory: {launch.run.root}", f"picture: {launch.run.plot}"]) + "\n"
-    )
+    sys.stdout.write("\n".join([*launch.notes, *places_of(launch)]) + "\n")
     return 0
+
+
+def places_of(launch: Launch) -> list[str]:
+    """Where everything of a finished run is, and what to do next."""
+    return [
+        f"run directory: {launch.run.root}",
+        f"picture: {launch.run.plot}",
+        *launch.pages,
+        f"next: atropos report {launch.run.root} shows this again",
+        "next: atropos env init NAME begins an environment of your own (docs/howto/your-own-environment.md)",
+    ]
 
 
 def describe(launch: Launch) -> str:

@@ -40,8 +40,9 @@ from example_trainer.learning.batch_facts import PreparedBatch
 from example_trainer.learning.distributed import Ranks
 from example_trainer.learning.stepping import Stepper, make_stepper
 from example_trainer.learning.tail import Progress, Tail
-from example_trainer.running.batch_files import ROLLOUTS, batch_path, write_batch
+from example_trainer.running.batch_files import batch_path, write_batch
 from example_trainer.running.health import ANY_SIGN, HealthEvent, HealthMonitor, parse_limits
+from example_trainer.running.run_dir import ROLLOUTS
 from example_trainer.running.trackers import METRICS_FILE, RunTrackers, Tracker, last_line
 from example_trainer.training import StopRequestedError
 

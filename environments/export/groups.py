@@ -18,7 +18,10 @@ class GroupsUnreadable(AtroposError):
 
 
 def read_groups(path: Path) -> Iterator[dict[str, Any]]:
-    """The groups of a file, one a line, as Atropos' and our environments write them."""
+    """The groups of a file, one a line, as Atropos' and our environments write them.
+
+    A last line without an end is passed over unless it is whole: its writer is still at it, or was killed.
+    """
     try:
         file = path.open("rb")
     except OSError as error:
@@ -28,7 +31,13 @@ def read_groups(path: Path) -> Iterator[dict[str, Any]]:
     with file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _read_line(line, f"{path}:{number}")
+                try:
+                    group = _read_line(line, f"{path}:{number}")
+                except GroupsUnreadable:
+                    if line.endswith(b"\n") or number == 1:
+                        raise
+                    return
+                yield group
 
 
 def groups_from_broker(

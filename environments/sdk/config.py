@@ -76,6 +76,11 @@ class BaseEnvConfig(BaseModel):
     group_size_schedule: str = Field(
         "", description="group sizes by trainer step, as 0:8,100:4; it replaces group_size as the run goes on"
     )
+    groups_to_keep: int = Field(
+        0,
+        ge=0,
+        description="while serving, save no more than the newest so many groups, with their texts; 0: all, as they are",
+    )
     tool_parser: str = Field("hermes", description="how tool calls are written: hermes, json or a vLLM parser's name")
     server: str | None = Field(
         None,

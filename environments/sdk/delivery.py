@@ -9,7 +9,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -19,6 +20,7 @@ from atropos_api.common.whole_files import free_path
 from atropos_api.wire.groups import Group
 from environments.sdk.drops import NO_GROUP, Rejection, last_answer, quoted
 from environments.sdk.groups import GroupRules, to_wire
+from environments.sdk.recent_groups import Chats, RecentGroups
 from environments.sdk.session.journal import Journal, current_journal
 from environments.sdk.transcripts import messages_of
 from environments.sdk.types import Item
@@ -30,13 +32,22 @@ logger = logging.getLogger(__name__)
 
 Send = Callable[[Group], None]
 
-_held: ContextVar[list[Group] | None] = ContextVar("held", default=None)
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A group to be sent; its rollouts as chats are made when somebody is to read them."""
+
+    group: Group
+    chats: Callable[[], Chats]
+
+
+_held: ContextVar[list[Accepted] | None] = ContextVar("held", default=None)
 
 
 @contextmanager
-def hold_groups() -> Iterator[list[Group]]:
+def hold_groups() -> Iterator[list[Accepted]]:
     """Collect what is delivered inside, in this task and those it starts, instead of sending it."""
-    held: list[Group] = []
+    held: list[Accepted] = []
     token = _held.set(held)
     try:
         yield held
@@ -51,8 +62,9 @@ class Delivery:
         self._env = env
         self._rules = rules
         self._send = send
-        path = env.config.data_path_to_save_groups
-        self.file = GroupFile(Path(path)) if path is not None else None
+        path, keep = env.config.data_path_to_save_groups, env.config.groups_to_keep
+        self.file = GroupFile(Path(path)) if path is not None and not keep else None
+        self._recent = RecentGroups(Path(path), keep) if path is not None and keep else None
 
     async def deliver(self, scored_data: Any, item: Item, *, send: bool, check_length: bool) -> None:
         """Send the groups that the rules allow; inside of `hold_groups` they wait for its end."""
@@ -67,22 +79,23 @@ class Delivery:
             if not self._accept(group, rules, journal):
                 continue
             await self._env.add_rollouts_for_wandb(raw, item)
-            held = _held.get()
+            held, accepted = _held.get(), Accepted(group, partial(self._chats, group, journal))
             if not send:
-                self._save(group)
+                self._save(accepted)
             elif held is not None:
-                held.append(group)
+                held.append(accepted)
             else:
-                self.dispatch(group)
+                self.dispatch(accepted)
 
-    def dispatch(self, group: Group) -> None:
-        self._save(group)
-        self._env.note_sent(group)
-        self._send(group)
+    def dispatch(self, accepted: Accepted) -> None:
+        self._save(accepted)
+        self._env.note_sent(accepted.group)
+        self._send(accepted.group)
 
     def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
+        for file in (self.file, self._recent):
+            if file is not None:
+                file.close()
 
     def _accept(self, group: Group, rules: GroupRules, journal: Journal) -> bool:
         rejected = rules.why_rejected(group)
@@ -92,9 +105,12 @@ class Delivery:
             self._env.dropped_groups.note(rejected, last_answer(group, self._decode))
             return False
         if self._env.config.include_messages and group.messages is None:
-            rollouts = zip(group.tokens, group.masks, strict=True)
-            group.messages = [messages_of(journal.find(tokens), tokens, mask, self._read) for tokens, mask in rollouts]
+            group.messages = self._chats(group, journal)
         return True
+
+    def _chats(self, group: Group, journal: Journal) -> Chats:
+        rollouts = zip(group.tokens, group.masks, strict=True)
+        return [messages_of(journal.find(tokens), tokens, mask, self._read) for tokens, mask in rollouts]
 
     def _read(self, tokens: list[int]) -> str:
         return str(self._env.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -102,9 +118,11 @@ class Delivery:
     def _decode(self, tokens: list[int]) -> str:
         return str(self._env.tokenizer.decode(tokens))
 
-    def _save(self, group: Group) -> None:
+    def _save(self, accepted: Accepted) -> None:
         if self.file is not None:
-            self.file.append(group)
+            self.file.append(accepted.group)
+        if self._recent is not None:
+            self._recent.offer(accepted.group, accepted.chats)
 
 
 class GroupFile:

@@ -29,6 +29,7 @@ async def process(env: BaseEnv) -> None:
         raise NothingToCollect(f"total_steps is {env.config.total_steps}; say with --env.total_steps how many groups")
     if env.config.data_path_to_save_groups is None:
         env.config.data_path_to_save_groups = f"data/{env.registered_name}.jsonl"
+    env.config.groups_to_keep = 0  # every group that is asked for is kept
     await prepare(env)
     await env.setup()
     await env.setup_wandb()

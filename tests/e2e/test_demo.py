@@ -91,6 +91,9 @@ def test_the_demo_learns(demo, traces) -> None:
     assert any("alignment/diff_max" in row for row in rows)
     assert (launched.run_dir / "checkpoint-40/config.json").exists()
     assert (launched.run_dir / "reward.png").exists()
+    page = launched.run_dir / "rollouts/environment.html"
+    assert f"rollouts: {page}\n" in out
+    assert page.read_text().count("Rollout 1") == len(page.with_suffix(".jsonl").read_text().splitlines()) >= 20
     assert set(summary["split_seconds"]) >= {"imports", "engine", "first batch", "steps"}
     assert re.search(r"greedy accuracy.*->", out)
     assert traces(launched, tree) == []

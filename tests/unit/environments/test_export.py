@@ -79,6 +79,17 @@ def test_a_line_that_is_no_group_is_named(tmp_path, line):
         list(read_groups(path))
 
 
+def test_of_a_line_that_its_writer_did_not_end_the_groups_before_are_read(tmp_path):
+    path = tmp_path / "groups.jsonl"
+    path.write_text('{"scores": [1]}\n{"scores": [0')
+    assert list(read_groups(path)) == [{"scores": [1]}]
+    path.write_text('{"scores": [1]}\n{"scores": [0]}')
+    assert list(read_groups(path)) == [{"scores": [1]}, {"scores": [0]}]
+    path.write_text('{"model')
+    with pytest.raises(GroupsUnreadable, match=r"groups\.jsonl:1"):
+        list(read_groups(path))
+
+
 @pytest.fixture
 def group(tokenizer):
     """Three answers to a prompt whose text comes again inside of every answer."""

@@ -35,6 +35,23 @@ def test_a_verb_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
         umbrella.run(["top", "http://127.0.0.1:9"])
 
 
+def test_a_report_shows_the_rollouts_of_a_run_and_says_of_which_there_can_be_no_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timestamp": 1.0, "reward/mean": 0.5}\n')
+    groups = {name: tmp_path / f"rollouts/{name}.jsonl" for name in ("environment", "environment-2")}
+    chat = '[[{"role": "assistant", "content": "Three."}]]'
+    groups["environment"].write_text(f'{{"scores": [1], "messages": {chat}}}\n')
+    groups["environment-2"].write_text("no group\n")
+    assert umbrella.run(["report", str(tmp_path)]) == 0
+    page = groups["environment"].with_suffix(".html")
+    assert "Three." in page.read_text()
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rollouts: ")]
+    assert f"rollouts: {page}" in told
+    assert any(f"no page of {groups['environment-2']} ({groups['environment-2']}:1: no JSON" in line for line in told)
+
+
 def test_the_doctor_reports_versions_memory_and_ports() -> None:
     findings = list(doctor.examine())
     assert {finding.subject for finding in findings} >= {"versions", "packages", "machine", "shared memory", "ports"}

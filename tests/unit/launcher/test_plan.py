@@ -10,7 +10,8 @@ import pytest
 from example_trainer.errors import ModelNotFound
 from example_trainer.running.base_model import LocalBase, local_base, require_model
 from example_trainer.running.hub import require_on_hub
-from example_trainer.running.plan import EnvironmentNotFound, Plan, make_plan, program_of, settle_places
+from example_trainer.running.places import settle_places
+from example_trainer.running.plan import EnvironmentNotFound, Plan, make_plan, program_of
 from example_trainer.running.ports import PortTaken
 from example_trainer.running.run_dir import plan_run_dir
 from example_trainer.running.run_file import read_settings
@@ -136,6 +137,15 @@ def test_servers_that_run_elsewhere_are_used_and_not_started(tmp_path: Path, whe
 def test_the_broker_stores_under_the_run_directory(tmp_path: Path) -> None:
     """R10: what an earlier run left queued elsewhere is never trained on."""
     assert plan(tmp_path, *OWN_ENVIRONMENT).settings_of("broker")["api"]["store"] == str(tmp_path / "run/broker")
+
+
+def test_the_newest_groups_are_kept_to_be_read_unless_a_file_of_ones_own_is_named(tmp_path: Path) -> None:
+    env = plan(tmp_path, *OWN_ENVIRONMENT).settings_of("environment")["env"]
+    assert env["data_path_to_save_groups"] == str(tmp_path / "run/rollouts/environment.jsonl")
+    assert env["groups_to_keep"] == 200
+    for own in ("groups.jsonl", "None"):
+        asked = plan(tmp_path, *OWN_ENVIRONMENT, "--env.data_path_to_save_groups", own)
+        assert not {"data_path_to_save_groups", "groups_to_keep"} & asked.settings_of("environment")["env"].keys()
 
 
 def test_the_trainer_gets_what_was_set_and_nothing_else(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from example_trainer.config import TrainingConfig
 from example_trainer.run import describe
 from example_trainer.running.credentials import broker_token
 from example_trainer.running.launcher import Launch, plan_launch, resolved
-from example_trainer.running.plan import Plan, make_plan, settle_places
+from example_trainer.running.places import settle_places
+from example_trainer.running.plan import Plan, make_plan
 from example_trainer.running.process_tree import wait_until
 from example_trainer.running.run_dir import write_yaml
 from example_trainer.running.run_file import read_settings, trainer_settings
