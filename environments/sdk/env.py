@@ -23,7 +23,7 @@ from environments.sdk import checkpoint
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
 from environments.sdk.drops import DroppedGroups
 from environments.sdk.errors import TokenizerUnavailable
-from environments.sdk.evaluation import EvaluationResult, format_metrics, keep_earlier
+from environments.sdk.evaluation import EvaluationResult, ResultFolders, format_metrics
 from environments.sdk.groups import group_items
 from environments.sdk.inference.manager import ServerManager
 from environments.sdk.inference.reasoning import Reasoning
@@ -145,7 +145,7 @@ class BaseEnv(ABC):
         self.delivery: Delivery | None = None
         self.worker: EnvironmentWorker | None = None
         self.evaluation_step: int | None = None
-        self._results_written: set[Path] = set()
+        self._results = ResultFolders()
         self.tracker: WandbTracker | None = None
 
     # What an environment overrides.
@@ -349,18 +349,9 @@ class BaseEnv(ABC):
             logger.info("evaluation%s: %s", when, format_metrics(result.all_metrics()))
         directory = self.evaluation_directory()
         if directory is not None:
-            await anyio.to_thread.run_sync(self._write_results, result, directory)
+            await anyio.to_thread.run_sync(self._results.write, result, directory)
         self.log_metrics(result.all_metrics(), self.evaluation_step or 0)
         return result
-
-    def _write_results(self, result: EvaluationResult, directory: Path) -> None:
-        """Write the results; those that another process has left for the same step are kept aside."""
-        if directory not in self._results_written and self.evaluation_step is not None:
-            kept = keep_earlier(directory)
-            if kept is not None:
-                logger.info("%s held the results of another run, which are in %s now", directory, kept)
-        self._results_written.add(directory)
-        result.write(directory)
 
     def evaluation_directory(self) -> Path | None:
         """Where the current evaluation's files go: a folder a step while serving."""

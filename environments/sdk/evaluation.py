@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from atropos_api.common.whole_files import free_path, write_whole
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE: Final = "metrics.json"
 SAMPLES_FILE: Final = "samples.jsonl"
@@ -53,6 +56,21 @@ class EvaluationResult:
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / SAMPLES_FILE, "".join(json.dumps(sample) + "\n" for sample in self.samples))
         write_whole(directory / METRICS_FILE, json.dumps(self.document(), indent=2) + "\n")
+
+
+class ResultFolders:
+    """The folders that one process writes results to; what another has left for the same step is kept aside."""
+
+    def __init__(self) -> None:
+        self._own: set[Path] = set()
+
+    def write(self, result: EvaluationResult, directory: Path) -> None:
+        if directory not in self._own and result.step is not None:
+            kept = keep_earlier(directory)
+            if kept is not None:
+                logger.info("%s held the results of another run, which are in %s now", directory, kept)
+        self._own.add(directory)
+        result.write(directory)
 
 
 def holds_results(directory: Path) -> bool:

@@ -6,6 +6,7 @@ the `vllm:` section of a run file alike.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ _GIBIBYTE = 1 << 30
 _MEBIBYTE = 1 << 20
 _ADAPTER_SLOTS = 4
 _HOST_ADAPTERS_PER_SLOT = 4
+_JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
+"""Lists that vLLM's parser takes as JSON."""
 _OWN_FIELDS = frozenset(
     {
         "share_weights",
@@ -200,6 +203,8 @@ def _as_arguments(name: str, value: Any) -> list[str]:
     if value is False:
         field = ServerConfig.model_fields.get(name)
         return [] if field is not None and field.default is False else [flag.replace("--", "--no-", 1)]
+    if isinstance(value, dict) or name in _JSON_LISTS:
+        return [flag, json.dumps(value)]
     if isinstance(value, list):
         return [flag, *map(str, value)]
     return [flag, str(value)]

@@ -37,7 +37,7 @@ def _naming(check: Any) -> Any:
 
 
 def tell_unknown_routes(app: FastAPI) -> None:
-    """Name the route that was asked for, and the one that lists all others."""
+    """Name the route that was asked for, and the one that lists all others. Call it before the middleware is built."""
     from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 
     async def not_found(request: Request, error: Exception) -> Response:
@@ -49,4 +49,3 @@ def tell_unknown_routes(app: FastAPI) -> None:
         return Problem(404, "not-served", detail).response()
 
     app.add_exception_handler(404, not_found)
-    app.middleware_stack = app.build_middleware_stack()  # vLLM has built it already, without the handler

@@ -14,9 +14,8 @@ GUIDES = [
     {"json": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}}, "required": ["a"]}},
     {"json": {"type": "array", "items": {"enum": ["x", "yy"]}, "minItems": 1, "maxItems": 3}},
     {"grammar": 'root ::= "(" root ")" | [a-f]+'},
-    # xgrammar refuses this one, so that vLLM falls back on another library.
-    {"json": {"type": "object", "patternProperties": {"^[a-c]+$": {"type": "integer"}}, "minProperties": 1}},
-    {"json": {"type": "integer", "multipleOf": 3}},
+    # Of this one xgrammar would pass over the lengths, so vLLM chooses another library.
+    {"json": {"type": "string", "pattern": "^[ab]+$", "minLength": 2, "maxLength": 6}},
 ]
 
 
@@ -52,6 +51,7 @@ MALFORMED = [
     ("/v1/completions", {"prompt": [5], "structured_outputs": {"json": {"type": "integer", "minimum": HUGE}}}),
     ("/v1/completions", {"prompt": [5], "structured_outputs": {"choice": ["yes"]}, "allowed_token_ids": [25]}),
     ("/v1/completions", {"prompt": [5], "structured_outputs": {"choice": ["yes"]}, "stream": True, "bad_words": ["y"]}),
+    ("/v1/completions", {"prompt": [5], "structured_outputs": 5}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": HALF_A_CHARACTER}]}),
     ("/v1/chat/completions", {"messages": [], "top_logprobs": HUGE}),
     ("/v1/completions", {"prompt": [5], "model": "nobody"}),

@@ -133,6 +133,19 @@ class Sender:
 
     def send(self, change=lambda tensors: tensors, **query):
         """The next version, clearly different from all others; the server's answer."""
+        body = AdapterPayload.write(change(dict(self.make())), self.config).body
+        return self.post_body(body, version=self.version, **query)
+
+    def save(self, path):
+        """The next version as a directory."""
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(self.model, self.make())
+        self.model.save_pretrained(path)
+        self.loaded = self.version
+
+    def make(self):
+        """The tensors of the next version."""
         self.version += 1
         noise = self.torch.Generator().manual_seed(self.version)
         tensors = {
@@ -140,8 +153,7 @@ class Sender:
             for name, tensor in self.state().items()
         }
         self.tensors[self.version] = tensors
-        body = AdapterPayload.write(change(dict(tensors)), self.config).body
-        return self.post_body(body, version=self.version, **query)
+        return tensors
 
     def post_body(self, body, **query):
         headers = {"Authorization": "Bearer known"}

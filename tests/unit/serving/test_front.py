@@ -15,6 +15,7 @@ from example_trainer.serving.fence import Fence
 from example_trainer.serving.front import Front
 from example_trainer.serving.generate import GenerateHandler
 from example_trainer.serving.guard import Sites
+from example_trainer.serving.problems import Problem
 from example_trainer.serving.replies import Replies
 
 pytestmark = pytest.mark.anyio
@@ -186,4 +187,26 @@ async def test_a_stream_that_breaks_ends_with_the_reason(door, monkeypatch):
     name, data = last.split("\n")
     assert name == "event: error"
     assert json.loads(data.removeprefix("data: "))["type"].endswith("engine-dead")
+    assert door.inside == 0
+
+
+async def test_an_adapter_that_goes_while_its_request_waits_at_the_door_leaves_nobody_inside(door, monkeypatch):
+    """One too many inside, and no later publish would find the server drained."""
+    monkeypatch.setattr(generate, "sampling_params", lambda _: None)
+    engine = BreakingEngine()
+    models = SimpleNamespace(lora_requests={})
+    adapters = Adapters(engine, models, enabled=False, model_names=["m"], boot_id="b", keep=1)
+    looked = []
+
+    def named(model):
+        looked.append(model)
+        if len(looked) > 1:
+            raise Problem(404, "unknown-model", "it has been unloaded meanwhile")
+
+    monkeypatch.setattr(adapters, "named", named)
+    fence = Fence(engine, door, header=None)
+    handler = GenerateHandler(engine, fence, door, adapters, Replies(boot_id="b", tokenizer=None), None)
+    wire = await ask(handler, "/generate", body=b'{"prompt": [5], "model": "first"}')
+    assert wire.status == 404
+    assert looked == ["first", "first"]
     assert door.inside == 0

@@ -111,6 +111,17 @@ def test_vllms_other_options_pass_from_the_command_line_and_from_the_run_file(tm
     assert told[-2:] == ["--swap-space", "4"]
 
 
+def test_what_vllm_reads_as_json_is_handed_on_as_json(tmp_path):
+    file = tmp_path / "run.yaml"
+    json_options = "allowed_origins: ['https://ui.example'], structured_outputs_config: {backend: guidance}"
+    file.write_text(f"vllm: {{{json_options}, api_key: [a, b]}}")
+    read, rest = read_config(["--config", str(file), "--model", "m"])
+    told = vllm_arguments(read, rest, on_cpu=True)
+    assert after(told, "--allowed-origins") == '["https://ui.example"]'
+    assert after(told, "--structured-outputs-config") == '{"backend": "guidance"}'
+    assert told[told.index("--api-key") + 1 :][:2] == ["a", "b"]
+
+
 def test_what_the_user_set_in_the_environment_stays():
     environ = {"OMP_NUM_THREADS": "4"}
     prepare_environment(environ, model_is_local=True)
