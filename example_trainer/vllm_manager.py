@@ -3,8 +3,11 @@
 The child gets a session of its own, so that it and all that it starts can be ended without asking
 what they are called or which port they use; it dies with the process that started it, however that
 ends; and it counts as ready when it answers and says that it serves the version it was started for.
-A server that takes another's place listens on the same port beside it and answers nobody before it
-is ready; the old one then takes no more connections, lets what runs end and is gone.
+
+The port is the manager's: its listening socket outlives each server, and while none accepts clients
+queue up there. A server that takes another's place loads first and answers nobody; the old one then
+accepts no more, lets what runs end for a moment, gives the new one its connections with what is still
+to be answered on them, and is gone; only then the new one answers.
 """
 
 from __future__ import annotations
@@ -16,25 +19,33 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import psutil
+from typing import TypeVar
 
 from example_trainer.running.leftovers import SharedMemoryLedger
-from example_trainer.running.process_tree import end_processes, is_alive, open_process, wait_until
+from example_trainer.running.process_tree import wait_until
 from example_trainer.running.program_log import last_lines, reason
 from example_trainer.running.room import has_room, holds_gpu_memory
+from example_trainer.serving.errors import CannotServe
+from example_trainer.serving.sockets import (
+    BEGUN_ANSWERS_SECONDS,
+    INHERITED_SOCKETS,
+    HandoverChannel,
+    as_inherited,
+    listen,
+)
 from example_trainer.weights import with_parent
 from example_trainer.weights.errors import ServerExited, ServerRefused, ServerUnavailable
 from example_trainer.weights.server_client import ServerClient, ServerInfo
+from example_trainer.weights.server_process import STOP_SECONDS, ServerProcess
 from example_trainer.weights.waiting import NotYet, wait_for
 
 logger = logging.getLogger(__name__)
 
-STOP_SECONDS = 10.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +64,7 @@ class VllmOptions:
     gpu: int | None = None
     seed: int = 0
     drain_seconds: float = 0.0
-    """What running requests get to end in when the server is replaced; their clients repeat the rest."""
+    """What running requests get to end in when the server is replaced; the next one begins the rest anew."""
     ready_timeout_seconds: float = 600.0
     extra_arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +77,7 @@ class Replacement:
 
     info: ServerInfo
     gap_seconds: float
-    """For how long nothing was served."""
+    """For how long requests waited for the new server."""
     beside: bool
     """Whether both ran for a while."""
 
@@ -76,7 +87,10 @@ class VllmManager:
 
     def __init__(self, options: VllmOptions) -> None:
         self._options = options
-        self._server: _Child | None = None
+        self._server: ServerProcess | None = None
+        self._listening: socket.socket | None = None
+        self._given: HandoverChannel | None = None
+        """Connections of a server that has ended and that none has taken over yet."""
         # The kernel's promise hangs on the thread that starts the child: this one lasts as long as the manager.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="vllm-starter")
         self.token = secrets.token_hex(16)
@@ -94,7 +108,6 @@ class VllmManager:
         """Start serving `model` as this policy version, None for one that a trainer is to send; returns at once."""
         if self._server is not None:
             raise RuntimeError("a server is running; stop it first")
-        _require_free(self._options.host, self._options.port)
         self._server = self._start(model, version, arguments)
 
     def wait_until_ready(self, version: int | None) -> ServerInfo:
@@ -106,27 +119,27 @@ class VllmManager:
     def replace(self, model: str | Path, *, version: int, arguments: Sequence[str] = ()) -> Replacement:
         """Serve `model` in place of what is served now; returns when it does and the old server is gone.
 
-        Where memory allows the new server starts beside the old one, on the same port, and takes over when it is
-        ready; if it does not get that far, or without the memory, the old one ends first.
+        Where memory allows the new server loads beside the old one; if it does not get that far, or without the
+        memory, the old one ends first. Either way no client of the old one is turned away.
         """
         old = self._server
-        if old is None or not old.running:
-            return self._replace_after(old, model, version, arguments)
-        if not has_room(old.members(), gpu=self._options.gpu, gpu_share=self._options.gpu_memory_utilization):
-            return self._replace_after(old, model, version, arguments)
-        new = self._start(model, version, arguments)
-        try:
-            info = self._wait_until_ready(new, version)
-        except ServerExited as error:
-            logger.warning("no second server came up beside the first, which ends now instead: %s", error)
-            new.stop(grace_seconds=0)
-            return self._replace_after(old, model, version, arguments)
-        except BaseException:
-            new.stop(grace_seconds=0)
-            raise
-        self._server = new
-        old.stop(grace_seconds=self._options.drain_seconds + STOP_SECONDS)
-        return Replacement(info=info, gap_seconds=0.0, beside=True)
+        beside = old is not None and old.running and self._has_room(old)
+        new = self._load_beside(old, model, version, arguments) if old is not None and beside else None
+        began = time.monotonic()
+        if old is not None:
+            pids = [process.pid for process in old.members()]
+            old.hand_over(grace_seconds=self._options.drain_seconds + BEGUN_ANSWERS_SECONDS + STOP_SECONDS)
+            if self._given is None:
+                self._given = old.channel
+            else:  # that one never came to answering
+                old.channel.close()
+            if new is None:
+                wait_until(lambda: not holds_gpu_memory(pids, self._options.gpu), STOP_SECONDS)
+        if self._given is not None:
+            self._given.end()
+        self._server = new or self._start(model, version, arguments, before=self._given)
+        info = self._wait_until_ready(self._server, version)
+        return Replacement(info=info, gap_seconds=time.monotonic() - began, beside=new is not None)
 
     def stop(self, *, grace_seconds: float = STOP_SECONDS) -> None:
         """End the server and everything it started, and remove what they left in shared memory."""
@@ -136,6 +149,10 @@ class VllmManager:
 
     def close(self) -> None:
         self.stop()
+        for held in (self._listening, self._given):
+            if held is not None:
+                held.close()
+        self._listening = self._given = None
         self._starter.shutdown()
 
     def log_tail(self) -> str:
@@ -160,45 +177,71 @@ class VllmManager:
         }
         given = [text for flag, value in flags.items() if value is not None for text in (flag, str(value))]
         awaited = ["--await-policy"] if version is None else []
-        ours = ["--no-share-weights", "--share-port", "--bridge-dir", str(options.log_path.parent), *awaited]
+        ours = ["--no-share-weights", "--bridge-dir", str(options.log_path.parent), *awaited]
         return [*options.program, *given, *ours, *options.extra_arguments, *arguments]
 
-    def _start(self, model: str | Path, version: int | None, arguments: Sequence[str]) -> _Child:
+    def _has_room(self, old: ServerProcess) -> bool:
+        return has_room(old.members(), gpu=self._options.gpu, gpu_share=self._options.gpu_memory_utilization)
+
+    def _load_beside(
+        self, old: ServerProcess, model: str | Path, version: int, arguments: Sequence[str]
+    ) -> ServerProcess | None:
+        """A second server that has loaded and waits for the first one; None where it did not come up."""
+        new = self._start(model, version, arguments, before=old.channel)
+        try:
+            self._wait_for(new, version, lambda: self._poll_loaded(new, version))
+        except ServerExited as error:
+            logger.warning("no second server came up beside the first, which ends now instead: %s", error)
+            new.stop(grace_seconds=0)
+            return None
+        except BaseException:
+            new.stop(grace_seconds=0)
+            raise
+        return new
+
+    def _start(
+        self, model: str | Path, version: int | None, arguments: Sequence[str], *, before: HandoverChannel | None = None
+    ) -> ServerProcess:
         self._options.log_path.parent.mkdir(parents=True, exist_ok=True)
-        ledger = SharedMemoryLedger()
+        if self._listening is None:
+            self._listening = _listen(self._options.host, self._options.port)
+        ledger, channel = SharedMemoryLedger(), HandoverChannel()
         command = self.command(model, version=version, arguments=arguments)
-        process = self._starter.submit(self._spawn, command).result()
+        loaded, tells_loaded = socket.socketpair()
+        sockets = {"listening": self._listening, "successor": channel.gives, "loaded": tells_loaded}
+        if before is not None:
+            sockets["predecessor"] = before.takes
+        with tells_loaded:
+            process = self._starter.submit(self._spawn, command, sockets).result()
         what = "an adapter to come" if version is None else f"version {version}"
         logger.info("started vLLM for %s (pid %d); its log is %s", what, process.pid, self._options.log_path)
-        return _Child(process, ledger)
+        return ServerProcess(process, ledger, channel, loaded)
 
-    def _replace_after(
-        self, old: _Child | None, model: str | Path, version: int, arguments: Sequence[str]
-    ) -> Replacement:
-        if old is None:
-            _require_free(self._options.host, self._options.port)
-        began = time.monotonic()
-        self._server = None
-        if old is not None:
-            pids = [process.pid for process in old.members()]
-            old.stop(grace_seconds=self._options.drain_seconds + STOP_SECONDS)
-            wait_until(lambda: not holds_gpu_memory(pids, self._options.gpu), STOP_SECONDS)
-        self._server = self._start(model, version, arguments)
-        info = self._wait_until_ready(self._server, version)
-        return Replacement(info=info, gap_seconds=time.monotonic() - began, beside=False)
-
-    def _wait_until_ready(self, server: _Child, version: int | None) -> ServerInfo:
-        info = wait_for(
-            lambda: self._poll_ready(server, version),
-            what="vLLM to start" if version is None else f"vLLM to serve version {version}",
-            timeout_seconds=self._options.ready_timeout_seconds,
-        )
+    def _wait_until_ready(self, server: ServerProcess, version: int | None) -> ServerInfo:
+        info = self._wait_for(server, version, lambda: self._poll_ready(version))
         server.note_shared_memory()
+        if self._given is not None:
+            self._given.close()
+            self._given = None
         return info
 
-    def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
+    def _wait_for(self, server: ServerProcess, version: int | None, poll: Callable[[], T]) -> T:
+        def poll_living() -> T:
+            if not server.running:
+                raise ServerExited(
+                    f"vLLM ended with exit code {server.exit_code} before it served version {version}"
+                    f"{reason(last_lines(self._options.log_path))}; the end of {self._options.log_path}:\n"
+                    f"{self.log_tail()}"
+                )
+            return poll()
+
+        what = "vLLM to start" if version is None else f"vLLM to serve version {version}"
+        return wait_for(poll_living, what=what, timeout_seconds=self._options.ready_timeout_seconds)
+
+    def _spawn(self, command: list[str], sockets: Mapping[str, socket.socket]) -> subprocess.Popen[bytes]:
         guarded = [sys.executable, "-I", "-S", with_parent.__file__, str(os.getpid()), *command]
-        environment = {**os.environ, "ATROPOS_BRIDGE_TOKEN": self.token, **self._options.environment}
+        ours = {"ATROPOS_BRIDGE_TOKEN": self.token, INHERITED_SOCKETS: as_inherited(sockets)}
+        environment = {**os.environ, **ours, **self._options.environment}
         if self._options.gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = str(self._options.gpu)
         with self._options.log_path.open("ab") as log:
@@ -209,14 +252,14 @@ class VllmManager:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
+                pass_fds=[each.fileno() for each in sockets.values()],
             )
 
-    def _poll_ready(self, server: _Child, version: int | None) -> ServerInfo:
-        if not server.running:
-            raise ServerExited(
-                f"vLLM ended with exit code {server.exit_code} before it served version {version}"
-                f"{reason(last_lines(self._options.log_path))}; the end of {self._options.log_path}:\n{self.log_tail()}"
-            )
+    def _poll_loaded(self, server: ServerProcess, version: int) -> None:
+        if not server.is_loaded():
+            raise NotYet(f"version {version} is still being loaded")
+
+    def _poll_ready(self, version: int | None) -> ServerInfo:
         client = ServerClient(self.url)
         try:
             if not client.healthy():
@@ -231,69 +274,8 @@ class VllmManager:
         return info
 
 
-class _Child:
-    """One server process with all that it starts: the members of the session that it leads."""
-
-    def __init__(self, process: subprocess.Popen[bytes], ledger: SharedMemoryLedger) -> None:
-        self._process = process
-        self._ledger = ledger
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.poll()
-
-    def members(self) -> list[psutil.Process]:
-        return _session_members(self.pid)
-
-    def note_shared_memory(self) -> None:
-        """What the server maps now, so that it can be removed should the server leave it behind."""
-        self._ledger.observe(self.members())
-
-    def stop(self, *, grace_seconds: float) -> None:
-        self.note_shared_memory()
-
-        def living() -> list[psutil.Process]:
-            self._process.poll()  # collects the exit, so that it does not linger as a zombie
-            return self.members()
-
-        end_processes(living, grace_seconds=grace_seconds)
-        try:
-            self._process.wait(timeout=STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            # On a machine without a moment to spare a killed process takes long to let go of its memory.
-            logger.warning("vLLM (pid %d) was killed and is still on its way out", self.pid)
-        self._ledger.sweep()
-
-
-def _require_free(host: str, port: int) -> None:
-    """A stranger's server on the port is told at once: ours would share the port, and its requests, with it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ServerUnavailable(
-                f"vLLM cannot be started on {host}:{port} ({error.strerror}): choose another port with --vllm-port"
-            ) from error
-
-
-def _session_members(session: int) -> list[psutil.Process]:
-    """Living processes of the session that a child leads; its number stays taken as long as one of them lives."""
-    found = (open_process(pid) for pid in psutil.pids() if _session_of(pid) == session)
-    return [process for process in found if process is not None and is_alive(process)]
-
-
-def _session_of(pid: int) -> int | None:
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        return os.getsid(pid)
-    except OSError:
-        return None
+        return listen(host, port, flag="--vllm-port")
+    except CannotServe as error:
+        raise ServerUnavailable(f"vLLM cannot be started: {error}") from error

@@ -31,6 +31,7 @@ LONG = {
     "ATROPOS_DEMO_MODES": "lora_only,lora_restart,none,broadcast",
     "ATROPOS_FAMILIES": "all",
     "ATROPOS_GENERATED_CLIENT": "1",
+    "ATROPOS_HANDOVER_STEPS": "40",
     "ATROPOS_HUB_WAITS": "1",
     "ATROPOS_KILLS": "all",
     "ATROPOS_MUTANTS": "10000",

@@ -22,7 +22,7 @@ from example_trainer.running.credentials import broker_token
 from example_trainer.running.feed import Endpoint, Feed, MetricsTail, Snapshot
 from example_trainer.running.hub import require_on_hub
 from example_trainer.running.interpreter import python_path
-from example_trainer.running.places import settle_places
+from example_trainer.running.places import Places, settle_places
 from example_trainer.running.plan import (
     BROKER,
     FINAL_SERVER,
@@ -112,7 +112,11 @@ class Launch:
 
     def go(self) -> Summary:
         """Run everything; raises `ChildFailed` or `Interrupted` when that could not be brought to its end."""
-        base, places = local_base(self.settings.trainer.model_name), settle_places(self.settings)
+        with contextlib.ExitStack() as ports:
+            return self._go(settle_places(self.settings, ports))
+
+    def _go(self, places: Places) -> Summary:
+        base = local_base(self.settings.trainer.model_name)
         model = self.settings.trainer.model_name if base else require_model(self.settings.trainer.model_name)
         if base is None and not Path(model).is_dir():
             require_on_hub(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from example_trainer.running.ports import LOOPBACK, as_port, free_port, free_ports, require_free
@@ -27,14 +28,14 @@ class Places:
         return self.remote_urls or tuple(f"http://{LOOPBACK}:{port}" for port in self.vllm_ports)
 
 
-def settle_places(settings: RunSettings) -> Places:
-    """Ports for the programs we start: those asked for, if they are free, else free ones."""
+def settle_places(settings: RunSettings, held: ExitStack | None = None) -> Places:
+    """Ports for the programs we start: those asked for, if they are free, else free ones; held for the launch."""
     config = settings.trainer
     given = config.model_fields_set
-    broker_port = None if "atropos_url" in given else _broker_port(settings)
+    broker_port = None if "atropos_url" in given else _broker_port(settings, held)
     broker_url = config.atropos_url if broker_port is None else f"http://{LOOPBACK}:{broker_port}"
     remote = remote_servers(config)
-    ports = () if remote else _vllm_ports(settings)
+    ports = () if remote else _vllm_ports(settings, held)
     return Places(broker_url=broker_url, broker_port=broker_port, vllm_ports=ports, remote_urls=remote)
 
 
@@ -54,12 +55,14 @@ def remote_servers(config: RunConfig) -> tuple[str, ...]:
     return () if config.vllm_host in THIS_HOST else tuple(f"http://{config.vllm_host}:{port}" for port in ports)
 
 
-def _broker_port(settings: RunSettings) -> int:
+def _broker_port(settings: RunSettings, held: ExitStack | None) -> int:
     asked = settings.section("api").get("port")
-    return free_port() if asked is None else require_free(as_port(asked, "--api.port"), flag="--api.port")
+    if asked is None:
+        return free_port(held=held)
+    return require_free(as_port(asked, "--api.port"), flag="--api.port", held=held)
 
 
-def _vllm_ports(settings: RunSettings) -> tuple[int, ...]:
+def _vllm_ports(settings: RunSettings, held: ExitStack | None) -> tuple[int, ...]:
     """Of as many servers as there are to be on this host: counted up from the one that is asked for, or any."""
     config = settings.trainer
     count = config.num_inference_nodes if broadcasts(config) else 1
@@ -68,6 +71,6 @@ def _vllm_ports(settings: RunSettings) -> tuple[int, ...]:
     if asked is None and ("vllm_port" in config.model_fields_set or not settings.environments):
         asked, flag = config.vllm_port, "--vllm-port"
     if asked is None:
-        return free_ports(count)
+        return free_ports(count, held=held)
     first = as_port(asked, flag)
-    return tuple(require_free(as_port(first + index, flag), flag=flag) for index in range(count))
+    return tuple(require_free(as_port(first + index, flag), flag=flag, held=held) for index in range(count))

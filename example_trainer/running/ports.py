@@ -22,29 +22,44 @@ class NoPort(TrainerError):
     """A number that no port has."""
 
 
-def free_port(host: str = LOOPBACK) -> int:
-    """A port nobody listens on now."""
-    return free_ports(1, host)[0]
+def free_port(host: str = LOOPBACK, *, held: contextlib.ExitStack | None = None) -> int:
+    """A port nobody listens on now; see `free_ports`."""
+    return free_ports(1, host, held=held)[0]
 
 
-def free_ports(count: int, host: str = LOOPBACK) -> tuple[int, ...]:
-    """So many ports nobody listens on now, each another."""
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
-        for probe in probes:
-            probe.bind((host, 0))
-        return tuple(int(probe.getsockname()[1]) for probe in probes)
+def free_ports(count: int, host: str = LOOPBACK, *, held: contextlib.ExitStack | None = None) -> tuple[int, ...]:
+    """So many ports nobody listens on now, each another.
+
+    Nobody else is given one of them until `held` is closed, while programs of ours can listen there: between the choice
+    and the first server lie imports and a model, half a minute in which another launcher chooses its own.
+    """
+    with contextlib.ExitStack() as bound:
+        ports = tuple(_bind(bound, host, 0) for _ in range(count))
+        if held is not None:
+            held.push(bound.pop_all())
+        return ports
 
 
-def require_free(port: int, *, flag: str, host: str = LOOPBACK) -> int:
-    """`port`, if it can be listened on; otherwise `PortTaken` names the holder and the flag."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def require_free(port: int, *, flag: str, host: str = LOOPBACK, held: contextlib.ExitStack | None = None) -> int:
+    """`port`, if it can be listened on; otherwise `PortTaken` names the holder and the flag; `held` as above."""
+    with contextlib.ExitStack() as bound:
         try:
-            probe.bind((host, port))
+            _bind(bound, host, port)
         except OSError as error:
             raise PortTaken(f"port {port} is taken{_by(port)} ({error.strerror}); choose another with {flag}") from None
+        if held is not None:
+            held.push(bound.pop_all())
     return port
+
+
+def _bind(bound: contextlib.ExitStack, host: str, port: int) -> int:
+    """Bind a socket that never listens: a port so bound is given to nobody who asks for any, and may be listened on by
+    whoever asks for it by number with SO_REUSEADDR, as all servers do.
+    """
+    held = bound.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((host, port))
+    return int(held.getsockname()[1])
 
 
 def as_port(given: object, flag: str) -> int:

@@ -1,7 +1,8 @@
 """The running server: vLLM's application with our routes, warmed up before it is healthy, and stopped in order.
 
 vLLM builds its engine and its application; `serve` takes the place of vLLM's own function of that kind, which is
-the one seam used. It stops in an order of its own too: vLLM's waits for replies that a stopped engine never sends.
+the one seam used. It answers once the server before, where there is one, has handed over its connections. It stops in
+an order of its own too: vLLM's waits for replies that a stopped engine never sends.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import signal
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Generator
-from contextlib import contextmanager
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,14 @@ from example_trainer.serving.fence import Fence
 from example_trainer.serving.front import Application, Front, keys_of, with_cors
 from example_trainer.serving.generate import GenerateHandler
 from example_trainer.serving.guard import Sites
+from example_trainer.serving.handover import HandoverServer, hand_over, take_over
 from example_trainer.serving.lora_routes import make_lora_router
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.replies import Replies
 from example_trainer.serving.request_mistakes import blame_bodies
 from example_trainer.serving.root_cause import how_ended
+from example_trainer.serving.sockets import ServerSockets
+from example_trainer.serving.starting import StartingAnswers
 from example_trainer.serving.state import ServerState
 from example_trainer.serving.unknown_names import list_served_names, tell_unknown_routes
 from example_trainer.serving.vllm_compat import end_engine, engine_processes
@@ -54,19 +57,15 @@ _GRACE_SECONDS = 2
 _WATCH_SECONDS = 0.5
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own: the order of stopping is ours."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
 class Serving:
     """Serves one application built by vLLM, from warm-up to stop."""
 
-    def __init__(self, config: ServerConfig, *, boot_id: str) -> None:
+    def __init__(
+        self, config: ServerConfig, sockets: ServerSockets, starting: StartingAnswers | None, *, boot_id: str
+    ) -> None:
         self._config = config
+        self._sockets = sockets
+        self._starting = starting
         self._boot_id = boot_id
         self._made_at = time.monotonic()
         self._token: str | None = None
@@ -88,12 +87,17 @@ class Serving:
         state = await self._prepare(app)
         server = _make_server(self._make_front(app, state), options)
         app.state.server = server
-        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
         self.ready = True
         seconds = time.monotonic() - self._made_at
         logger.info("serving %s at %s, engine ready in %.1f s", self._config.model, self._url(), seconds)
+        arrived = await take_over(self._sockets, self._starting, stop)
+        if arrived is None:  # told to stop before it was its turn: nobody may be answered
+            end_engine(state.engine.async_llm)
+            return _nothing()
+        server.arrived = arrived
+        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
         self.engine_end = await _watch(serving, stop, state)
-        await _stop(serving, server, state)
+        await _stop(serving, server, state, self._sockets.successor)
         return _nothing()
 
     async def _prepare(self, app: FastAPI) -> ServerState:
@@ -198,7 +202,7 @@ class Serving:
         return with_cors(front, args)
 
 
-def _make_server(front: Application, options: dict[str, Any]) -> uvicorn.Server:
+def _make_server(front: Application, options: dict[str, Any]) -> HandoverServer:
     """Uvicorn with vLLM's settings for it."""
     for ours in ("enable_ssl_refresh", "peer_loads"):
         options.pop(ours, None)
@@ -208,7 +212,7 @@ def _make_server(front: Application, options: dict[str, Any]) -> uvicorn.Server:
         if value is not None:
             setattr(config, name, value)
     config.load()
-    return _Server(config)
+    return HandoverServer(config)
 
 
 async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: ServerState) -> str | None:
@@ -226,12 +230,22 @@ async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: Serv
     return died
 
 
-async def _stop(serving: asyncio.Future[None], server: uvicorn.Server, state: ServerState) -> None:
-    """Close the port, refuse what still comes, let what runs end for a moment; the engine goes down after that."""
-    for listening in getattr(server, "servers", ()):
-        listening.close()  # who connects from now on finds the server that takes over, if there is one
+async def _stop(
+    serving: asyncio.Future[None], server: HandoverServer, state: ServerState, successor: socket.socket | None
+) -> None:
+    """Hand everything over to the next server, or end it here; the engine goes down after that."""
+    server.stop_accepting()
+    drain_seconds = 0.0 if state.engine.async_llm.errored else state.config.drain_seconds
+    state.fence.stop(refuse=False)
+    given = successor is not None and await hand_over(
+        server.server_state.connections,
+        successor,
+        drain_seconds=drain_seconds,
+        is_drained=lambda: state.door.inside == 0,
+    )
     state.fence.stop()
-    await state.door.wait_until_empty(state.config.drain_seconds)
+    if not given:
+        await state.door.wait_until_empty(drain_seconds)
     if not state.engine.async_llm.errored:
         ended = await state.engine.abort_all()
         if ended:

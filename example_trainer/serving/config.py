@@ -35,7 +35,6 @@ _JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"
 _OWN_FIELDS = frozenset(
     {
         "share_weights",
-        "share_port",
         "drain_seconds",
         "policy_version",
         "await_policy",
@@ -59,9 +58,6 @@ class ServerConfig(BaseModel):
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(9001, description="port to listen on", ge=0, le=65535)
-    share_port: bool = Field(
-        False, description="let another server listen on the same port, to take over from it or hand over to it"
-    )
     drain_seconds: float = Field(
         0.0, description="time that running requests get to end when the server is told to stop", ge=0
     )

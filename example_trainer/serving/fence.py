@@ -60,6 +60,7 @@ class Fence:
         self._past = PastPublishes()
         self._held = False
         self._overwriting = False
+        self._stopped = False
         self._busy = asyncio.Lock()
         self.policy_version: PolicyVersion | None = None
         self.torn = False
@@ -174,11 +175,15 @@ class Fence:
             self._held = False
             self._refresh_door()
 
-    def stop(self) -> None:
-        """Refuse everything from here on: the server is stopping."""
+    def stop(self, *, refuse: bool = True) -> None:
+        """Let nobody in from here on: who comes is refused, or waits for the server that takes over."""
+        self._stopped = True
         if self._publish is not None:
             self._publish.lease.stop()
-        self._door.refuse(problems.stopping())
+        if refuse:
+            self._door.refuse(problems.stopping())
+        else:
+            self._door.close()
 
     async def _stand_still(self, publish: Publish, drain_seconds: float) -> dict[str, object]:
         """What `begin` waits for."""
@@ -298,6 +303,8 @@ class Fence:
         self._refresh_door()
 
     def _refresh_door(self) -> None:
+        if self._stopped:
+            return
         if self.torn:
             self._door.refuse(problems.weights_torn())
         elif self.policy_version is None and (self._awaits_adapter or self._header is not None):

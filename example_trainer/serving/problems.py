@@ -59,6 +59,11 @@ def paused() -> Problem:
     return Problem(503, "paused", "generation is paused; POST /bridge/resume ends that", retry_after_seconds=1)
 
 
+def starting() -> Problem:
+    detail = "the server is still loading its model; ask again"
+    return Problem(503, "starting", detail, retry_after_seconds=1, hang_up=True)
+
+
 def stopping() -> Problem:
     return Problem(503, "stopping", "the server is stopping", retry_after_seconds=1, hang_up=True)
 

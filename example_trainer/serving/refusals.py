@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import json
-import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from atropos_api.common.redaction import program_words
 from example_trainer.serving.config import ServerConfig
 from example_trainer.serving.errors import CannotServe
 
@@ -29,8 +25,6 @@ def check_start(config: ServerConfig, environ: Mapping[str, str]) -> None:
         check_sharing(config, environ)
         check_shareable(_described(config.model))
     check_adapters(config)
-    if not config.share_port:
-        check_port(config.host, config.port)
 
 
 def check_model(model: str) -> None:
@@ -117,36 +111,6 @@ def check_quantised_checkpoint(quantization: str | None) -> None:
         raise CannotServe(
             f"the model is quantised ({quantization}) and cannot be shared: {_SHARING_NEEDS}; use its unquantised form"
         )
-
-
-def check_port(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise CannotServe(f"port {port} is taken{_by_whom(port)}; choose another with --port") from error
-            raise CannotServe(f"cannot listen on {host}:{port}: {error.strerror}; check --host and --port") from error
-
-
-def _by_whom(port: int) -> str:
-    """`by process 12 (its command)`, as far as this user may know it."""
-    import psutil
-
-    try:
-        for connection in psutil.net_connections(kind="tcp"):
-            if (
-                connection.laddr
-                and connection.laddr.port == port
-                and connection.status == psutil.CONN_LISTEN
-                and connection.pid
-            ):
-                return f" by process {connection.pid} ({program_words(psutil.Process(connection.pid).cmdline())})"
-    except psutil.Error:
-        pass
-    return f" by a process that user {os.getuid()} may not inspect"
 
 
 def _expandable_segments(environ: Mapping[str, str]) -> bool:

@@ -1,6 +1,7 @@
 """From a command line to a running server: refusals first, then the imports, then vLLM's own start.
 
-Everything slow happens after the cheap checks, so a mistake is told at once.
+Everything slow happens after the cheap checks, so a mistake is told at once. The port is taken and answered before the
+imports too, so that nobody else takes it meanwhile and nobody takes the server for absent.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from example_trainer.serving.config import ServerConfig, prepare_environment, re
 from example_trainer.serving.errors import CannotServe
 from example_trainer.serving.refusals import check_start
 from example_trainer.serving.root_cause import ask_for_cause, one_line, read_cause
+from example_trainer.serving.sockets import ServerSockets, open_sockets
+from example_trainer.serving.starting import StartingAnswers
 from example_trainer.weights.manifest import remove_manifest
 from example_trainer.weights.versions import remove_shared_files, sweep_stale_files
 
@@ -34,13 +37,16 @@ def run(argv: Sequence[str]) -> int:
     logging.getLogger("example_trainer").setLevel(logging.INFO)  # libraries change the level of the root logger
     _note_ignored()
     check_start(config, os.environ)
+    sockets = open_sockets(config.host, config.port, os.environ)
+    config = config.model_copy(update={"port": sockets.listening.getsockname()[1]})
+    starting = StartingAnswers(sockets.listening) if _tells_that_it_starts(sockets, rest) else None
     model_is_local = Path(config.model).expanduser().is_dir()
     prepare_environment(os.environ, model_is_local=model_is_local)
     sweep_stale_files()
     boot_id = secrets.token_hex(8)
     cause = ask_for_cause(os.environ, boot_id)
     try:
-        died = _serve(config, rest, boot_id, cause)
+        died = _serve(config, rest, boot_id, cause, sockets, starting)
     finally:
         cause.unlink(missing_ok=True)
         _tidy(config, boot_id)
@@ -50,7 +56,14 @@ def run(argv: Sequence[str]) -> int:
     return 1
 
 
-def _serve(config: ServerConfig, rest: list[str], boot_id: str, cause: Path) -> str | None:
+def _serve(
+    config: ServerConfig,
+    rest: list[str],
+    boot_id: str,
+    cause: Path,
+    sockets: ServerSockets,
+    starting: StartingAnswers | None,
+) -> str | None:
     """Serve until stopped; where the engine's end was the reason, what that was."""
     began = time.monotonic()
     gc.disable()  # a fifth of the time the imports take; what they make stays for good
@@ -81,10 +94,9 @@ def _serve(config: ServerConfig, rest: list[str], boot_id: str, cause: Path) -> 
     gc.freeze()
     gc.enable()
     logger.info("imports took %.1f s", time.monotonic() - began)
-    serving = Serving(config, boot_id=boot_id)
+    serving = Serving(config, sockets, starting, boot_id=boot_id)
     entry.serve_http = serving.serve
-    if config.share_port:
-        vllm_compat.share_port(entry)
+    vllm_compat.use_socket(sockets.listening)
     try:
         uvloop.run(entry.run_server(args))
     except (ValueError, OSError, RuntimeError, EngineDeadError) as error:
@@ -103,6 +115,12 @@ def _told(error: BaseException) -> str:
 
     text = "; ".join(str(item["msg"]) for item in error.errors()) if isinstance(error, ValidationError) else str(error)
     return one_line(text)
+
+
+def _tells_that_it_starts(sockets: ServerSockets, rest: Sequence[str]) -> bool:
+    """Where it replaces no server, whose clients wait for it instead, and can tell them without a certificate."""
+    encrypted = any(flag.replace("_", "-").startswith("--ssl-") for flag in rest)
+    return sockets.predecessor is None and not encrypted
 
 
 def _tidy(config: ServerConfig, boot_id: str) -> None:

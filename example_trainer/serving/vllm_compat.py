@@ -7,6 +7,7 @@ line naming it, not by a strange failure in the middle of a run.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -55,6 +56,7 @@ def check_internals() -> None:
 
     needed = {
         ENTRY_MODULE: ("run_server", "serve_http", "build_app", "setup_server"),
+        "vllm.entrypoints.launchers.launcher": ("create_server_socket",),
         "vllm.v1.engine.core": (
             "EngineCore.pause_scheduler",
             "EngineCore.resume_scheduler",
@@ -151,14 +153,14 @@ def leave_out_launch_overlap_on_blackwell() -> None:
         os.environ.setdefault("VLLM_LORA_DISABLE_PDL", "1")
 
 
-def share_port(entry: Any) -> None:
-    """Let the server's socket be one of several on its port; it listens only when the engine is ready."""
-    set_up = entry.setup_server
+def use_socket(listening: socket.socket) -> None:
+    """Have vLLM serve on a socket that listens already, in place of one of its own."""
+    from vllm.entrypoints.launchers import launcher
 
-    def set_up_shared(args: Namespace, *, reuse_port: bool) -> Any:  # noqa: ARG001  vLLM's signature
-        return set_up(args, reuse_port=True)
+    def create(_: tuple[str, int], *, reuse_port: bool) -> socket.socket:  # noqa: ARG001  vLLM's signature
+        return listening
 
-    entry.setup_server = set_up_shared
+    launcher.create_server_socket = create
 
 
 def end_engine(async_llm: Any) -> None:

@@ -215,18 +215,19 @@ class BroadcastBridge(WeightBridge):
 
     def _join(self, members: list[_Member], policy: Policy) -> BroadcastGroup:
         """A new group of the trainer and these servers."""
-        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        port = int(os.environ.get("MASTER_PORT") or free_port())
-        ours = Rendezvous(address, port, 0, len(members) + 1, self._options.backend)
-        group_id = uuid.uuid4().hex
-        waiting = [
-            self._pool.submit(member.client.join_broadcast, group_id, replace(ours, rank=rank))
-            for rank, member in enumerate(members, 1)
-        ]
-        try:
-            group = BroadcastGroup.join(ours, policy.device)
-        finally:
-            wait(waiting)
+        with ExitStack() as held:
+            address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            port = int(os.environ.get("MASTER_PORT") or free_port(held=held))
+            ours = Rendezvous(address, port, 0, len(members) + 1, self._options.backend)
+            group_id = uuid.uuid4().hex
+            waiting = [
+                self._pool.submit(member.client.join_broadcast, group_id, replace(ours, rank=rank))
+                for rank, member in enumerate(members, 1)
+            ]
+            try:
+                group = BroadcastGroup.join(ours, policy.device)
+            finally:
+                wait(waiting)
         if failed := next((error for each in waiting if (error := each.exception())), None):
             group.close()
             raise failed

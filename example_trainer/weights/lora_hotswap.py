@@ -73,9 +73,8 @@ class LoraHotswapBridge(WeightBridge):
         """Find the server or start one, and load the policy meanwhile."""
         options = self._options
         check_host(options.server_url, "--vllm-host")
-        if options.vllm is not None and not answers(options.server_url):
-            self._manager = VllmManager(options.vllm)
-            self._manager.start(options.policy.model_name, version=None)
+        if options.vllm is not None and not is_served(options.server_url):
+            self._manager = self._start_own(options.vllm)
         self._policy = load_policy(options.policy)
         self._connect()
         return self._policy
@@ -113,6 +112,19 @@ class LoraHotswapBridge(WeightBridge):
         if self._manager is not None:
             self._manager.close()
             self._manager = None
+
+    def _start_own(self, vllm: VllmOptions) -> VllmManager | None:
+        """A server of the trainer's own; None where another has taken the port in the meantime, which is used then."""
+        manager = VllmManager(vllm)
+        try:
+            manager.start(self._options.policy.model_name, version=None)
+        except ServerUnavailable as error:
+            manager.close()
+            if not is_served(self._options.server_url):
+                raise
+            logger.info("%s; that server is waited for", error)
+            return None
+        return manager
 
     def _connect(self) -> None:
         """Wait for the server and settle how it takes adapters."""
@@ -203,11 +215,11 @@ def _is_lasting(error: ServerRefused | ServerUnavailable) -> bool:
     return isinstance(error, ServerRefused) and error.status not in _PASSING
 
 
-def answers(url: str) -> bool:
-    """Whether some inference server is at this address."""
+def is_served(url: str) -> bool:
+    """Whether some inference server has this address, or is about to answer there."""
     client = ServerClient(url)
     try:
-        return client.healthy()
+        return client.is_there()
     finally:
         client.close()
 
@@ -216,7 +228,8 @@ def _try_connect(options: HotswapOptions) -> Swappable:
     client = ServerClient(options.server_url, options.bridge_token or os.environ.get("ATROPOS_BRIDGE_TOKEN"))
     try:
         if not client.healthy():
-            raise NotYet("no answer to /health")  # noqa: TRY301  the client is closed on every way out
+            reason = "it is still loading its model" if client.is_there() else "no answer to /health"
+            raise NotYet(reason)  # noqa: TRY301  the client is closed on every way out
         return _connect_own(client, options)
     except ServerUnavailable as error:
         client.close()

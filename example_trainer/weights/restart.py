@@ -3,7 +3,7 @@
 The simplest bridge: two copies of the weights, no shared memory, any device. The trainer starts the server itself and
 every `--vllm-restart-interval` steps writes the weights as a Hugging Face checkpoint (`lora_restart`: the adapter, as
 PEFT writes it) and has a server of these take the old one's place. A version belongs to one start of the server, so
-each request has one. Requests that the old server does not get to end are answered 503, and environments repeat them.
+each request has one. Clients notice nothing: the new server takes over their connections (`serving.handover`).
 
 With `--restart-method reload` a running server reads the checkpoint into its weights, under the fence of a publish;
 where that fails the server is restarted, since nobody knows what its weights are then.

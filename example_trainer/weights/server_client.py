@@ -91,6 +91,18 @@ class ServerClient:
         except httpx.HTTPError:
             return False
 
+    def is_there(self) -> bool:
+        """Whether an inference server has the address, and be it one that is still loading."""
+        try:
+            answer = self._http.get("/health", timeout=_QUICK_SECONDS)
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            return False
+        except httpx.TimeoutException:  # it was connected: imports may keep it from answering
+            return True
+        except httpx.HTTPError:
+            return False
+        return answer.status_code in {httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE}
+
     def begin_publish(self, publish_id: str, *, lease_seconds: float, drain_seconds: float, in_flight: str) -> Fence:
         """Have the server stand still for a publish of this id; repeated, it is the same publish."""
         body = {"publish_id": publish_id, "lease_seconds": lease_seconds, "drain_seconds": drain_seconds}

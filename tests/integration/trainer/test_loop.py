@@ -263,6 +263,33 @@ def test_r24_an_evaluation_that_holds_the_policy_keeps_its_version_until_it_lets
     assert len(held) == 1
 
 
+def test_r43_a_checkpoint_names_the_version_its_weights_are_and_none_where_their_publish_was_put_off(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: dict[int, dict[str, torch.Tensor]] = {}
+    publish = ServingBridge.publish
+
+    def publish_and_keep(self: ServingBridge, version: int) -> Any:
+        report = publish(self, version)
+        assert self.served is not None
+        served[version] = self.served[1]
+        return report
+
+    monkeypatch.setattr(ServingBridge, "publish", publish_and_keep)
+    monkeypatch.setattr(ServingBridge, "should_publish", lambda _, steps: steps >= 2)
+    bench.submit(bench.record_groups(8))
+    config = bench.config(checkpoint_interval=1, keep_last=4)
+    assert bench.trainer(config, bench.bridge()).run()
+    checkpoints = [path for path in list_checkpoints(config.checkpoint_root) if path.name != "latest"]
+    named = {path.name: read_state(path).policy_version for path in checkpoints}
+    assert len(named) == 4
+    assert sorted(version for version in named.values() if version is not None) == [2, 3]
+    for path in checkpoints:
+        saved = load_file(path / "model.safetensors")
+        same = [v for v, weights in served.items() if all(torch.equal(saved[name], weights[name]) for name in saved)]
+        assert same == [named[path.name]] if named[path.name] else same == []
+
+
 def test_several_epochs_publish_once_a_batch(bench: Workbench) -> None:
     bench.submit(bench.record_groups(4))
     bridge = bench.bridge()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
 from example_trainer.running.leftovers import SharedMemoryLedger, sweep
-from example_trainer.running.ports import PortTaken, free_port, holder, require_free
+from example_trainer.running.ports import PortTaken, free_port, free_ports, holder, require_free
 
 
 def make(path: Path) -> mmap.mmap:
@@ -47,3 +48,19 @@ def test_a_taken_port_is_told_with_its_holder() -> None:
         assert found.pid == psutil.Process().pid
         with pytest.raises(PortTaken, match=rf"port {port} is taken by pid {found.pid} .*; choose another with --port"):
             require_free(port, flag="--port")
+
+
+def test_a_port_that_was_chosen_is_given_to_nobody_else_and_can_be_listened_on_by_its_number() -> None:
+    with ExitStack() as held:
+        chosen = {*free_ports(50, held=held), free_port(held=held)}
+        chosen.add(require_free(free_port(), flag="--port", held=held))
+        assert len(chosen) == 52
+        with ExitStack() as others:
+            for port in chosen:
+                stranger = others.enter_context(socket.socket())
+                with pytest.raises(OSError, match="in use"):
+                    stranger.bind(("127.0.0.1", port))
+                others.enter_context(socket.create_server(("127.0.0.1", port)))
+            assert chosen.isdisjoint(free_ports(500))
+    with socket.socket() as anybody:
+        anybody.bind(("127.0.0.1", chosen.pop()))

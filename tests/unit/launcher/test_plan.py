@@ -10,7 +10,8 @@ import pytest
 from example_trainer.errors import ModelNotFound
 from example_trainer.running.base_model import LocalBase, local_base, require_model
 from example_trainer.running.hub import require_on_hub
-from example_trainer.running.places import settle_places
+from example_trainer.running.launcher import Launch, plan_launch
+from example_trainer.running.places import Places, settle_places
 from example_trainer.running.plan import EnvironmentNotFound, Plan, make_plan, program_of
 from example_trainer.running.ports import PortTaken
 from example_trainer.running.run_dir import plan_run_dir
@@ -90,6 +91,21 @@ def test_all_programs_agree_on_addresses_and_model(tmp_path: Path) -> None:
     child = made.child("vllm")
     assert child is not None
     assert child.environment["LOGDIR"] == str(tmp_path / "run/bridge")
+
+
+def test_the_ports_of_a_launch_are_its_own_for_as_long_as_it_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+
+    def go(_: Launch, places: Places) -> None:
+        chosen.extend([places.broker_port or 0, *places.vllm_ports])
+        assert [_is_held(port) for port in chosen] == [True] * 3
+
+    monkeypatch.setattr(Launch, "_go", go)
+    argv = ["--model-name", "some/model", "--run-dir", str(tmp_path), *OWN_ENVIRONMENT, "--num-inference-nodes", "2"]
+    plan_launch(read_settings(argv)).go()
+    assert [_is_held(port) for port in chosen] == [False] * 3
 
 
 def test_several_servers_are_started_told_to_the_trainer_and_shared_out_to_the_environments(tmp_path: Path) -> None:
@@ -235,6 +251,16 @@ def test_environment_servers_are_files_or_modules() -> None:
     assert program_of("my.package.server") == ("-m", "my.package.server")
     with pytest.raises(EnvironmentNotFound, match=r"nowhere\.py"):
         program_of("nowhere.py")
+
+
+def _is_held(port: int) -> bool:
+    """Whether somebody has bound the port, listening or not."""
+    with socket.socket() as anybody:
+        try:
+            anybody.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
 
 
 def _free_port() -> int:

@@ -17,6 +17,7 @@ NOT_FORMS = {
     "ATROPOS_TOKEN",
     "ATROPOS_BRIDGE_TOKEN",
     "ATROPOS_CACHE",
+    "ATROPOS_SERVER_SOCKETS",
     "ATROPOS_KILLS_PATIENCE",
     # As many steps as an example of the state machine has; more of them do not make it find more.
     "ATROPOS_PROPERTY_STEPS",

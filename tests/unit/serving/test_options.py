@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from example_trainer.serving.config import (
     vllm_arguments,
 )
 from example_trainer.serving.errors import CannotServe
+from example_trainer.serving.sockets import listen
 
 
 def config(**fields):
@@ -165,14 +165,15 @@ def test_a_quantised_checkpoint_is_refused_for_sharing():
 
 def test_a_host_that_is_not_this_machines_is_told():
     with pytest.raises(CannotServe, match="--host"):
-        refusals.check_port("192.0.2.1", 0)
+        listen("192.0.2.1", 0)
 
 
-def test_a_free_port_is_no_problem():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    refusals.check_port("127.0.0.1", port)
+def test_of_two_that_want_a_port_one_has_it_from_the_start_and_the_other_is_told_who():
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(CannotServe, match=rf"port {port} is taken by process {os.getpid()} .*--vllm-port"):
+            listen("127.0.0.1", port, flag="--vllm-port")
+    listen("127.0.0.1", port).close()
 
 
 @pytest.mark.parametrize(("capability", "told"), [((10, 0), "1"), ((12, 0), "1"), ((9, 0), None), (None, None)])

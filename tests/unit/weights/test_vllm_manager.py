@@ -20,7 +20,7 @@ from example_trainer.weights.errors import ServerExited, WaitTimedOut
 # Answers like the server, has a worker process of its own and a file in shared memory, and ends by SIGTERM.
 STAND_IN = textwrap.dedent(
     """
-    import argparse, json, mmap, os, subprocess, sys, time
+    import argparse, json, mmap, os, socket, subprocess, sys, time
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
     parser = argparse.ArgumentParser()
@@ -50,7 +50,12 @@ STAND_IN = textwrap.dedent(
             self.wfile.write(body)
         def log_message(self, *_): pass
 
-    HTTPServer(("127.0.0.1", arguments.port), Handler).serve_forever()
+    numbers = dict(entry.split("=") for entry in os.environ["ATROPOS_SERVER_SOCKETS"].split(","))
+    server = HTTPServer(("127.0.0.1", arguments.port), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = socket.socket(fileno=int(numbers["listening"]))
+    socket.socket(fileno=int(numbers["loaded"])).send(b"1")
+    server.serve_forever()
     """
 )
 
