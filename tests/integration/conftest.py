@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -135,11 +136,10 @@ class VllmServer:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 break
-            try:
+            with contextlib.suppress(httpx.TransportError):
                 if self.client.get("/health").status_code == 200:
                     return
-            except httpx.TransportError:
-                time.sleep(0.1)
+            time.sleep(0.1)
         self.stop()
         raise AssertionError(f"the server did not become healthy:\n{self.log_path.read_text()[-4000:]}")
 
