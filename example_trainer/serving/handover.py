@@ -142,11 +142,7 @@ class HandoverServer(uvicorn.Server):
         await super().startup(sockets=[])
         loop = asyncio.get_running_loop()
         for each in self.arrived:
-            try:
-                await loop.connect_accepted_socket(partial(self._connection, each.received), each.connection)
-            except OSError as error:  # its client has left meanwhile
-                logger.debug("a connection that was taken over is of no use: %s", error)
-                each.connection.close()
+            await loop.connect_accepted_socket(partial(self._connection, each.received), each.connection)
         for listening in sockets or ():
             ssl, backlog = self.config.ssl, self.config.backlog
             self.servers.append(await loop.create_server(self._connection, sock=listening, ssl=ssl, backlog=backlog))

@@ -154,6 +154,17 @@ async def test_an_answer_that_has_begun_is_finished_by_the_server_that_began_it_
         assert [await answer(reader), await answer(reader)] == [1, 2]
 
 
+async def test_a_request_that_came_before_the_last_answer_is_not_lost_and_that_answer_not_given_twice():
+    async with Replacement() as both:
+        reader, writer = await both.connect()
+        writer.write(request("/bridge/info").replace(b"POST", b"GET") + request(seconds=0.3))
+        assert await answer(reader) == 1
+        await both.replace()
+        writer.write(request())
+        assert [await answer(reader), await answer(reader)] == [1, 2]
+        assert both.new.asked == ["/generate"]
+
+
 async def test_a_request_that_was_answered_before_its_body_had_come_is_not_answered_again():
     async with Replacement() as both:
         reader, writer = await both.connect()
