@@ -69,6 +69,21 @@ def test_a_hold_ends_by_itself_unless_it_is_renewed(client, run):
         assert (caught.value.status, caught.value.kind) == (404, "unknown-hold")
 
 
+def test_a_hold_answers_to_its_whole_id_alone(client, run):
+    """Else whoever sends the first letter ends the evaluations of others."""
+    hold = client.hold_policy(60)
+    whole = hold.hold_id
+    for other in (whole[:-1], whole[:1], whole + "x", whole.swapcase(), whole[::-1]):
+        for call in (
+            lambda other=other: client.release_policy(other),
+            lambda other=other: client.hold_policy(1, hold_id=other),
+        ):
+            with pytest.raises(BrokerRefused, match="no hold has this id"):
+                call()
+    assert client.get_policy().held_seconds > 50
+    assert client.release_policy(whole).hold_id == whole
+
+
 @pytest.mark.parametrize("seconds", [600.1, 0, -1, 1e300])
 def test_no_hold_is_longer_than_ten_minutes(client, run, seconds):
     with pytest.raises(BrokerRefused, match="seconds") as caught:

@@ -73,6 +73,21 @@ async def test_newcomers_wait_outside_until_the_publish_has_ended(fence, door, h
     await asyncio.wait_for(entering, 1)
 
 
+async def test_a_publish_answers_to_its_whole_id_alone(fence, header):
+    await publish(fence, header, 1)
+    publish_id = await begin(fence)
+    header.begin_write(2)
+    header.end_write(2)
+    for other in (publish_id[:-1], publish_id[:1], "", publish_id + "x"):
+        for call in (fence.end(other, 2), fence.abort(other)):
+            with pytest.raises(Problem):
+                await call
+        with pytest.raises(Problem):
+            fence.renew(other)
+    await fence.end(publish_id, 2)
+    assert fence.policy_version == 2
+
+
 async def test_r37_keeping_kv_salts_later_prefixes_and_discards_nothing(fence, engine, header):
     await publish(fence, header, 3, in_flight="keep_kv")
     assert engine.calls == [("pause", False), ("salt", "policy-3"), ("resume", "3")]

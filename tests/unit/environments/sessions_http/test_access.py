@@ -1,6 +1,6 @@
 """Sessions are for those who were given their address and key: no other program, no page of another site."""
 
-from itertools import product
+from itertools import combinations, product
 
 import anyio
 import httpx
@@ -111,12 +111,30 @@ async def test_this_machines_own_names_are_answered(manager, reach):
 
 
 async def test_ids_and_keys_cannot_be_guessed(manager):
-    secrets = set()
+    """Whoever knows some of them knows nothing of the next; a count in 32 digits is long and never the same either."""
+    secrets = []
     for _ in range(3):
         async with manager.managed_server(use_proxy=True) as session:
-            secrets |= {session.get_url().rsplit("/", 2)[1], session.api_key}
-    assert len(secrets) == 6
+            secrets += [session.get_url().rsplit("/", 2)[1], session.api_key]
     assert all(len(secret) >= 32 for secret in secrets)
+    for one, other in combinations(secrets, 2):
+        alike = sum(a == b for a, b in zip(one, other, strict=True))
+        assert alike < 10, (one, other)  # of 32 letters out of 64, each alike with a chance of 1 in 64
+
+
+async def test_a_part_of_a_key_or_id_opens_nothing(manager):
+    async with manager.managed_server(use_proxy=True) as session, httpx.AsyncClient() as http:
+        url, key = session.get_url(), session.api_key
+        for other in (key[:-1], key[:1], key + "x", key.swapcase()):
+            answer = await http.post(f"{url}/chat/completions", json=CHAT, headers={"Authorization": f"Bearer {other}"})
+            assert answer.status_code == 401, other
+        name = url.rsplit("/", 2)[1]
+        for other in (name[:-1], name[:1], name + "x", name.swapcase()):
+            answer = await http.post(
+                url.replace(name, other) + "/chat/completions", json=CHAT, headers={"Authorization": f"Bearer {key}"}
+            )
+            assert answer.status_code in {401, 404}, other
+    assert session.nodes == []
 
 
 async def test_an_agent_that_is_told_an_address_alone_finds_the_key_in_it(make_manager):
