@@ -40,6 +40,17 @@ def test_every_folder_of_tests_is_in_a_stage() -> None:
     assert all(path.exists() for path in named)
 
 
+def test_what_make_test_leaves_out_is_what_contributing_says_test_all_runs() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("## What is left out\n")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| ")][1:]
+    assert all(len(row) == 4 and row[1].strip() for row in rows)
+    told = [name for row in rows for name in re.findall(r"`([^`]+)`", row[2])]
+    packages = [re.split(r"[<>=]", package)[0] for stage in nightly.STAGES for package in stage.packages]
+    forms = [f"{name}={value}" for name, value in nightly.LONG.items()]
+    assert sorted(told) == sorted([*forms, *nightly.SYSTEM_PACKAGES.values(), *packages])
+
+
 def test_a_skip_without_a_known_reason_is_a_failure() -> None:
     result = nightly.Result("stage", 1.0, 0)
     result.skips.update(["takes minutes; ATROPOS_KILLS=all runs it", "needs an NVIDIA GPU"])
