@@ -16,7 +16,8 @@ from example_trainer.serving.config import (
     vllm_arguments,
 )
 from example_trainer.serving.errors import CannotServe
-from example_trainer.serving.sockets import listen
+from example_trainer.serving.sockets import ServerSockets, listen
+from example_trainer.serving.start import _tells_that_it_starts
 
 
 def config(**fields):
@@ -201,3 +202,13 @@ def test_an_adapter_needs_a_server_of_adapters_and_to_be_one(tmp_path):
         refusals.check_adapters(config(adapter=tmp_path))
     with pytest.raises(CannotServe, match="holds no adapter_config"):
         refusals.check_adapters(config(enable_lora=True, adapter=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [([], True), (["--max-num-seqs", "4"], True), (["--ssl-keyfile", "k"], False), (["--ssl_certfile=c"], False)],
+)
+def test_a_server_says_that_it_starts_unless_its_clients_expect_a_certificate_first(flags, told):
+    with listen("127.0.0.1", 0) as listening:
+        assert _tells_that_it_starts(ServerSockets(listening), flags) is told
+        assert not _tells_that_it_starts(ServerSockets(listening, predecessor=listening), flags)
