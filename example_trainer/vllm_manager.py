@@ -218,7 +218,7 @@ class VllmManager:
         return ServerProcess(process, ledger, channel, loaded)
 
     def _wait_until_ready(self, server: ServerProcess, version: int | None) -> ServerInfo:
-        info = self._wait_for(server, version, lambda: self._poll_ready(version))
+        info = self._wait_for(server, version, lambda: self._poll_ready(server, version))
         server.note_shared_memory()
         if self._given is not None:
             self._given.close()
@@ -255,11 +255,12 @@ class VllmManager:
                 pass_fds=[each.fileno() for each in sockets.values()],
             )
 
-    def _poll_loaded(self, server: ServerProcess, version: int) -> None:
+    def _poll_loaded(self, server: ServerProcess, version: int | None) -> None:
         if not server.is_loaded():
-            raise NotYet(f"version {version} is still being loaded")
+            raise NotYet("it is still loading its model")
 
-    def _poll_ready(self, version: int | None) -> ServerInfo:
+    def _poll_ready(self, server: ServerProcess, version: int | None) -> ServerInfo:
+        self._poll_loaded(server, version)  # not asked before: where none accepts, a question waits for its time-out
         client = ServerClient(self.url)
         try:
             if not client.healthy():

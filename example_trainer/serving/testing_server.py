@@ -46,7 +46,7 @@ class VersionServer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if scope["method"] == "GET":
+            if scope["method"] in {"GET", "HEAD"}:
                 await _answer(send, [self._told])
                 return
             body = await _read_body(receive)

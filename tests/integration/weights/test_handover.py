@@ -172,7 +172,7 @@ def started():
 
 def test_a_server_started_by_hand_answers_starting_until_it_has_loaded(started):
     port = free_port()
-    started("--port", port, "--policy-version", 7, "--load-seconds", 1.5)
+    started("--port", port, "--policy-version", 7, "--load-seconds", 0.8)
     client, told = ServerClient(f"http://127.0.0.1:{port}"), []
     deadline = time.monotonic() + 60
     while (not told or told[-1][0] != 200) and time.monotonic() < deadline:

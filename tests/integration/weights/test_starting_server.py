@@ -51,7 +51,7 @@ def starting():
     """The port of a server that somebody has started by hand and that is still loading."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [*PROGRAM, "--port", str(port), "--policy-version", "7", "--load-seconds", "1.5"]
+    command = [*PROGRAM, "--port", str(port), "--policy-version", "7", "--load-seconds", "1"]
     process = subprocess.Popen(command)
     deadline = time.monotonic() + 60
     while (status := _health(port)) is None and time.monotonic() < deadline:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -67,7 +68,7 @@ def manager(tmp_path):
     script = tmp_path / "stand_in_vllm_server.py"
     script.write_text(STAND_IN)
 
-    def make(*arguments, timeout=20.0):
+    def make(*arguments):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         options = VllmOptions(
@@ -75,7 +76,7 @@ def manager(tmp_path):
             log_path=tmp_path / "logs" / "vllm.log",
             served_model_name="name",
             tokenizer="tokenizer",
-            ready_timeout_seconds=timeout,
+            ready_timeout_seconds=20.0,
             extra_arguments=arguments,
             program=(sys.executable, str(script)),
         )
@@ -111,8 +112,10 @@ def test_ready_means_serving_the_version_it_was_started_for(manager):
 
 
 def test_a_server_of_another_version_on_the_port_is_not_taken_for_ours(manager):
-    vllm = manager(timeout=1.0)
+    vllm = manager()
     vllm.start("/some/model", version=7)
+    vllm.wait_until_ready(7)
+    vllm._options = replace(vllm._options, ready_timeout_seconds=0.2)
     with pytest.raises(WaitTimedOut, match="serves version 7"):
         vllm.wait_until_ready(8)
 
