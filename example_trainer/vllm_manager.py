@@ -189,7 +189,7 @@ class VllmManager:
         """A second server that has loaded and waits for the first one; None where it did not come up."""
         new = self._start(model, version, arguments, before=old.channel)
         try:
-            self._wait_for(new, version, lambda: self._poll_loaded(new, version))
+            self._wait_for(new, version, lambda: _poll_loaded(new))
         except ServerExited as error:
             logger.warning("no second server came up beside the first, which ends now instead: %s", error)
             new.stop(grace_seconds=0)
@@ -255,12 +255,8 @@ class VllmManager:
                 pass_fds=[each.fileno() for each in sockets.values()],
             )
 
-    def _poll_loaded(self, server: ServerProcess, version: int | None) -> None:
-        if not server.is_loaded():
-            raise NotYet("it is still loading its model")
-
     def _poll_ready(self, server: ServerProcess, version: int | None) -> ServerInfo:
-        self._poll_loaded(server, version)  # not asked before: where none accepts, a question waits for its time-out
+        _poll_loaded(server)  # not asked before: where none accepts, a question waits for its time-out
         client = ServerClient(self.url)
         try:
             if not client.healthy():
@@ -273,6 +269,11 @@ class VllmManager:
         if info.policy_version != version:
             raise NotYet(f"{self.url} serves version {info.policy_version} so far")
         return info
+
+
+def _poll_loaded(server: ServerProcess) -> None:
+    if not server.is_loaded():
+        raise NotYet("it is still loading its model")
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -85,6 +85,9 @@ def test_r42_no_request_of_24_clients_fails_and_no_version_falls_over_a_run_that
         tree += launched.tree()
     code, _, error = launched.end(START_SECONDS + MORE_STEPS * STEP_SECONDS)
     versions = {answer.version for answer in clients.answers if answer.version is not None}
+    lines = [json.loads(line) for line in launched.metrics.read_text().splitlines()]
+    # A step without anything to learn publishes nothing; the publish of the last one may still be under way.
+    served = {1, *(line["policy_version"] for line in lines[: STEPS - 1])}
     slowest = max(answer.ended - answer.started for answer in clients.answers)
     logger.info(
         "%s: %d steps, %d requests, %d failed, %d versions seen, none after a newer one: %s, longest wait %.1f s",
@@ -93,7 +96,8 @@ def test_r42_no_request_of_24_clients_fails_and_no_version_falls_over_a_run_that
     )
     assert clients.failures == []
     assert clients.falling() == []
-    assert len(versions) >= STEPS
+    assert versions >= served, "each was there for a while"
+    assert len(served) > STEPS / 2
     assert code == 0, error + launched.logs()
     assert traces(launched, tree) == []
 
