@@ -19,12 +19,17 @@ HEALTHY_SECONDS = 1200.0
 
 # Plugins are not looked for, which costs a second a mutant: these two are what tests use.
 PLUGINS = ("anyio.pytest_plugin", "pytest_timeout")
+OURS = {"atropos_api", "environments", "example_trainer"}
 FLAGS = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "--tb=line"]
 FLAGS += [word for plugin in PLUGINS for word in ("-p", plugin)]
 
 
 def warm_up() -> None:
-    """Import what tests need besides the package under test."""
+    """Import what tests need besides the packages under test, of which nothing may be here before its mutant is."""
+    import blake3
+    import fastapi
+    import httpx
+    import isal.isal_zlib
     import msgspec
     import numpy as np
     import pydantic
@@ -32,15 +37,14 @@ def warm_up() -> None:
     import torch
     import transformers.core_model_loading
     import transformers.models.qwen2.modeling_qwen2
-
-    import atropos_api.client
-    import atropos_api.wire
+    import uvicorn
 
     # A matrix product and a backward start what torch starts lazily, while there is one process only.
     torch.set_num_threads(1)
     weight = torch.ones(2, 2, requires_grad=True)
     (weight @ weight).sum().backward()
-    assert all((msgspec, np, pydantic, pytest, transformers, atropos_api))
+    assert all((blake3, fastapi, httpx, isal, msgspec, np, pydantic, pytest, transformers, uvicorn))
+    assert not {name.partition(".")[0] for name in sys.modules} & OURS
 
 
 def try_in_child(nodes: list[str], log: Path, seconds: float) -> int:

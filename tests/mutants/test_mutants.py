@@ -1,7 +1,7 @@
 """Each one-line mutant fails the test that promises otherwise.
 
 The default run tries one slice of them, chosen by the commit, so that a week of commits tries them all;
-ATROPOS_CODE_MUTANTS=all tries them all at once.
+ATROPOS_CODE_MUTANTS=all tries them all at once, and ATROPOS_CODE_MUTANTS=broker,store those of some areas.
 """
 
 from __future__ import annotations
@@ -11,18 +11,28 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .broker import BROKER
+from .launcher import LAUNCHER
 from .mutant import Mutant
 from .objective import OBJECTIVE
 from .sandbox import SANDBOX
+from .store import STORE
 
 ROOT = Path(__file__).resolve().parents[2]
-AREAS: dict[str, tuple[Mutant, ...]] = {"objective": OBJECTIVE, "sandbox": SANDBOX}
-LEAST = {"objective": 60, "sandbox": 40}
+AREAS: dict[str, tuple[Mutant, ...]] = {
+    "broker": BROKER,
+    "launcher": LAUNCHER,
+    "objective": OBJECTIVE,
+    "sandbox": SANDBOX,
+    "store": STORE,
+}
+LEAST = {"broker": 22, "launcher": 22, "objective": 60, "sandbox": 40, "store": 22}
 SLICES = 8  # with 40 commits a week the chance that one slice is never chosen is 4 %
 TESTS_FAILED = 1
 TIMEOUT_SECONDS = 1800
@@ -32,20 +42,27 @@ CONFIGURATION = "[pytest]\naddopts = --import-mode=importlib\n"
 PACKAGES = ("atropos_api", "environments", "example_trainer", "configs", "docs", "tests")
 
 
-def slice_of_this_commit() -> int | None:
-    """The number of the slice to try; None for all of them."""
-    if os.environ.get("ATROPOS_CODE_MUTANTS") == "all":
-        return None
+def slice_of_this_commit() -> int:
     asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return int(asked.stdout.strip() or "0", 16) % SLICES
 
 
-def chosen(number: int | None) -> list[Mutant]:
-    every = [mutant for mutants in AREAS.values() for mutant in mutants]
-    return every if number is None else every[number::SLICES]
+def of_areas(names: Iterable[str]) -> list[Mutant]:
+    return [mutant for name in names for mutant in AREAS[name]]
 
 
-TRIED = chosen(slice_of_this_commit())
+def of_slice(number: int) -> list[Mutant]:
+    return of_areas(AREAS)[number::SLICES]
+
+
+def asked_for() -> list[Mutant]:
+    asked = os.environ.get("ATROPOS_CODE_MUTANTS")
+    if not asked:
+        return of_slice(slice_of_this_commit())
+    return of_areas(AREAS if asked == "all" else asked.split(","))
+
+
+TRIED = asked_for()
 
 
 def copy_project(root: Path) -> Path:
@@ -92,11 +109,11 @@ def test_a_mutant_fails_the_test_that_promises_otherwise(mutant: Mutant, outcome
 
 
 def test_every_area_has_its_mutants_under_distinct_names() -> None:
-    every = chosen(None)
+    every = of_areas(AREAS)
     assert len({mutant.name for mutant in every}) == len(every)
     assert {area: len(mutants) >= LEAST[area] for area, mutants in AREAS.items()} == dict.fromkeys(AREAS, True)
 
 
 def test_each_mutant_is_in_one_slice() -> None:
-    in_slices = [mutant.name for number in range(SLICES) for mutant in chosen(number)]
-    assert sorted(in_slices) == sorted(mutant.name for mutant in chosen(None))
+    in_slices = [mutant.name for number in range(SLICES) for mutant in of_slice(number)]
+    assert sorted(in_slices) == sorted(mutant.name for mutant in of_areas(AREAS))

@@ -169,8 +169,8 @@ def test_batches_that_no_longer_fit_go_back_to_their_old_places(loop):
 def test_ranks_get_whole_groups_balanced_by_tokens(loop):
     loop.register()
     loop.begin(batch_size=16, world_size=2)
-    loop.send(1, length=30)
     loop.send(2, 3, 4, length=10)
+    loop.send(1, length=30)
     slices = [loop.batch(1, rank=rank, world_size=2) for rank in (0, 1)]
     assert slices == [[1], [2, 3, 4]]
     assert sorted(ident for rank in range(8) for ident in loop.batch(1, rank=rank, world_size=8)) == [1, 2, 3, 4]

@@ -100,6 +100,17 @@ def test_what_is_pending_is_read_again_though_the_database_takes_nothing(ledger)
     assert ledger.load() == snapshot
 
 
+def test_what_is_gone_is_not_read_again_though_the_database_cannot_be_told(ledger):
+    submit(ledger, 1, 2)
+    ledger.probe()
+    ledger.drop_groups([1])
+    ledger.forget_keys([2])
+    ledger._db.execute("PRAGMA query_only = ON")
+    snapshot = ledger.load()
+    ledger._db.execute("PRAGMA query_only = OFF")
+    assert (seqs(snapshot), [key.key_id for key in snapshot.keys]) == ([2], [1])
+
+
 def test_a_record_cut_short_is_nothing_and_costs_its_neighbours_nothing(ledger, directory):
     submit(ledger, 1, 2)
     whole = (directory / "journal").stat().st_size
@@ -112,10 +123,26 @@ def test_a_record_cut_short_is_nothing_and_costs_its_neighbours_nothing(ledger, 
         assert seqs(found_in(copy)) == [1, 2]
 
 
+def test_a_record_that_the_power_left_without_its_bytes_is_nothing(ledger, directory):
+    """A file may have its length and hold something else there."""
+    submit(ledger, 1, 2)
+    whole = (directory / "journal").stat().st_size
+    submit(ledger, 3)
+    for filling in (b"\0", b"x"):
+        copy = left_by_a_kill(directory, filling.hex())
+        with (copy / "journal").open("r+b") as file:
+            file.seek(-8, 2)
+            file.write(filling * 8)
+        assert (copy / "journal").stat().st_size > whole
+        assert seqs(found_in(copy)) == [1, 2]
+
+
 def test_a_kill_between_the_database_and_the_emptying_of_the_journal_repeats_nothing(ledger, directory):
-    submit(ledger, 1, 2, 3)
+    submit(ledger, 1, 2)
     ledger.drop_groups([1])
     ledger.assign_batch([2], 7)
+    submit(ledger, 3)
+    ledger.probe()  # takes all of them to the database
     assert (directory / "journal").stat().st_size > 0
     found = found_in(left_by_a_kill(directory))
     assert [(group.seq, group.batch) for group in found.groups] == [(2, 7), (3, 0)]
@@ -123,6 +150,7 @@ def test_a_kill_between_the_database_and_the_emptying_of_the_journal_repeats_not
 
 def test_a_dropped_group_stays_dropped_though_the_journal_still_has_it(ledger, directory):
     submit(ledger, 1, 2)
+    ledger.probe()
     ledger.drop_groups([1, 2])
     assert found_in(left_by_a_kill(directory)).groups == []
     assert found_in(left_by_a_kill(directory, "again")).next_seq == 3
@@ -168,6 +196,28 @@ def test_the_journal_is_bounded_without_any_sync(ledger, directory, monkeypatch)
         sizes.append(journal_bytes(directory))
     assert max(sizes) < 100_000
     assert len(found_in(left_by_a_kill(directory)).groups) == 6 * MOST_PENDING - 1
+
+
+def test_a_full_journal_is_emptied_only_once_the_database_is_on_the_disk(ledger, directory, monkeypatch):
+    monkeypatch.setattr("atropos_api.store.ledger_journaled.MOST_BYTES", 1000)
+    monkeypatch.setattr("atropos_api.store.ledger_journaled.MOST_PENDING", 4)
+    wal = directory / "ledger.sqlite-wal"
+    forced, left = {}, []
+    force, truncate = os.fdatasync, os.ftruncate
+
+    def note_forced(descriptor):
+        force(descriptor)
+        forced[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
+
+    def note_emptied(descriptor, size):
+        truncate(descriptor, size)
+        left.append(wal.stat().st_size - forced.get(wal.stat().st_ino, 0))
+
+    monkeypatch.setattr(os, "fdatasync", note_forced)
+    monkeypatch.setattr(os, "ftruncate", note_emptied)
+    submit(ledger, *range(1, 40))
+    assert left
+    assert set(left) == {0}
 
 
 def test_writes_of_every_kind_are_found_after_a_kill_and_when_the_database_has_them(ledger, directory):
@@ -237,6 +287,7 @@ def test_other_writes_come_after_the_submissions_before_them(ledger, directory):
     submit(ledger, 1)
     with ledger.transaction():
         ledger.assign_batch([1], 4)
+        ledger.probe()  # only the database can make this part
         submit(ledger, 2)
     assert [(group.seq, group.batch) for group in found_in(left_by_a_kill(directory)).groups] == [(1, 4), (2, 0)]
 

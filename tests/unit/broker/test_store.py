@@ -1,6 +1,7 @@
 """The durable store: what was written is there again, what was torn is not, and disks that are full say so."""
 
 import os
+import shutil
 import sqlite3
 from contextlib import closing
 
@@ -130,6 +131,33 @@ def test_a_segment_goes_when_nothing_in_it_is_alive(tmp_path):
     log.close()
 
 
+def test_a_body_is_safe_once_a_sync_has_covered_it(tmp_path):
+    """Rows are pointed at copies of bodies only when these survive a loss of power."""
+    log = SegmentLog(tmp_path, segment_bytes=1000, syncs=True)
+    first = log.append([b"x" * 600])
+    assert not log.is_safe(first)
+    log.sync()
+    second = log.append([b"x" * 600])
+    assert log.is_safe(first)
+    assert not log.is_safe(second)
+    log.close()
+
+
+def test_the_file_of_a_dead_segment_stays_until_bodies_and_ledger_were_synced(tmp_path):
+    """Rows that a loss of power brings back find their bodies."""
+    log = SegmentLog(tmp_path, segment_bytes=1000, syncs=True)
+    refs = [ref for _ in range(4) for ref in log.append([b"x" * 600])]
+    (first, _) = sorted(tmp_path.glob("*.log"))
+    log.discard(refs[:2])
+    log.sweep()
+    assert first.exists()
+    log.sync()
+    assert first.exists()
+    log.sweep()
+    assert not first.exists()
+    log.close()
+
+
 def test_mostly_dead_segments_are_named_for_rewriting(tmp_path):
     log = SegmentLog(tmp_path, segment_bytes=1000)
     refs = [ref for _ in range(12) for ref in log.append([b"x" * 200])]
@@ -226,17 +254,25 @@ def test_one_broker_holds_a_directory_at_a_time(tmp_path):
         part.close()
 
 
-def test_fresh_deletes_what_was_there(tmp_path):
-    ledger, bodies = open_store(str(tmp_path))
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_fresh_deletes_what_was_there(tmp_path, end):
+    ledger, bodies = open_store(str(tmp_path / "closed"))
     ledger.add_groups([make_row(1, *bodies.append([b"old"]))])
+    (tmp_path / "closed" / "notes.txt").write_text("not ours")
+    shutil.copytree(tmp_path / "closed", tmp_path / "killed")  # the group is in the journal alone
     bodies.close()
     ledger.close()
-    (tmp_path / "notes.txt").write_text("not ours")
-    ledger, bodies = open_store(str(tmp_path), fresh=True)
+    ledger, bodies = open_store(str(tmp_path / end), fresh=True)
     assert ledger.load().groups == []
-    assert (tmp_path / "notes.txt").exists()
+    assert (tmp_path / end / "notes.txt").exists()
     bodies.close()
     ledger.close()
+
+
+def test_a_new_directory_is_its_owners_alone(tmp_path):
+    for part in reversed(open_store(str(tmp_path / "store"))):
+        part.close()
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
 
 
 def test_another_schema_is_refused_by_name(tmp_path):

@@ -128,6 +128,21 @@ async def test_a_disk_that_fails_to_sync_is_a_503_and_the_repetition_is_no_news(
     ledger.close()
 
 
+def test_a_sync_forces_bodies_journal_and_database_to_the_disk(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch)
+    broker = Broker(*open_directory(tmp_path, fsync="always", fresh=False))
+    register(broker)
+    # The database alone can make a part of this, the journal has what follows.
+    broker.begin_run(RunRequest(name="run", batch_size=8, max_token_length=9, num_steps=0))
+    broker.submit(0, [checked(1)], key="k")
+    broker.sync()
+    written = [tmp_path / "ledger.sqlite-wal", *tmp_path.glob("journal*"), *tmp_path.glob("segments/*.log")]
+    sizes = {str(path): size for path in written if (size := path.stat().st_size)}
+    assert len(sizes) >= 3
+    assert {path: disk.sizes.get(path) for path in sizes} == sizes
+    broker.close()
+
+
 def test_after_a_failed_sync_that_room_does_not_explain_nothing_is_taken(tmp_path, monkeypatch):
     """The kernel may have dropped what it could not write, and would call the next sync a success."""
     ledger, bodies = open_directory(tmp_path, fsync="always", fresh=False)

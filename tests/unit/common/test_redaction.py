@@ -68,6 +68,7 @@ def test_a_record_leaves_out_what_is_declared_secret_at_any_depth() -> None:
 
 def test_a_record_leaves_out_what_nobody_declared_and_names_itself_a_secret() -> None:
     unknown = {"api_key": SECRET_VALUE, "deep": [{"hf_token": SECRET_VALUE, "max_tokens": 3}]}
+    unknown["api_keys"] = ["none", SECRET_VALUE]
     settings = Settings(judge=Judge.model_validate(unknown), extra=unknown)
     shown = public_settings(settings)
     assert SECRET_VALUE not in json.dumps(shown)

@@ -48,6 +48,25 @@ def test_a_file_that_appears_meanwhile_is_not_lost(tmp_path):
     assert (path.read_text(), output.part.read_text()) == ("theirs", "ours\n")
 
 
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    forced = []
+    sync, link = os.fsync, os.link
+
+    def note_sync(descriptor):
+        sync(descriptor)
+        forced.append(os.fstat(descriptor).st_size)
+
+    def note_link(*paths):
+        forced.append("named")
+        link(*paths)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "link", note_link)
+    with OutputFile(tmp_path / "out") as output:
+        output.write_line("ours")
+    assert forced == [5, "named"]
+
+
 def test_without_links_it_is_renamed(tmp_path, monkeypatch):
     def no_links(*_):
         raise OSError("not here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,15 @@ def test_the_record_names_versions_and_revision(tmp_path: Path) -> None:
     assert record["trainer"] == {"lr": 1e-4}
     assert "pydantic" in record["versions"]
     assert "git" in record
+
+
+def test_the_record_leaves_out_what_names_itself_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan and the command line's reader have left out what is declared; the last step does not rely on them."""
+    monkeypatch.setattr(sys, "argv", ["atropos-grpo-run", "--vllm.api-key", "s3cret"])
+    run = plan_run_dir(tmp_path, name="demo", log_dir=None, resume=False)
+    run.create()
+    run.write_record({"programs": {"vllm": {"settings": {"api_key": "s3cret", "url": "http://h/t/s3cret/"}}}})
+    assert "s3cret" not in (tmp_path / "config.json").read_text()
 
 
 def test_the_summary_tells_before_and_after(tmp_path: Path) -> None:

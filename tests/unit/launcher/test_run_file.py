@@ -36,8 +36,11 @@ def test_sections_of_a_run_file_reach_their_programs(run_file: str) -> None:
 
 def test_flags_lie_over_files_and_later_files_over_earlier_ones(run_file: str, tmp_path: Path) -> None:
     second = tmp_path / "second.yaml"
-    second.write_text("trainer: {training_steps: 7}\nenv: {max_token_length: 64}\n")
-    settings = read_settings(["--config", run_file, f"--config={second}", "--lr", "2e-4", "--api.port", "8101"])
+    second.write_text("trainer: {training_steps: 7}\nenv: {max_token_length: 32}\n")
+    third = tmp_path / "third.yaml"
+    third.write_text("env: {max_token_length: 64}\n")
+    files = ["--config", run_file, f"--config={second}", "--config", str(third)]
+    settings = read_settings([*files, "--lr", "2e-4", "--api.port", "8101"])
     assert (settings.trainer.training_steps, settings.trainer.lr) == (7, 2e-4)
     assert settings.section("api")["port"] == "8101"
     assert settings.environments[0].env == {"group_size": 8, "max_token_length": 64}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import sys
 from dataclasses import replace
@@ -126,7 +127,8 @@ def test_a_token_file_is_named_to_every_program_and_contradicted_by_no_variable(
     monkeypatch.chdir(tmp_path)
     made = planned(tmp_path, "--atropos-token-file", "token")
     for child in made.children:
-        assert TokenSource.settle(None, None, child.environment).value == SECRETS["broker"]
+        environment = {**os.environ, **child.environment}
+        assert TokenSource.settle(None, None, environment).value == SECRETS["broker"]
         assert leaked(repr(child)) == []
 
 

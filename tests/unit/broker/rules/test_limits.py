@@ -2,7 +2,8 @@
 
 import pytest
 
-from atropos_api.errors import BatchOutOfOrder, CommittedBatch, InvalidGroup
+from atropos_api.broker import BrokerSettings
+from atropos_api.errors import BatchOutOfOrder, CommittedBatch, InvalidGroup, QueueFull
 
 
 def give_up_a_version(desk):
@@ -121,6 +122,36 @@ def test_a_new_key_is_not_that_of_a_kept_batch_whose_own_was_forgotten(desk, res
     assert desk.send(env, 2, key="new").duplicates == 1
 
 
+@pytest.mark.parametrize("desk", [{"key_memory_seconds": 60.0}], indirect=True)
+def test_a_key_is_remembered_for_its_time_after_its_groups_are_done(desk):
+    env = desk.register()
+    desk.begin(batch_size=4)
+    desk.send(env, 1, key="one")
+    desk.send(env, 2, key="two")
+    desk.batch(1)
+    desk.now += 61
+    desk.broker.commit(1)
+    assert [desk.send(env, 1, key="one").duplicates, desk.send(env, 2, key="two").duplicates] == [1, 1]
+    desk.now += 61
+    desk.batch(2)
+    desk.broker.commit(2)
+    assert [desk.send(env, 2, key="two").duplicates, desk.send(env, 1, key="one").accepted] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_queued_sequences": 11}, {"max_queued_bytes": 1}], ids=["sequences", "bytes"]
+)
+def test_a_queue_is_bounded_in_sequences_and_in_bytes(desk, settings):
+    env = desk.register()
+    desk.begin(batch_size=16)
+    desk.send(env, 1, 2)
+    desk.settings = BrokerSettings(**settings)
+    desk.restart()
+    with pytest.raises(QueueFull, match="the queue holds 8 sequences"):
+        desk.send(env, 3)
+    assert desk.broker.state.queue.groups == 2
+
+
 @pytest.mark.parametrize("desk", [{"max_uncommitted": 2}], indirect=True)
 def test_max_uncommitted_bounds_what_is_open_and_a_commit_makes_way(desk):
     env = desk.register()
@@ -148,6 +179,28 @@ def test_a_repeat_stays_one_when_the_list_it_came_in_did_not_fit(desk):
         desk.legacy.take([desk.fields(1), desk.fields(2), desk.fields(3)])
     taken = desk.legacy.take([desk.fields(1), desk.fields(2)])
     assert (len(taken.rows), taken.duplicates) == (1, 1)
+
+
+@pytest.mark.parametrize("desk", [{"max_staleness": 1}], indirect=True)
+@pytest.mark.parametrize(("step", "served"), [(11, [1, 2]), (12, None)])
+def test_groups_at_the_staleness_budget_are_served_and_those_beyond_it_dropped(desk, step, served):
+    env = desk.register()
+    desk.begin()
+    desk.publish(1, 10)
+    desk.send(env, 1, 2, version=1)
+    desk.publish(2, step)
+    assert desk.batch(1) == served
+    assert desk.counters.groups_expired_total == (2 if served is None else 0)
+
+
+def test_a_batch_that_was_never_formed_is_not_committed(desk):
+    env = desk.register()
+    desk.begin(batch_size=4)
+    desk.send(env, 1, 2)
+    assert desk.batch(1) == [1]
+    with pytest.raises(BatchOutOfOrder, match="the last one formed is 1"):
+        desk.broker.commit(2)
+    assert desk.batch(2) == [2]
 
 
 def test_a_run_may_be_stricter_than_the_operator_and_not_laxer(desk):

@@ -1,0 +1,280 @@
+"""One-line faults of a launch: its secrets, directories, programs and what these leave, and of what a run keeps."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+_RUNNING = "example_trainer/running/"
+_SUPERVISOR = f"{_RUNNING}supervisor.py"
+_TREE = f"{_RUNNING}process_tree.py"
+_LEFTOVERS = f"{_RUNNING}leftovers.py"
+_CREDENTIALS = f"{_RUNNING}credentials.py"
+_RUN_DIR = f"{_RUNNING}run_dir.py"
+_RUN_FILE = f"{_RUNNING}run_file.py"
+_COMMON = "atropos_api/common/"
+_CHECKPOINTS = "example_trainer/checkpointing.py"
+
+_TESTS = "unit/launcher/"
+_SECRETS = f"{_TESTS}test_secrets.py::test_"
+_REDACTED = "unit/common/test_redaction.py::test_"
+_TOKENS = "unit/common/test_token_file.py::test_"
+_WHOLE = "unit/common/test_whole_files.py::test_"
+_CHILDREN = f"{_TESTS}test_supervisor.py::test_"
+_SWEPT = f"{_TESTS}test_leftovers_and_ports.py::test_"
+_KEPT = f"{_TESTS}test_run_dir_and_summary.py::test_"
+_SETTINGS = f"{_TESTS}test_run_file.py::test_"
+_CHECKPOINTED = "unit/trainer/test_checkpointing.py::test_"
+
+LAUNCHER: tuple[Mutant, ...] = (
+    # Secrets
+    Mutant(
+        "others may read what is private",
+        f"{_COMMON}private_files.py",
+        "        Path(beside).replace(path)",
+        "        Path(beside).chmod(0o644)\n        Path(beside).replace(path)",
+        f"{_REDACTED}a_private_file_is_its_owner_s_alone_also_where_one_was_open_to_all",
+    ),
+    Mutant(
+        "others may read the logs",
+        f"{_RUNNING}program_log.py",
+        "os.O_APPEND, 0o600)",
+        "os.O_APPEND, 0o644)",
+        f"{_SECRETS}a_secret_reaches_a_program_in_a_private_file_that_goes_with_the_run",
+    ),
+    Mutant(
+        "the record holds the command line",
+        _RUN_DIR,
+        "redact_arguments(sys.argv)",
+        "list(sys.argv)",
+        f"{_KEPT}the_record_leaves_out_what_names_itself_a_secret",
+    ),
+    Mutant(
+        "the record holds all settings",
+        _RUN_DIR,
+        "**redact(resolved),",
+        "**resolved,",
+        f"{_KEPT}the_record_leaves_out_what_names_itself_a_secret",
+    ),
+    Mutant(
+        "typed secrets stay on the command line",
+        _RUN_FILE,
+        "for group in self.groups if not _is_secret(group)])",
+        "for group in self.groups])",
+        f"{_SECRETS}no_command_line_of_a_child_holds_a_secret",
+    ),
+    Mutant(
+        "secrets do not reach their program",
+        _SUPERVISOR,
+        "if not spec.secret_settings:",
+        "if True:",
+        f"{_SECRETS}a_secret_reaches_a_program_in_a_private_file_that_goes_with_the_run",
+    ),
+    Mutant(
+        "files of secrets outlive the run",
+        _SUPERVISOR,
+        "        shutil.rmtree(self._temporary_dir, ignore_errors=True)",
+        "        pass",
+        f"{_SECRETS}a_secret_reaches_a_program_in_a_private_file_that_goes_with_the_run",
+    ),
+    Mutant(
+        "an inherited token contradicts the file",
+        _CREDENTIALS,
+        'return {TOKEN_VARIABLE: "", f"',
+        'return {f"',
+        f"{_SECRETS}a_token_file_is_named_to_every_program_and_contradicted_by_no_variable",
+    ),
+    Mutant(
+        "an inherited bridge token is passed over",
+        _CREDENTIALS,
+        'given or os.environ.get("ATROPOS_BRIDGE_TOKEN") or',
+        "given or",
+        f"{_SECRETS}an_inherited_bridge_token_stays_that_of_servers_which_run_elsewhere",
+    ),
+    Mutant(
+        "a password in an address is shown",
+        f"{_COMMON}redaction.py",
+        """(re.compile(r"(?<=://)([^/\\s:@'\\"]*):[^/\\s@'\\"]*(?=@)"), rf"\\1:{MASK}"),""",
+        "",
+        f"{_REDACTED}a_text_is_shown_without_the_secrets_that_its_form_gives_away",
+    ),
+    Mutant(
+        "a token in a path is shown",
+        f"{_COMMON}redaction.py",
+        """(re.compile(r"(://[^/\\s'\\"]+/t/)[^/\\s'\\"?#]+"), rf"\\1{MASK}"),""",
+        "",
+        f"{_REDACTED}a_text_is_shown_without_the_secrets_that_its_form_gives_away",
+    ),
+    Mutant(
+        "only the first of several secrets is hidden",
+        f"{_COMMON}redaction.py",
+        "return any(_is_secret(key, inner) for inner in value)",
+        "return False",
+        f"{_REDACTED}a_record_leaves_out_what_nobody_declared_and_names_itself_a_secret",
+    ),
+    Mutant(
+        "arguments of strangers are shown",
+        f"{_COMMON}redaction.py",
+        "words = list(command[:1])",
+        "words = list(command)",
+        f"{_REDACTED}of_another_process_only_its_program_is_named",
+    ),
+    Mutant(
+        "a token file in the middle of its replacement counts",
+        f"{_COMMON}token_file.py",
+        "        except TokenUnreadable:\n",
+        "        except TokenAmbiguous:\n",
+        f"{_TOKENS}a_file_is_read_again_and_what_it_lacks_meanwhile_changes_nothing",
+    ),
+    # Programs and their processes
+    Mutant(
+        "a server that exits 0 has not failed",
+        _SUPERVISOR,
+        "not (code == 0 and self.spec.ends_by_itself)",
+        "code != 0",
+        f"{_CHILDREN}a_server_that_exits_0_has_failed",
+    ),
+    Mutant(
+        "a refusal is a crash",
+        _SUPERVISOR,
+        "if told and len(told) == len(children):",
+        "if False:",
+        f"{_CHILDREN}a_refusal_or_a_stop_at_a_sign_is_one_line_and_keeps_its_exit_code",
+    ),
+    Mutant(
+        "a server is started again without end",
+        _SUPERVISOR,
+        "restarts=child.spec.restarts - 1",
+        "restarts=child.spec.restarts",
+        f"{_CHILDREN}what_may_be_started_again_is_until_that_was_too_often",
+    ),
+    Mutant(
+        "who ignores the end outlives it",
+        _TREE,
+        "    _signal_all([process for process in find() if not _is_resource_tracker(process)], signal.SIGKILL)\n"
+        "    if wait_until(lambda: not find(), 1.0):\n        return\n    _signal_all(find(), signal.SIGKILL)",
+        "    _signal_all(find(), signal.SIGTERM)",
+        f"{_CHILDREN}closing_ends_children_that_ignore_sigterm_and_those_in_sessions_of_their_own",
+    ),
+    Mutant(
+        "orphans outlive the run",
+        _TREE,
+        "return needle in Path",
+        "return needle == Path",
+        f"{_CHILDREN}an_orphan_is_found_by_the_mark_it_inherited",
+    ),
+    Mutant(
+        "children outlive a killed launcher",
+        f"{_RUNNING}guardian.py",
+        "end_processes(lambda: find_tree((), mark), grace_seconds=GRACE_SECONDS)",
+        "pass",
+        f"{_CHILDREN}what_a_killed_launcher_leaves_is_cleaned_up_for_it",
+    ),
+    Mutant(
+        "a killed launcher's memory stays",
+        f"{_RUNNING}guardian.py",
+        "        sweep(shared_memory)",
+        "        pass",
+        f"{_CHILDREN}what_a_killed_launcher_leaves_is_cleaned_up_for_it",
+    ),
+    # What they leave
+    Mutant(
+        "what was there before is swept",
+        _LEFTOVERS,
+        "self._listing() - self._foreign - self._owned",
+        "self._listing() - self._owned",
+        f"{_SWEPT}what_we_had_mapped_is_swept_and_nothing_else",
+    ),
+    Mutant(
+        "what nobody of ours mapped is swept",
+        _LEFTOVERS,
+        "frozenset(undecided & mapped)",
+        "frozenset(undecided)",
+        f"{_SWEPT}what_we_had_mapped_is_swept_and_nothing_else",
+    ),
+    Mutant(
+        "what is in use is swept",
+        _LEFTOVERS,
+        "sorted(present - in_use)",
+        "sorted(present)",
+        f"{_SWEPT}what_somebody_still_maps_stays",
+    ),
+    Mutant(
+        "a taken port is free",
+        f"{_RUNNING}ports.py",
+        "            probe.bind((host, port))",
+        "            pass",
+        f"{_SWEPT}a_taken_port_is_told_with_its_holder",
+    ),
+    Mutant(
+        "a port above the last",
+        f"{_RUNNING}ports.py",
+        "if not 1 <= port <= LAST_PORT:",
+        "if not 1 <= port:",
+        f"{_TESTS}test_starts_that_fail.py::test_a_port_that_is_none_is_told",
+    ),
+    # Run directories and run files
+    Mutant(
+        "a second run mixes with the first",
+        _RUN_DIR,
+        ".exists() and not resume:",
+        ".exists() and resume is None:",
+        f"{_KEPT}a_directory_that_holds_a_run_is_refused_unless_it_is_resumed",
+    ),
+    Mutant(
+        "an attempt overwrites the last one's logs",
+        _RUN_DIR,
+        "return max(numbers, default=0) + 1",
+        "return 1",
+        f"{_KEPT}each_attempt_has_logs_of_its_own",
+    ),
+    Mutant(
+        "half a line is a row",
+        f"{_RUNNING}feed.py",
+        'complete, newline, _ = grown.rpartition(b"\\n")',
+        'complete, newline, _ = grown, b"", b""',
+        f"{_TESTS}test_feed_and_progress.py::test_a_row_still_being_written_is_left_for_the_next_look",
+    ),
+    Mutant(
+        "the earlier file wins",
+        _RUN_FILE,
+        "sections = merge(sections, read_sections(path))",
+        "sections = merge(read_sections(path), sections)",
+        f"{_SETTINGS}flags_lie_over_files_and_later_files_over_earlier_ones",
+    ),
+    Mutant(
+        "a mode's settings are those of all modes",
+        _RUN_FILE,
+        'mode = _asked_mode(own) or settings.get("weight_bridge_mode", default_mode)',
+        "mode = default_mode",
+        f"{_SETTINGS}a_mode_brings_what_differs_in_it_for_launcher_and_trainer_alike",
+    ),
+    # What a run keeps
+    Mutant(
+        "a command's file is not forced to the disk",
+        f"{_COMMON}whole_files.py",
+        "            os.fsync(self._file.fileno())",
+        "            pass",
+        f"{_WHOLE}what_is_written_is_on_the_disk_before_it_has_its_name",
+    ),
+    Mutant(
+        "a file that appeared meanwhile is lost",
+        f"{_COMMON}whole_files.py",
+        "            os.link(self.part, self.path)",
+        "            shutil.copyfile(self.part, self.path)",
+        f"{_WHOLE}a_file_that_appears_meanwhile_is_not_lost",
+    ),
+    Mutant(
+        "checkpoints are not forced to the disk",
+        _CHECKPOINTS,
+        "        os.fsync(handle)",
+        "        pass",
+        f"{_CHECKPOINTED}every_file_of_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_the_name_after",
+    ),
+    Mutant(
+        "a checkpoint runs code",
+        _CHECKPOINTS,
+        "weights_only=True",
+        "weights_only=False",
+        f"{_CHECKPOINTED}a_poisoned_checkpoint_is_refused_and_not_executed",
+    ),
+)

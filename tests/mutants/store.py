@@ -1,0 +1,264 @@
+"""One-line faults of the stores: what a kill, a full disk or a loss of power would cost, and what would never go."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+_FOLDER = "atropos_api/store/"
+_SEGMENTS = f"{_FOLDER}segments.py"
+_JOURNAL = f"{_FOLDER}journal.py"
+_JOURNALED = f"{_FOLDER}ledger_journaled.py"
+_SQLITE = f"{_FOLDER}ledger_sqlite.py"
+_PENDING = f"{_FOLDER}pending.py"
+_DIRECTORY = f"{_FOLDER}directory.py"
+
+_LOG = "unit/broker/test_store.py::test_"
+_RECORDS = "unit/broker/test_journal.py::test_"
+_CONTRACT = "unit/broker/test_store_contract.py::test_"
+_SYNCED = "unit/broker/test_syncing.py::test_"
+_KILLED = f"{_RECORDS}what_was_kept_is_found_after_a_kill"
+
+STORE: tuple[Mutant, ...] = (
+    # What is refused leaves nothing behind
+    Mutant(
+        "bodies of a refused write stay",
+        "atropos_api/broker/intake.py",
+        "            state.bodies.discard(refs)\n            raise",
+        "            raise",
+        f"{_CONTRACT}bodies_of_refused_ledger_writes_take_no_space[memory]",
+    ),
+    Mutant(
+        "a torn record stays",
+        _SEGMENTS,
+        "os.ftruncate(self._active_fd, segment.size_bytes)",
+        "pass",
+        f"{_LOG}a_refused_write_leaves_nothing_behind",
+    ),
+    Mutant(
+        "half a body counts as written",
+        _SEGMENTS,
+        "if written != size:",
+        "if written > size:",
+        f"{_LOG}a_refused_write_leaves_nothing_behind",
+    ),
+    Mutant(
+        "a torn journal record stays",
+        _JOURNAL,
+        "os.ftruncate(self._descriptor, self.size_bytes)",
+        "pass",
+        f"{_RECORDS}an_append_that_the_disk_refuses_leaves_nothing",
+    ),
+    Mutant(
+        "a transaction that fails is kept",
+        _SQLITE,
+        'self._db.execute("ROLLBACK")',
+        'self._db.execute("COMMIT")',
+        f"{_LOG}a_transaction_that_fails_keeps_nothing",
+    ),
+    Mutant(
+        "memory goes on after a refused change",
+        "atropos_api/broker/state.py",
+        "            self.torn = True\n",
+        "",
+        "unit/broker/test_disk.py::test_a_change_the_ledger_refused_is_not_remembered",
+    ),
+    # What is on the disk, and when
+    Mutant(
+        "bodies are not forced to the disk",
+        _SEGMENTS,
+        "                os.fdatasync(descriptor)",
+        "                pass",
+        f"{_SYNCED}always_answers_only_what_is_on_the_disk_many_answers_at_a_time",
+    ),
+    Mutant(
+        "the folder of bodies is not forced to the disk",
+        _SEGMENTS,
+        "            if directory_changed:\n                _sync_path",
+        "            if False:\n                _sync_path",
+        f"{_SYNCED}how_often_data_is_forced_to_the_disk[interval-8]",
+    ),
+    Mutant(
+        "the journal is not forced to the disk",
+        _JOURNAL,
+        "os.fdatasync(self._descriptor)",
+        "pass",
+        f"{_SYNCED}a_sync_forces_bodies_journal_and_database_to_the_disk",
+    ),
+    Mutant(
+        "the database is not forced to the disk",
+        _SQLITE,
+        "            os.fdatasync(descriptor)",
+        "            pass",
+        f"{_SYNCED}a_sync_forces_bodies_journal_and_database_to_the_disk",
+    ),
+    Mutant(
+        "a failed sync is forgotten",
+        _SEGMENTS,
+        "if self._sync_failure is not None:",
+        "if False:",
+        f"{_SYNCED}after_a_failed_sync_that_room_does_not_explain_nothing_is_taken",
+    ),
+    Mutant(
+        "rows go to copies that are not safe",
+        _SEGMENTS,
+        "return not self._syncs or all(",
+        "return True or all(",
+        f"{_LOG}a_body_is_safe_once_a_sync_has_covered_it",
+    ),
+    Mutant(
+        "files go before the ledger is safe",
+        _SEGMENTS,
+        "        if self._syncs:\n            with self._lock:\n                self._doomed",
+        "        if False:\n            with self._lock:\n                self._doomed",
+        f"{_LOG}the_file_of_a_dead_segment_stays_until_bodies_and_ledger_were_synced",
+    ),
+    Mutant(
+        "files of dead segments stay",
+        _SEGMENTS,
+        "if segment.live_count == 0 and ref.segment != self._active:",
+        "if False:",
+        f"{_LOG}a_segment_goes_when_nothing_in_it_is_alive",
+    ),
+    Mutant(
+        "records leave the journal too soon",
+        _JOURNALED,
+        "self._journal.forget(self._safe)",
+        "self._journal.forget(self._made)",
+        f"{_RECORDS}records_leave_the_journal_once_the_database_is_safe",
+    ),
+    Mutant(
+        "a full journal goes before the database is safe",
+        _JOURNALED,
+        "        if self._syncs and size >= MOST_BYTES:",
+        "        if False:",
+        f"{_RECORDS}a_full_journal_is_emptied_only_once_the_database_is_on_the_disk",
+    ),
+    Mutant(
+        "the last writes are lost with an orderly end",
+        _JOURNALED,
+        "        self._flush()\n        if self._syncs:\n            super().sync()\n        self._journal.clear()",
+        "        if self._syncs:\n            super().sync()\n        self._journal.clear()",
+        f"{_CONTRACT}rows_of_all_kinds_come_back_as_they_were[directory]",
+    ),
+    # What a start finds
+    Mutant(
+        "what a kill left in the journal is lost",
+        _JOURNALED,
+        "for record in found if record.number > known for write",
+        "for record in found if record.number > self._made for write",
+        _KILLED,
+    ),
+    Mutant(
+        "a record counts twice",
+        _JOURNALED,
+        "for record in found if record.number > known for write",
+        "for record in found if record.number >= known for write",
+        f"{_RECORDS}a_kill_between_the_database_and_the_emptying_of_the_journal_repeats_nothing",
+    ),
+    Mutant(
+        "the database does not know what it has",
+        _JOURNALED,
+        'self._execute("UPDATE places SET journaled = ?", (self._made,))',
+        "pass",
+        f"{_RECORDS}a_kill_between_the_database_and_the_emptying_of_the_journal_repeats_nothing",
+    ),
+    Mutant(
+        "writes change their order",
+        _JOURNALED,
+        "            self._flush()\n            self._write_through(staged)",
+        "            self._write_through(staged)",
+        f"{_RECORDS}other_writes_come_after_the_submissions_before_them",
+    ),
+    Mutant(
+        "a record of the journal is believed",
+        _JOURNAL,
+        " or isal_zlib.crc32(record) != checksum:",
+        ":",
+        f"{_RECORDS}a_record_that_the_power_left_without_its_bytes_is_nothing",
+    ),
+    Mutant(
+        "a dropped group comes back",
+        _PENDING,
+        "if row.seq not in self.dropped}",
+        "}",
+        f"{_RECORDS}what_is_gone_is_not_read_again_though_the_database_cannot_be_told",
+    ),
+    Mutant(
+        "an answered group is unanswered again",
+        _PENDING,
+        "                self.answered.add(seq)",
+        "                pass",
+        f"{_RECORDS}what_is_unanswered_is_found_after_a_kill_whether_the_database_has_it_or_the_journal",
+    ),
+    Mutant(
+        "a forgotten key comes back",
+        _PENDING,
+        "if row.key_id not in self.forgotten}",
+        "}",
+        f"{_RECORDS}what_is_gone_is_not_read_again_though_the_database_cannot_be_told",
+    ),
+    Mutant(
+        "a body is believed",
+        _SEGMENTS,
+        "!= HEADER.pack(MAGIC, ref.length, isal_zlib.crc32(body)):",
+        "[:8] != HEADER.pack(MAGIC, ref.length, 0)[:8]:",
+        f"{_LOG}a_changed_byte_is_noticed",
+    ),
+    Mutant(
+        "the first segment that was not forced is believed",
+        _SEGMENTS,
+        "whole=ref.segment >= unforced)",
+        "whole=ref.segment > unforced)",
+        f"{_LOG}whatever_was_not_forced_to_the_disk_is_looked_at_whole_at_the_start",
+    ),
+    Mutant(
+        "what was not looked at is called forced",
+        _SEGMENTS,
+        "if self._adopted:",
+        "if True:",
+        f"{_LOG}what_was_never_looked_at_is_not_called_forced",
+    ),
+    Mutant(
+        "full segments are rewritten",
+        _SEGMENTS,
+        "segment.live_bytes < SPARSE_FRACTION * segment.size_bytes",
+        "segment.live_bytes > SPARSE_FRACTION * segment.size_bytes",
+        f"{_LOG}mostly_dead_segments_are_named_for_rewriting",
+    ),
+    Mutant(
+        "a newer schema is written to",
+        _SQLITE,
+        "if found != SCHEMA_VERSION:",
+        "if found < SCHEMA_VERSION:",
+        f"{_LOG}another_schema_is_refused_by_name",
+    ),
+    Mutant(
+        "the ledger keeps every event",
+        _SQLITE,
+        "if any(event_id % TRIM_EVERY == 0 for event_id, _ in rows):",
+        "if False:",
+        f"{_CONTRACT}events_and_their_ids_go_on_where_the_last_process_was[directory]",
+    ),
+    # Whose directory it is
+    Mutant(
+        "two brokers hold a directory",
+        _DIRECTORY,
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        f"{_LOG}one_broker_holds_a_directory_at_a_time",
+    ),
+    Mutant(
+        "a fresh start finds the old journal",
+        _DIRECTORY,
+        '"ledger.sqlite-shm", "journal", "journal-2")',
+        '"ledger.sqlite-shm")',
+        f"{_LOG}fresh_deletes_what_was_there",
+    ),
+    Mutant(
+        "others may read the store",
+        _DIRECTORY,
+        "exist_ok=True, mode=0o700)",
+        "exist_ok=True)",
+        f"{_LOG}a_new_directory_is_its_owners_alone",
+    ),
+)
