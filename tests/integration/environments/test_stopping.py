@@ -34,8 +34,8 @@ class Waiting(BaseEnv):
     async def get_next_item(self):
         return None
 
-    async def evaluate(self):
-        pass
+    async def collect_trajectories(self, item):
+        return None, []
 
 if {what!r} == "tokenizer":
     preparing.load_tokenizer = wait
@@ -69,9 +69,10 @@ def started(*command, **environment):
         process.communicate()
 
 
-def until_there(path):
+def until_there(path, process):
     deadline = time.monotonic() + 60
     while not path.exists():
+        assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.02)
 
@@ -98,7 +99,7 @@ def test_one_sigterm_ends_an_environment_whatever_it_waits_for(tokenizer_folder,
             file, marker = tmp_path / f"{what}_env.py", tmp_path / what
             file.write_text(WAITING.format(what=what, marker=str(marker)))
             process = stack.enter_context(started(str(file), "serve", *vllm, *flags))
-            return process, lambda: until_there(marker)
+            return process, lambda: until_there(marker, process)
 
         inference, broker = (stack.enter_context(silent_server()) for _ in range(2))
         waits = {

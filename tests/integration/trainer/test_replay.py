@@ -12,7 +12,7 @@ import torch
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.testing import served_broker
 from atropos_api.wire import Batch, Group
-from example_trainer.cli import record_config
+from example_trainer.cli import prepare_directories, record_config
 from example_trainer.errors import BadBatch
 from example_trainer.running.batch_files import encode_batch, read_batch, write_batch
 from example_trainer.running.replay import reproducible, run
@@ -30,6 +30,7 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         bench = Workbench(url=url, model=tiny_model, directory=tmp_path_factory.mktemp("replayed"))
         config = bench.config(training_steps=3, checkpoint_interval=1, save_batches=True, torch_threads=1)
         bench.submit(bench.record_groups(6))
+        prepare_directories(config)
         record_config(config)
         assert bench.trainer(config, bench.bridge()).run()
         bench.close()

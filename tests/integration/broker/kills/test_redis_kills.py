@@ -15,10 +15,11 @@ import pytest
 
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import StoreUnavailable
+from atropos_api.http.accepted_token import AcceptedToken
 from atropos_api.http.serve import make_app
 from atropos_api.http.standby import Standby
 from atropos_api.store.opening import open_held, open_session
-from atropos_api.store.steps import Step
+from atropos_api.store.steps import Step, pass_by
 from atropos_api.testing_redis import RedisServer, running_redis
 
 EVERY = os.environ.get("ATROPOS_KILLS", "") == "all"
@@ -226,7 +227,7 @@ def test_a_queue_that_takes_longer_to_read_than_the_lease_lasts_wedges_nobody(re
     def activate(*, fresh):
         store = open_held(session, fresh=fresh)
         time.sleep(1.5 * seconds)
-        return make_app(config, store)
+        return make_app(config, store, token=AcceptedToken(None), reach=pass_by)
 
     standby = Standby(session, activate)
     standby.start(fresh=False)
