@@ -12,9 +12,10 @@ PATIENCE_SECONDS = 20.0
 
 
 def ensure_exit(code: int, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
-    """Call when all is done: if Python has not ended the process by then, list what holds it and end it with `code`.
+    """If Python has not ended the process so long after its main thread has ended, list what holds it and end it.
 
-    Python waits for every thread that is no daemon, and runs what was registered for the exit, without any limit.
+    Call it when all is done. Python waits for every thread that is no daemon, and runs what was registered for the
+    exit, without any limit. A main thread that goes on has a caller that needs the process: nothing is ended then.
     """
     watch = threading.Thread(target=_end_after, args=(code, patience_seconds), name="exit-watch", daemon=True)
     watch.start()
@@ -34,6 +35,7 @@ def describe_threads() -> list[str]:
 
 
 def _end_after(code: int, patience_seconds: float) -> None:
+    threading.main_thread().join()
     time.sleep(patience_seconds)
     lines = "".join(f"  {line}\n" for line in describe_threads())
     sys.stderr.write(

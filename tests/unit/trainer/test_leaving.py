@@ -27,6 +27,14 @@ threading.Thread(target=time.sleep, args=(0.2,)).start()
 ensure_exit(7, patience_seconds=30)
 sys.exit(7)
 """
+CALLED = """
+import time
+from example_trainer.running.leaving import ensure_exit
+
+ensure_exit(7, patience_seconds=0.2)
+time.sleep(0.8)
+print("went on")
+"""
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
@@ -46,3 +54,9 @@ def test_a_process_that_can_end_does_so_at_once_and_in_silence() -> None:
     ended = run(ORDERLY)
     assert (ended.returncode, ended.stderr) == (7, "")
     assert time.monotonic() - started < 25
+
+
+def test_a_caller_that_goes_on_after_the_command_is_left_alone() -> None:
+    """A process of tests was ended in the middle of another one, with code 0, 20 s after `atropos-grpo --version`."""
+    ended = run(CALLED)
+    assert (ended.returncode, ended.stdout) == (0, "went on\n")
