@@ -84,7 +84,7 @@ def test_no_rollout_is_lost_when_a_new_server_starts_beside_the_old_one_and_no_s
             version += 1
             report = bridge.publish(version)
             weights[version] = policy.snapshot()
-            assert report.fence_seconds == 0
+            assert report.fence_seconds < report.seconds / 4, "the old one ends, then the new one answers"
             assert agrees(bridge, version)
             assert bridge._proven, "what was put off was made up for"
     assert load.errors == []

@@ -250,6 +250,9 @@ THEIRS = """
         async def get_next_item(self):
             return None
 
+        async def collect_trajectories(self, item):
+            return None, []
+
         async def evaluate(self, *_, **__):
             pass
 """
