@@ -33,7 +33,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "store": STORE,
 }
 LEAST = {"broker": 22, "launcher": 22, "objective": 60, "sandbox": 40, "store": 22}
-SLICES = 8  # with 40 commits a week the chance that one slice is never chosen is 4 %
+SLICES = 16  # with 40 commits a week the chance that one slice is never chosen is 8 %
 TESTS_FAILED = 1
 TIMEOUT_SECONDS = 1800
 
