@@ -78,7 +78,10 @@ class RestartBridge(WeightBridge):
             raise PublishFailed(f"version {version} is not served: {error}") from error
         report = PublishReport(version=version, seconds=time.monotonic() - started, fence_seconds=gap_seconds)
         logger.info(
-            "version %d is served after %.1f s, %.1f s of them without a server", version, report.seconds, gap_seconds
+            "version %d is served after %.1f s; requests waited for %.1f s of them",
+            version,
+            report.seconds,
+            gap_seconds,
         )
         if self._check.is_due() or not self._proven:
             self._prove_or_put_off(info, version, directory)
