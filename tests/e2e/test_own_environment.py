@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/howto/your-own-environment.md"
 STEPS = 12
 
+LONG = pytest.mark.skipif("ATROPOS_SCAFFOLD" not in os.environ, reason="another learning run: ATROPOS_SCAFFOLD=1")
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
@@ -56,6 +58,7 @@ def test_the_environment_of_the_page_is_learnt(reward_of_run) -> None:
     assert mean(rewards[-4:]) > 0.7
 
 
+@LONG
 def test_with_advantages_shuffled_as_the_page_says_it_is_not(reward_of_run) -> None:
     """The same run but for one flag: whatever else might raise the curve would raise it here."""
     flags = re.search(r"^\| .*? \| the same with `(.*?)`: the curve must stay flat \|$", PAGE.read_text(), re.MULTILINE)
@@ -64,7 +67,7 @@ def test_with_advantages_shuffled_as_the_page_says_it_is_not(reward_of_run) -> N
     assert mean(rewards[-4:]) < 0.45
 
 
-@pytest.mark.skipif("ATROPOS_SCAFFOLD" not in os.environ, reason="another learning run: ATROPOS_SCAFFOLD=1")
+@LONG
 def test_what_env_init_writes_is_learnt_with_its_own_run_file(start_launcher, tmp_path: Path) -> None:
     folder = write_environment("numbers", tmp_path)
     command = (sys.executable, "-m", "example_trainer.run", "--config", "run.yaml")
