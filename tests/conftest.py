@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -17,6 +18,9 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Watch the tests that keep a promise; under xdist each process sees its own, and the one that tells sees all."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell's job in the background ignores it, and so would every program that a test starts and interrupts.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     spec = spec_from_file_location("promises", Path(__file__).with_name("promises.py"))
     assert spec is not None
     assert spec.loader is not None
