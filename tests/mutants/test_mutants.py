@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from .bridges import BRIDGES
 from .broker import BROKER
+from .fence import FENCE
 from .launcher import LAUNCHER
 from .mutant import Mutant
 from .objective import OBJECTIVE
@@ -26,13 +28,15 @@ from .store import STORE
 
 ROOT = Path(__file__).resolve().parents[2]
 AREAS: dict[str, tuple[Mutant, ...]] = {
+    "bridges": BRIDGES,
     "broker": BROKER,
+    "fence": FENCE,
     "launcher": LAUNCHER,
     "objective": OBJECTIVE,
     "sandbox": SANDBOX,
     "store": STORE,
 }
-LEAST = {"broker": 22, "launcher": 22, "objective": 60, "sandbox": 40, "store": 22}
+LEAST = {"bridges": 22, "broker": 22, "fence": 22, "launcher": 22, "objective": 60, "sandbox": 40, "store": 22}
 SLICES = 16  # with 40 commits a week the chance that one slice is never chosen is 8 %
 TESTS_FAILED = 1
 TIMEOUT_SECONDS = 1800

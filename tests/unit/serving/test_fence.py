@@ -48,10 +48,12 @@ async def test_draining_waits_for_those_inside_and_no_longer_than_its_limit(fenc
 async def test_finish_waits_until_the_last_has_left(fence, door, header):
     await publish(fence, header, 1)
     await door.enter()
+    await door.enter()
     beginning = asyncio.ensure_future(begin(fence, in_flight="finish"))
-    await asyncio.sleep(0.05)
-    assert not beginning.done()
-    door.leave()
+    for _ in range(2):
+        await asyncio.sleep(0.03)
+        assert not beginning.done()
+        door.leave()
     await asyncio.wait_for(beginning, 1)
 
 
@@ -281,3 +283,23 @@ async def test_a_version_that_is_not_new_changes_nothing(engine, door):
         fence.overwrite(publish_id, 5, NotedChange())
     assert caught.value.kind == "version-not-new"
     assert (await fence.abort(publish_id))["torn"] is False
+
+
+async def test_whole_weights_do_not_end_a_publish_while_another_write_has_begun(fence, header):
+    publish_id = await begin(fence)
+    header.begin_write(1)
+    header.end_write(1)
+    header.begin_write(2)
+    with pytest.raises(Problem) as caught:
+        await fence.end(publish_id, 1)
+    assert caught.value.kind == "write-incomplete"
+
+
+async def test_a_server_that_stops_lets_nobody_in_after_a_publish_that_ends_then(fence, door, header):
+    """Its clients are the next server's by then, and may have seen a newer version there."""
+    publish_id = await begin(fence)
+    header.begin_write(1)
+    header.end_write(1)
+    fence.stop()
+    await fence.end(publish_id, 1)
+    assert await refusal_of(door) == "stopping"

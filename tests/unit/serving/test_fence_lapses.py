@@ -299,3 +299,11 @@ async def test_what_is_decoded_beside_lapses_aborts_and_publishes_is_stamped_wit
     await asyncio.gather(*asking)
     assert wrong == []
     assert fence.policy_version == 6
+
+
+async def test_held_by_hand_a_lapse_before_the_write_does_not_have_the_engine_go_on(fence, engine, header):
+    await publish(fence, header, 1)
+    await fence.hold()
+    await begin(fence, lease_seconds=0.02)
+    await lapsed(fence)
+    assert engine.paused

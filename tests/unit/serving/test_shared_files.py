@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from example_trainer.weights import versions
 from example_trainer.weights.segment import make_segment
 from example_trainer.weights.versions import (
     NO_VERSION,
@@ -182,3 +183,24 @@ def test_attaching_to_a_segment_that_is_gone_is_told():
     handle = {"kind": "posix", "path": f"/dev/shm/atropos-{BOOT_ID}-weights", "nbytes": 64}
     with pytest.raises(SharedMemoryError, match="still running"):
         make_segment("cpu").attach(handle)
+
+
+def test_a_sweep_takes_what_nobody_holds_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(versions, "SHARED_MEMORY_DIR", tmp_path)
+    living = SharedFile.create(BOOT_ID, "weights", 64)
+    others = [tmp_path / name for name in (f"atropos-{BOOT_ID}-notes", f"atropos-{BOOT_ID}-header.bak")]
+    left = tmp_path / "atropos-0123456789abcdef-weights"
+    being_made = tmp_path / "atropos-0123456789abcdef-header"
+    for path in (*others, left):
+        path.write_bytes(b"x")
+    being_made.touch()
+    assert sweep_stale_files() == [left]
+    assert sorted(tmp_path.iterdir()) == sorted([living.path, *others, being_made])
+    living.remove()
+
+
+def test_a_file_longer_than_its_handle_says_is_not_taken_for_the_segment(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(128))
+    with pytest.raises(SharedMemoryError, match="64 bytes"):
+        make_segment("cpu").attach({"kind": "posix", "path": str(path), "nbytes": 64})

@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from example_trainer.model import PolicyOptions, load_policy
-from example_trainer.weights.proof import TOLERANCES, Difference, _Sample, compare, probe_prompts, wider_precision
+from example_trainer.weights import proof
+from example_trainer.weights.errors import ProofFailed
+from example_trainer.weights.proof import (
+    TOLERANCES,
+    Difference,
+    _checked,
+    _Sample,
+    compare,
+    probe_prompts,
+    prove,
+    wider_precision,
+)
 
 
 def policy_of(path, dtype):
@@ -76,3 +87,38 @@ def test_prompts_reach_beyond_a_cache_block_and_never_beyond_the_context():
     assert max(map(len, probe_prompts(300, 4096))) > 128
     assert max(map(len, probe_prompts(300, 64))) + 32 <= 64
     assert probe_prompts(300, 64) == probe_prompts(300, 64)
+
+
+@pytest.mark.parametrize(("difference", "fits"), [((1.0, 1.0), True), ((1.1, 0.0), False), ((0.0, 1.1), False)])
+def test_neither_the_worst_token_nor_the_mean_may_be_beyond_its_limit(difference, fits):
+    assert Difference(*difference).within(Difference(1.0, 1.0)) is fits
+
+
+@pytest.mark.parametrize(
+    ("spans", "boot_id"),
+    [([[0, 1, 6], [1, 2, 7]], "boot"), ([[0, 2, 6]], "boot"), ([[0, 2, None]], "boot"), ([[0, 2, 7]], "boots")],
+)
+def test_an_answer_of_another_version_or_of_another_start_proves_nothing(spans, boot_id):
+    answer = {"policy_versions": [[[0, 2, 7]], spans], "token_ids": [[1, 2]] * 2, "logprobs": [[-1.0] * 2] * 2}
+    with pytest.raises(ProofFailed, match="version 7"):
+        _checked([1], answer | {"boot_id": boot_id}, version=7, boot_id="boot")
+
+
+@pytest.mark.parametrize(("off", "agrees"), [(0.0, True), (0.01, False)])
+def test_a_server_that_tells_other_logprobs_is_found(tiny_model, monkeypatch, off, agrees):
+    monkeypatch.setattr(proof, "_PROMPT_LENGTHS", (4,))
+    policy = policy_of(tiny_model("qwen2"), "float32")
+
+    def generate(request):
+        prompt = request["prompt"]["prompt_token_ids"]
+        with torch.no_grad():
+            logits = policy.module(input_ids=torch.tensor([[*prompt, 7]])).logits[0, len(prompt) - 1]
+        told = logits.log_softmax(-1)[7].item() + off
+        return {"token_ids": [[7]], "logprobs": [[told]], "policy_versions": [[[0, 1, 2]]], "boot_id": "boot"}
+
+    settings = {"version": 2, "boot_id": "boot", "max_model_len": 64, "limit": TOLERANCES[torch.float32]}
+    if agrees:
+        prove(policy, generate, **settings)
+    else:
+        with pytest.raises(ProofFailed, match="disagree on version 2"):
+            prove(policy, generate, **settings)
