@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +67,22 @@ def try_in_child(nodes: list[str], log: Path, seconds: float) -> int:
 def _run_tests(nodes: list[str], log: Path) -> None:
     import pytest
 
-    code = 125
+    class LeaveAtTheEnd:
+        """Ends the child once the summary is printed: two of 116 were held up for ever by what pytest does after it."""
+
+        @pytest.hookimpl(wrapper=True, tryfirst=True)
+        def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
+            yield
+            sys.stdout.flush()
+            os._exit(int(session.exitstatus))
+
     try:
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
-        code = int(pytest.main([*nodes, *FLAGS]))
-        sys.stdout.flush()
+        pytest.main([*nodes, *FLAGS], plugins=[LeaveAtTheEnd()])
     finally:
-        os._exit(code)
+        os._exit(125)
 
 
 def try_mutant(root: Path, job: dict[str, Any]) -> dict[str, Any]:
