@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -94,11 +96,16 @@ async def test_time_memory_files_and_output_are_limited(tool):
     assert flood.output.endswith("(output cut off)")
 
 
+def most_held_kib(pid):
+    """The largest memory of a process so far: what it holds at the end has been given back by then, at times."""
+    return int(re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1])
+
+
 async def test_a_flood_of_output_fills_no_memory(tool):
     flood = await tool.run("import os\nfor _ in range(800):\n    os.write(1, bytes(1 << 16))")
     assert flood.exit_code == 0
-    held = [psutil.Process(supervisor.pid).memory_info().rss for supervisor in tool._supervisors]
-    assert max(held) < 100 << 20
+    held_kib = [most_held_kib(supervisor.pid) for supervisor in tool._supervisors]
+    assert max(held_kib) < 40 << 10
 
 
 async def test_a_run_has_a_folder_of_its_own_that_is_empty_at_first(tool):
