@@ -185,14 +185,14 @@ async def test_what_a_session_cannot_be_opened_with_is_named(owner, make_manager
 
 
 async def test_a_session_opened_from_outside_ends_when_nobody_uses_it(manager):
-    sessions = ServedSessions(idle_seconds=0.2, most_opened_outside=2)
+    sessions = ServedSessions(idle_seconds=1.0, most_opened_outside=2)
     proxy = SessionProxy(manager, asks_for_keys=False, sessions=sessions)
     with served(proxy) as root:
         async with httpx.AsyncClient(base_url=root) as http:
             names = [(await http.post("/sessions/create", json={})).json()["uuid"] for _ in range(2)]
             assert (await http.post("/sessions/create", json={})).status_code == 429
             for _ in range(4):
-                await anyio.sleep(0.08)
+                await anyio.sleep(0.35)
                 assert (await http.get(f"/{names[0]}/nodes")).status_code == 200
             assert (await http.get(f"/{names[1]}/nodes")).status_code == 404
             assert (await http.get("/health")).json()["sessions"] == 1
