@@ -201,8 +201,8 @@ LAUNCHER: tuple[Mutant, ...] = (
     Mutant(
         "a taken port is free",
         f"{_RUNNING}ports.py",
-        "            probe.bind((host, port))",
-        "            pass",
+        "    held.bind((host, port))",
+        "    held.bind((host, 0))",
         f"{_SWEPT}a_taken_port_is_told_with_its_holder",
     ),
     Mutant(
