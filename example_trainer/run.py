@@ -70,7 +70,7 @@ def carry_out(launch: Launch) -> int:
 
 
 def places_of(launch: Launch) -> list[str]:
-    """Where everything of a finished run is, and what to do next."""
+    """The lines that end a run: its places on the disk, and what to do next."""
     return [
         f"run directory: {launch.run.root}",
         f"picture: {launch.run.plot}",

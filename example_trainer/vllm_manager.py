@@ -64,7 +64,7 @@ class VllmOptions:
     gpu: int | None = None
     seed: int = 0
     drain_seconds: float = 0.0
-    """What running requests get to end in when the server is replaced; the next one begins the rest anew."""
+    """The time that running requests get when the server is replaced; the next one begins the rest anew."""
     ready_timeout_seconds: float = 600.0
     extra_arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -77,9 +77,9 @@ class Replacement:
 
     info: ServerInfo
     gap_seconds: float
-    """For how long requests waited for the new server."""
+    """The time for which requests waited for the new server."""
     beside: bool
-    """Whether both ran for a while."""
+    """True where both ran for a while."""
 
 
 class VllmManager:

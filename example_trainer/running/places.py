@@ -40,7 +40,7 @@ def settle_places(settings: RunSettings, held: ExitStack | None = None) -> Place
 
 
 def broadcasts(config: RunConfig) -> bool:
-    """Whether whole weights are sent to servers that share no memory with the trainer."""
+    """True where whole weights are sent to servers that share no memory with the trainer."""
     return config.weight_bridge_mode == "shared_vllm" and config.num_inference_nodes > 0
 
 

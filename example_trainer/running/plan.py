@@ -245,7 +245,7 @@ class _Builder:
         }
 
     def _rollouts_to_read(self, entry: EnvironmentSettings) -> dict[str, Any]:
-        """Where the newest groups are kept; a file of the user's own is kept whole."""
+        """Settings that keep the newest groups in the run directory; a file of the user's own is kept whole."""
         if "data_path_to_save_groups" in {*entry.env, *self.settings.flags["env"].values}:
             return {}
         path = self.run.rollouts / f"{entry.name}.jsonl"

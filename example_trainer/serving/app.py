@@ -37,9 +37,9 @@ from example_trainer.serving.generate import GenerateHandler
 from example_trainer.serving.guard import Sites
 from example_trainer.serving.handover import HandoverServer, hand_over, take_over
 from example_trainer.serving.lora_routes import make_lora_router
+from example_trainer.serving.malformed_bodies import refuse_malformed_bodies
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.replies import Replies
-from example_trainer.serving.request_mistakes import blame_bodies
 from example_trainer.serving.root_cause import how_ended
 from example_trainer.serving.sockets import ServerSockets
 from example_trainer.serving.starting import StartingAnswers
@@ -137,7 +137,7 @@ class Serving:
         app.include_router(make_lora_router())
         app.include_router(make_broadcast_router())
         app.include_router(make_health_router())
-        blame_bodies(app)
+        refuse_malformed_bodies(app)
         tell_unknown_routes(app)
         app.middleware_stack = app.build_middleware_stack()  # vLLM has built it already, without these handlers
         list_served_names()

@@ -55,7 +55,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._of_before = received
         self._received = bytearray()
-        """What another server would have to read again; of a request that it may not repeat, nothing."""
+        """The bytes that another server would have to read again; none of a request that it may not repeat."""
         self._requests: list[RequestResponseCycle] = []
         """Those that came since the connection was last idle: several, where a client does not wait for answers."""
         self._in_message = False
@@ -97,7 +97,7 @@ class Connection(HttpToolsProtocol):
         return self.transport is not None and self.transport.get_extra_info("sslcontext") is None
 
     def can_be_given(self, *, mid_request: bool) -> bool:
-        """Whether nothing is lost if another process goes on with it; `mid_request`: by answering the request anew."""
+        """True where another process can go on with it and nothing is lost; `mid_request`: by answering anew."""
         if not self.can_ever_be_given or self.transport.is_closing() or self.transport.get_write_buffer_size():
             return False
         return self._idle or (mid_request and self._repeatable)
@@ -148,7 +148,7 @@ class HandoverServer(uvicorn.Server):
             self.servers.append(await loop.create_server(self._connection, sock=listening, ssl=ssl, backlog=backlog))
 
     def stop_accepting(self) -> None:
-        """Who connects from now on waits for the server that takes over, if there is one."""
+        """Accept no more connections; new ones wait for the server that takes over, if there is one."""
         for listening in getattr(self, "servers", ()):
             listening.close()
 
@@ -162,7 +162,7 @@ class HandoverServer(uvicorn.Server):
 
 
 def is_repeatable(scope: Mapping[str, Any]) -> bool:
-    """Whether another server may answer a request as well as this one: it asks for tokens or reads, no more."""
+    """True where another server may answer a request as well as this one: it asks for tokens or reads, no more."""
     return scope["method"] in _READING or not any(part in scope["path"] for part in _CHANGING)
 
 

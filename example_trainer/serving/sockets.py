@@ -20,16 +20,16 @@ from example_trainer.serving.errors import CannotServe
 INHERITED_SOCKETS = "ATROPOS_SERVER_SOCKETS"
 BACKLOG = 2048
 BEGUN_ANSWERS_SECONDS = 30.0
-"""What a server that is replaced gives to answers that have begun when the time for running requests is over."""
+"""The time that a replaced server gives to answers that have begun, once that for running requests is over."""
 DONE = b"done"
-"""What ends a handover: nothing more comes."""
+"""The last message of a handover."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSockets:
-    """What a server listens on, and its channels to the servers before and after it; None where there are none."""
+    """The socket that a server listens on, and its channels to the servers before and after it, or None."""
 
     listening: socket.socket
     predecessor: socket.socket | None = None

@@ -118,7 +118,7 @@ def _told(error: BaseException) -> str:
 
 
 def _tells_that_it_starts(sockets: ServerSockets, rest: Sequence[str]) -> bool:
-    """Where it replaces no server, whose clients wait for it instead, and can tell them without a certificate."""
+    """True where it replaces no server, whose clients wait for it instead, and can tell them without a certificate."""
     encrypted = any(flag.replace("_", "-").startswith("--ssl-") for flag in rest)
     return sockets.predecessor is None and not encrypted
 

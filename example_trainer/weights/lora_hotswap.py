@@ -216,7 +216,7 @@ def _is_lasting(error: ServerRefused | ServerUnavailable) -> bool:
 
 
 def is_served(url: str) -> bool:
-    """Whether some inference server has this address, or is about to answer there."""
+    """True where some inference server has this address, or is about to answer there."""
     client = ServerClient(url)
     try:
         return client.is_there()

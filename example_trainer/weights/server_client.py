@@ -92,7 +92,7 @@ class ServerClient:
             return False
 
     def is_there(self) -> bool:
-        """Whether an inference server has the address, and be it one that is still loading."""
+        """True where an inference server has the address, even one that is still loading."""
         try:
             answer = self._http.get("/health", timeout=_QUICK_SECONDS)
         except (httpx.ConnectError, httpx.ConnectTimeout):

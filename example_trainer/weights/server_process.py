@@ -50,11 +50,11 @@ class ServerProcess:
         return _session_members(self.pid)
 
     def note_shared_memory(self) -> None:
-        """What the server maps now, so that it can be removed should the server leave it behind."""
+        """Note the shared memory that the server maps now, to remove what it may leave behind."""
         self._ledger.observe(self.members())
 
     def is_loaded(self) -> bool:
-        """Whether it could serve, but for the server before it."""
+        """True once it could serve, but for the server before it."""
         readable, _, _ = select.select([self._loaded], [], [], 0)
         return bool(readable and self._loaded.recv(1, socket.MSG_PEEK))
 

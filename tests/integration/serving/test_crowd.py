@@ -169,7 +169,7 @@ def test_among_adapters_that_come_and_go_requests_are_answered_as_alone(start_se
 
 
 def begins_as_one_of(lone, said):
-    """Whether each output begins as under some of the weights."""
+    """True where each output begins as under some of the weights."""
     return all(
         output.tokens[:1] in [each.outputs[number].tokens[:1] for each in lone]
         for number, output in enumerate(said.outputs)

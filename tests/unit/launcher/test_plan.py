@@ -254,7 +254,7 @@ def test_environment_servers_are_files_or_modules() -> None:
 
 
 def _is_held(port: int) -> bool:
-    """Whether somebody has bound the port, listening or not."""
+    """True where somebody has bound the port, listening or not."""
     with socket.socket() as anybody:
         try:
             anybody.bind(("127.0.0.1", port))

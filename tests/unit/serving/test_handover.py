@@ -1,4 +1,4 @@
-"""What becomes of each kind of connection when one server hands over to the next, byte by byte and in one process."""
+"""Each kind of connection goes from one server to the next as it should, byte by byte and in one process."""
 
 from __future__ import annotations
 

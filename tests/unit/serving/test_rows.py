@@ -1,4 +1,4 @@
-"""What keeps one request's row of a batch apart from the others', on small examples."""
+"""One request's row of a batch stays apart from the others', on small examples."""
 
 from __future__ import annotations
 

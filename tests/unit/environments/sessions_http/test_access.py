@@ -111,7 +111,7 @@ async def test_this_machines_own_names_are_answered(manager, reach):
 
 
 async def test_ids_and_keys_cannot_be_guessed(manager):
-    """Whoever knows some of them knows nothing of the next; a count in 32 digits is long and never the same either."""
+    """Ids that are known tell nothing of the next one; a count in 32 digits is long and never the same either."""
     secrets = []
     for _ in range(3):
         async with manager.managed_server(use_proxy=True) as session:

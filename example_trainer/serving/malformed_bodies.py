@@ -11,10 +11,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 _CHECKS = ".protocol"
-"""What the modules are called in which vLLM describes the bodies of its routes."""
+"""The end of the names of the modules in which vLLM describes the bodies of its routes."""
 
 
-def blame_bodies(app: FastAPI) -> None:
+def refuse_malformed_bodies(app: FastAPI) -> None:
     """Answer with 400 what goes wrong in the checks of a body. Call it before the middleware is built."""
     from vllm.entrypoints.serve import create_error_response
 
