@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import NoReturn
 
-from atropos_api.common.allocation import keep_freed_memory
 from atropos_api.common.cliconfig import load_config, run_cli, validate
 from atropos_api.common.logs import setup_logging
-from atropos_api.common.token_file import TokenSource
+from atropos_api.common.malloc import keep_freed_memory
+from atropos_api.common.secrets import TokenSource
 from atropos_api.config import BrokerConfig
 
 DESCRIPTION = (
@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
     setup_logging("run-api", level=config.log_level)
     keep_freed_memory()
     # The server stack takes most of a second to import, which --help should not cost.
-    from atropos_api.http.serve import serve
+    from atropos_api.server.serve import serve
 
     return serve(config)
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from atropos_api.broker.settings import BrokerSettings
-from atropos_api.common.secret_fields import SECRET
+from atropos_api.broker.state import BrokerSettings
+from atropos_api.common.secrets import SECRET
 
 
 def check_token(token: str) -> str:

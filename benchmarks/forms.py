@@ -13,12 +13,11 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from atropos_api.http.forms import join_batch, read_submission
+from atropos_api.http.content_negotiation import join_batch, read_submission
 from atropos_api.wire import Batch, Group, Submission
-from atropos_api.wire.columns_groups import decode_batch, encode_submission
+from atropos_api.wire.columns_groups import columns_to_json, decode_batch, encode_submission, json_to_columns
+from atropos_api.wire.group_json import seal
 from atropos_api.wire.groups import Form
-from atropos_api.wire.payload import seal
-from atropos_api.wire.transcode import columns_to_json, json_to_columns
 from example_trainer.data import DataSettings, prepare_batch
 from example_trainer.objective.advantages import AdvantageSettings
 

@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from example_trainer.objective.logprobs import token_logprobs
+from example_trainer.modeling.logprobs import token_logprobs
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20

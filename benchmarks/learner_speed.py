@@ -110,10 +110,11 @@ def our_step(layout: str, model: Path, batch_path: Path) -> Step:
     from atropos_api.wire import Batch, Group
     from example_trainer.config import TrainingConfig
     from example_trainer.data import data_settings, prepare_batch
-    from example_trainer.learning.layout import choose_layout
-    from example_trainer.learning.objective import make_objective
-    from example_trainer.model import PolicyOptions, load_policy
-    from example_trainer.running.optimizers import make_optimizer, optimizer_settings
+    from example_trainer.model import load_policy
+    from example_trainer.modeling.loading import PolicyOptions
+    from example_trainer.modeling.model_support import choose_layout
+    from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
+    from example_trainer.objective.objective import make_objective
     from example_trainer.training import Learner, learner_settings
 
     groups = [Group(**group) for group in json.loads(batch_path.read_text())["batch"]]

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
-from environments.tasks.python_tool import MECHANISMS, PythonTool, SandboxUnavailable
+from environments.sandbox.python_tool import MECHANISMS, PythonTool, SandboxUnavailable
 
 CODE = "6 * 7"
 

@@ -16,9 +16,9 @@ from typing import Any
 import anyio
 from pydantic import Field
 
-from environments.rewards.gold import GoldItem
+from atropos_api.common.concurrency import run_blocking
+from environments.rewards.gold_check import GoldItem
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, scored_group
-from environments.sdk.background import run_blocking
 from environments.tasks.arithmetic import (
     Problem,
     TaskName,

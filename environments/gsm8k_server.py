@@ -15,14 +15,12 @@ from typing import Any
 
 from pydantic import Field
 
-from environments.rewards.accuracy import AccuracyReward
 from environments.rewards.answers import after_thinking, last_boxed
-from environments.rewards.length import LinearLengthReward
-from environments.rewards.r1_zero import R1ZeroReward, R1ZeroScore
+from environments.rewards.math import AccuracyReward, R1ZeroReward, R1ZeroScore
+from environments.rewards.text import LinearLengthReward
 from environments.sdk import APIServerConfig, BaseEnvConfig, ManagedSession, ScoredDataGroup, scored_group
 from environments.tasks.data import Question
-from environments.tasks.prompts import PromptTemplate, load_template
-from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, answer_of
+from environments.tasks.question_env import PromptTemplate, QuestionEnv, QuestionEnvConfig, answer_of, load_template
 
 STOP = "</answer>"
 SYSTEM_PROMPT = (

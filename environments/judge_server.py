@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from environments.rewards.gold import GoldItem
+from environments.rewards.gold_check import GoldItem
 from environments.rewards.pairwise import PairwiseReward
 from environments.sdk import APIServerConfig, BaseEnvConfig, EnvironmentsError, ScoredDataGroup, scored_group
 from environments.sdk.config import Address, ServerType
-from environments.sdk.inference.manager import ServerManager
-from environments.sdk.validate import GoldMissing
+from environments.sdk.errors import GoldMissing
+from environments.sdk.server_manager import ServerManager
 from environments.tasks.data import Question
 from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, mean, run_all
 

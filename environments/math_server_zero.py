@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from environments.rewards.accuracy import AccuracyReward
 from environments.rewards.answers import last_boxed
+from environments.rewards.math import AccuracyReward
 from environments.sdk import (
     APIServerConfig,
     BaseEnvConfig,
@@ -27,8 +27,7 @@ from environments.sdk import (
     scored_group,
 )
 from environments.tasks.data import Question, load_questions
-from environments.tasks.prompts import load_template
-from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, answer_of, mean, require_room
+from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, answer_of, load_template, mean, require_room
 
 STOPS = ("User:", "Human:", "Assistant:", "</answer>")
 EVAL_SETS: Mapping[str, str] = {

@@ -21,7 +21,7 @@ from pydantic import Field, field_validator
 
 from atropos_api.common.cliconfig import nearest
 from environments.rewards.answers import after_thinking, inside_tag
-from environments.rewards.gold import GoldItem
+from environments.rewards.gold_check import GoldItem
 from environments.sdk import (
     APIServerConfig,
     BaseEnvConfig,

@@ -15,8 +15,9 @@ from typing import Any
 
 from pydantic import Field
 
-from environments.rewards.accuracy import AccuracyReward
 from environments.rewards.answers import after_thinking, last_boxed
+from environments.rewards.math import AccuracyReward
+from environments.sandbox.python_tool import PythonTool
 from environments.sdk import (
     APIServerConfig,
     BaseEnvConfig,
@@ -27,7 +28,6 @@ from environments.sdk import (
 )
 from environments.sdk.groups import group_items
 from environments.tasks.data import Question
-from environments.tasks.python_tool import PythonTool
 from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, require_room, run_all
 
 TOOL = {

@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator
 
+from atropos_api.common.concurrency import run_blocking
 from environments.sdk import (
     APIServerConfig,
     BaseEnv,
@@ -34,9 +35,8 @@ from environments.sdk import (
     ScoredDataGroup,
     scored_group,
 )
-from environments.sdk.background import run_blocking
 from environments.sdk.errors import InferenceRefused
-from environments.sdk.session.adapter import ManagedServerAdapter
+from environments.sdk.session.openai_client import ManagedServerAdapter
 from environments.tasks.question_env import mean, run_all
 
 PIP_LINE = "pip install 'verifiers>=0.1.12,<0.3'"

@@ -1,4 +1,8 @@
-"""The trainer's side of the broker: one run, its numbered batches, its policy versions and commits.
+"""Batches in files, as `--save-batches` writes them and `atropos replay` reads them.
+
+A file is the batch in the columns form (docs/reference/columns.md), or as JSON where columns cannot say it.
+
+The trainer's side of the broker: one run, its numbered batches, its policy versions and commits.
 
 `BrokerSession` holds what every call of a run needs (run id, epoch) and says in one line each ten seconds what it
 waits for. `BatchFeed` fetches batch n + 1 in a thread while batch n trains, and no further: what lies here is older
@@ -8,25 +12,72 @@ by the time it trains, and hidden from the pacing of the environments.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Generic, TypeVar
 
+import msgspec
+
 from atropos_api.client import BrokerClient
-from atropos_api.client.errors import BrokerUnreachable
-from atropos_api.common.dropped import explain_drops
+from atropos_api.client.calls import BrokerUnreachable
+from atropos_api.client.events import explain_drops
 from atropos_api.common.errors import AtroposError
 from atropos_api.wire import Batch, PolicyUpdate, RunInfo, RunRequest
-from example_trainer.errors import BatchTimeout, TrainerError
+from atropos_api.wire.columns import MAGIC, pack_body
+from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_group
+from example_trainer.errors import BadBatch, BatchTimeout, TrainerError
+
+SUFFIX = ".atb"
+
+
+def batch_path(directory: Path, number: int, *, rank: int = 0, world_size: int = 1) -> Path:
+    """Where batch `number` lies; each rank of a trainer has its own slice of it."""
+    slice_name = f".rank-{rank}" if world_size > 1 else ""
+    return directory / f"batch-{number}{slice_name}{SUFFIX}"
+
+
+def write_batch(path: Path, batch: Batch) -> None:
+    """Write beside its place and rename, so that a file of that name is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_bytes(encode_batch(batch))
+    os.replace(beside, path)  # noqa: PTH105 - the atomic one, by its name
+
+
+def read_batch(path: Path) -> Batch:
+    """The batch in `path`; raises `BadBatch` with what is wrong with the file."""
+    try:
+        body = path.read_bytes()
+    except OSError as error:
+        raise BadBatch(f"{path} cannot be read: {error.strerror}; --save-batches writes such files") from error
+    try:
+        return decode_batch(body, arrays=True) if body.startswith(MAGIC) else msgspec.json.decode(body, type=Batch)
+    except (AtroposError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadBatch(f"{path} holds no batch ({error}); --save-batches writes such files") from error
+
+
+def encode_batch(batch: Batch) -> bytes:
+    """The batch as one body."""
+    head = msgspec.json.encode({"number": batch.number, "run_id": batch.run_id})
+    try:
+        return pack_body(head, [encode_group(group) for group in batch.groups])
+    except NotColumnar:
+        return msgspec.json.encode(batch)
+
 
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 
 WAIT_LINE_SECONDS = 10.0
+
 LONG_POLL_SECONDS = 10.0
+
 IDLE_SECONDS = 2.0
+
 POLL_SECONDS = 0.2
 
 

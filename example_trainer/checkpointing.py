@@ -15,32 +15,41 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError  # what torch raises; nothing is unpickled but by its loader for weights alone
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from example_trainer.checkpoint_model_files import StoredTensors, broken_seal, model_card, seal, write_model
 from example_trainer.errors import CheckpointError
-from example_trainer.learning.model_files import StoredTensors, model_card, write_model
-from example_trainer.learning.seal import broken_seal, seal
+from example_trainer.state import ObjectiveState, RandomState, Stateful, TrainerState, restore_random
 
 if TYPE_CHECKING:
     import torch
 
     from example_trainer.config import TrainingConfig
-    from example_trainer.model import Policy
+    from example_trainer.modeling.policy import Policy
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
+
 TENSOR_STATE_FILE = "trainer_state.pt"
+
 CARD_FILE = "README.md"
+
 BEGUN_FILE = "run.json"
+
 LATEST = "latest"
+
 PREFIX = "checkpoint-"
+
 COURSE_PREFIX = "checkpoint_step_"
+
 COURSE_FINAL = "final_model"
+
 REMEMBERED_VERSIONS = 1000
+
 FIXED_SETTINGS = (
     "optimizer",
     "lora_r",
@@ -53,61 +62,6 @@ FIXED_SETTINGS = (
 """What a resumed run must have as it was: the optimizer's state or the meaning of the weights hangs on it."""
 
 _NAME = re.compile(rf"{PREFIX}(\d+)")
-
-RandomState = dict[str, Any]
-ObjectiveState = dict[str, Any]
-"""What the objective carries from batch to batch: tensors and numbers, as `Objective.state` gives them."""
-
-
-class Stateful(Protocol):
-    """An optimizer, or what stands for one whose state was gathered from several ranks."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, as `torch.save` takes it."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerState:
-    """The small part of a checkpoint; batch n is step n."""
-
-    step: int
-    updates: int
-    """Optimizer steps taken; fewer than steps when some had nothing to learn."""
-    policy_version: int | None
-    """The version that these very weights were published under; null if they were not."""
-    highest_version: int
-    run_id: str
-    run_name: str
-    seed: int
-    steps_by_version: dict[str, int] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Of the step, as far as they were known before its publish: a crash may come before they are logged."""
-    health: dict[str, Any] = field(default_factory=dict)
-    """What the signs of trouble remembered before that step."""
-    config: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def batch(self) -> int:
-        """The last batch that this checkpoint covers."""
-        return self.step
-
-
-def random_state() -> RandomState:
-    """The state of torch's generators now; a checkpoint written in the background must not look at them later."""
-    import torch
-
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-
-
-def restore_random(state: RandomState, *, rank: int = 0) -> None:
-    """Go on from `random_state`, or from what of several is this rank's."""
-    import torch
-
-    own = dict(enumerate(state.get("ranks", ()))).get(rank, state)
-    torch.set_rng_state(own["cpu"])
-    if torch.cuda.is_available() and own["cuda"]:
-        torch.cuda.set_rng_state_all(own["cuda"])
 
 
 def save_checkpoint(
@@ -269,7 +223,7 @@ def _as_held(state: dict[str, Any], policy: Policy, optimizer: torch.optim.Optim
     """The whole state of a checkpoint as this process holds it: its own part where the policy is spread over ranks."""
     if not policy.is_sharded:
         return state
-    from example_trainer.learning.sharding import shard_optimizer_state
+    from example_trainer.modeling.fsdp import shard_optimizer_state
 
     return shard_optimizer_state(state, optimizer)
 

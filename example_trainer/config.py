@@ -3,48 +3,23 @@
 The command line, the run file's `trainer:` section and the launcher all build this model; nothing
 else holds a default. A flag that the published documentation tables keeps the documented default.
 Combinations that cannot work are refused here, with the reason, and not by the part that would
-stumble over them later. Importing this module loads no torch.
+stumble over them later. `settings_from` reads the variables by which `accelerate launch` and `torchrun`
+tell their programs rank, device and precision; they lie under files and flags. It loads no torch.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 
-from pydantic import ConfigDict, model_validator
+from pydantic import model_validator
 
-from example_trainer.options.batch import BatchOptions
-from example_trainer.options.course import CourseOptions
-from example_trainer.options.lora import LoraOptions
-from example_trainer.options.model import ModelOptions
-from example_trainer.options.objective import ObjectiveOptions
-from example_trainer.options.optimizer import OptimizerOptions
-from example_trainer.options.presets import PresetOptions
-from example_trainer.options.publish import LORA_MODES, PublishOptions
-from example_trainer.options.refusals import reason_to_refuse
-from example_trainer.options.run import RunOptions
-from example_trainer.options.tracking import TrackingOptions
-
-USUAL_LR_OF_LARGE_MODELS = 6e-6
+from atropos_api.common.cliconfig import ConfigError
+from example_trainer.options.conflicts import reason_to_refuse
+from example_trainer.options.training_options import TrainingOptions
 
 
-class TrainingConfig(
-    PresetOptions,
-    CourseOptions,
-    TrackingOptions,
-    RunOptions,
-    PublishOptions,
-    OptimizerOptions,
-    ObjectiveOptions,
-    BatchOptions,
-    LoraOptions,
-    ModelOptions,
-):
-    """All settings of one trainer process, flat, validated together.
-
-    Bases come in the order in which they look at what was given; options are listed in the opposite one.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+class TrainingConfig(TrainingOptions):
+    """All settings of one trainer process, flat, validated together."""
 
     @model_validator(mode="after")
     def _refuse_what_cannot_work(self) -> TrainingConfig:
@@ -52,65 +27,34 @@ class TrainingConfig(
             raise ValueError(reason)
         return self
 
-    @property
-    def sequences_per_batch(self) -> int:
-        """Sequences the broker is asked for per step."""
-        return self.batch_size * self.gradient_accumulation_steps
 
-    @property
-    def optimizer_steps_per_batch(self) -> int:
-        return self.epochs_per_batch * self.mini_batches
+MIXED_PRECISION = {"fp16": "float16", "bf16": "bfloat16"}
 
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Token budget of one packed micro-batch."""
-        return self.token_budget or self.batch_size * self.seq_len
 
-    @property
-    def trains_adapter(self) -> bool:
-        """Whether an adapter is trained beside a frozen base, not the weights themselves."""
-        return self.weight_bridge_mode in LORA_MODES
+def settings_from(environment: Mapping[str, str]) -> dict[str, object]:
+    """Rank, number of processes, device and dtype as far as the variables set them.
 
-    @property
-    def publish_interval(self) -> int:
-        """Steps between publishes, before `sync_budget` spaces them further."""
-        return 1 if self.weight_bridge_mode in ("shared_vllm", "lora_only") else self.vllm_restart_interval
+    Which GPU of its host a process takes follows from `LOCAL_RANK` when the processes meet.
+    """
+    settings: dict[str, object] = {}
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision in MIXED_PRECISION:
+        settings["dtype"] = MIXED_PRECISION[precision]
+    if _flag(environment, "ACCELERATE_USE_CPU"):
+        settings["device"] = "cpu"
+    world_size = _number(environment, "WORLD_SIZE", 1)
+    if world_size > 1:
+        settings["world_size"] = world_size
+        settings["trainer_rank"] = _number(environment, "RANK", 0)
+    return settings
 
-    @property
-    def forwards_from_masters(self) -> bool:
-        """Whether the forward reads the masters and never the served tensors."""
-        if self.weight_bridge_mode != "shared_vllm" or self.num_inference_nodes:
-            return True
-        if self.forward_weights == "auto":
-            return self.overlap_publish or self.optimizer_steps_per_batch > 1
-        return self.forward_weights == "masters"
 
-    @property
-    def steps_served_weights(self) -> bool:
-        """Whether the optimizer steps the very tensors that the server reads, so that a step is part of a publish."""
-        in_reach = self.weight_bridge_mode == "shared_vllm" and self.num_inference_nodes == 0
-        return in_reach and self.master_weights == "none"
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    given = environment.get(name, str(default))
+    if not given.isdecimal():
+        raise ConfigError(f"${name} is {given!r}, not a number; torchrun and accelerate launch set it, else unset it")
+    return int(given)
 
-    @property
-    def required_run_dir(self) -> Path:
-        """The run directory, once the command has settled it."""
-        if self.run_dir is None:
-            raise ValueError("run_dir is not settled; call cli.settle_run_dir first")
-        return self.run_dir
 
-    @property
-    def checkpoint_root(self) -> Path:
-        """Where `checkpoint-N/` directories are written."""
-        return self.save_path or self.required_run_dir
-
-    def warnings(self) -> list[str]:
-        """Settings that work but are often a mistake, one sentence each."""
-        full = self.weight_bridge_mode not in LORA_MODES
-        # Not at the documented default: a warning that stands in every log is read in none.
-        if full and self.master_weights != "none" and self.lr > type(self).model_fields["lr"].default:
-            text = (
-                f"--lr {self.lr:g} is high for full fine-tuning with fp32 masters (rounded bf16 weights used to "
-                f"hide that); large models do better at {USUAL_LR_OF_LARGE_MODELS:g} or below"
-            )
-            return [text]
-        return []
+def _flag(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "").lower() in {"1", "true", "yes"}

@@ -1,4 +1,6 @@
-"""From a broker batch to what a step trains on: rows for the forward, and arrays over all trained tokens.
+"""A sequence of a batch on its way to being trained, with all that is known of each of its trained tokens.
+
+From a broker batch to what a step trains on: rows for the forward, and arrays over all trained tokens.
 
 A token is trained where its mask is not -100. It is predicted by the state one position before it, so the arrays
 here hold one entry per trained token (label, rollout logprob, advantage, temperature, version) and the packing
@@ -25,26 +27,69 @@ from torch import Tensor
 from atropos_api.wire import Batch, Group
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import BadBatch, MissingLogprobs
-from example_trainer.learning.candidates import Candidate
-from example_trainer.learning.supplied import (
+from example_trainer.group_optional_fields import (
+    FloatArray,
+    IntArray,
+    Teacher,
     supplied_advantages,
     supplied_reference,
     supplied_teacher,
     where,
 )
-from example_trainer.objective.advantages import AdvantageSettings, compute_advantages, has_signal, shuffle
-from example_trainer.objective.overlong import OverlongSettings, is_truncated, overlong_penalty
-from example_trainer.objective.packing import Row
+from example_trainer.modeling.micro_batches import Row
+from example_trainer.objective.advantages import (
+    AdvantageSettings,
+    OverlongSettings,
+    compute_advantages,
+    has_signal,
+    is_truncated,
+    overlong_penalty,
+    shuffle,
+)
+from example_trainer.objective.losses import Targets
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """A sequence that may be trained, before advantages are final."""
+
+    tokens: IntArray
+    targets: IntArray
+    rollout_logprobs: FloatArray
+    temperature: float
+    advantages: FloatArray | None
+    """Per trained token, when the environment supplies them."""
+    reference_logprobs: FloatArray | None
+    teacher: Teacher | None
+    truncated_sampling: bool
+    versions: IntArray
+    version_bounds: IntArray
+    group: int
+    advantage: float = 0.0
+
+    def cut(self, length: int) -> None:
+        """Leave nothing beyond the first `length` tokens."""
+        inside = slice(int(np.searchsorted(self.targets, length)))
+        self.tokens, self.targets = self.tokens[:length], self.targets[inside]
+        self.rollout_logprobs = self.rollout_logprobs[inside]
+        self.versions, self.version_bounds = self.versions[inside], self.version_bounds[inside]
+        if self.advantages is not None:
+            self.advantages = self.advantages[inside]
+        if self.reference_logprobs is not None:
+            self.reference_logprobs = self.reference_logprobs[inside]
+        if self.teacher is not None:
+            self.teacher = (self.teacher[0][inside], self.teacher[1][inside])
+
 
 logger = logging.getLogger(__name__)
 
 MASKED = -100
-PLACEHOLDER_LOGPROB = 1.0
-UNKNOWN_VERSION = -1
-DEFAULT_TEMPERATURE = 1.0
 
-FloatArray = NDArray[np.float32]
-IntArray = NDArray[np.int64]
+PLACEHOLDER_LOGPROB = 1.0
+
+UNKNOWN_VERSION = -1
+
+DEFAULT_TEMPERATURE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,40 +105,6 @@ class DataSettings:
     """Whether the loss learns from `distill_token_ids`; else they are not read."""
     shuffle_advantages: bool = False
     seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Targets:
-    """Arrays `[N]` over all trained tokens of a batch."""
-
-    labels: Tensor
-    rollout_logprobs: Tensor
-    advantages: Tensor
-    temperatures: Tensor
-    sequences: Tensor
-    """Index of the token's row."""
-    versions: Tensor
-    """Policy version the token was sampled under; -1 where the group does not say."""
-    version_bounds: Tensor
-    """The same, with the version at arrival at the broker for unknown ones: a bound of the token's age."""
-    reference_logprobs: Tensor | None = None
-    """Of the reference policy; NaN where nobody has said them yet, None where none is needed or known."""
-    proximal_logprobs: Tensor | None = None
-    """Under the weights the batch began with, once the learner has scored them."""
-    truncated_sampling: Tensor | None = None
-    """Boolean, where a group was sampled with top-p or the like; None where none was."""
-    teacher_ids: Tensor | None = None
-    """[N, K] tokens that a teacher names; None where no sequence has one."""
-    teacher_logprobs: Tensor | None = None
-    """[N, K], -inf where there are fewer than K."""
-
-    def to(self, device: torch.device) -> Targets:
-        tensors = {name: getattr(self, name) for name in self.__slots__}
-        moved = {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
-        return Targets(**moved)
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

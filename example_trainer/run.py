@@ -22,10 +22,10 @@ if __package__ in {None, ""}:
 import yaml
 
 from atropos_api.common.cliconfig import run_cli
-from atropos_api.common.redaction import redact
+from atropos_api.common.secrets import redact
 
 if TYPE_CHECKING:
-    from example_trainer.running.launcher import Launch
+    from example_trainer.launcher.launch import Launch
 
 
 SUMMARY_WIDTH = 100
@@ -37,12 +37,12 @@ def main() -> NoReturn:
 
 def run(argv: list[str]) -> int:
     """Launch what `argv` asks for; the exit code says how it ended."""
-    from example_trainer.running.doctor import require_own_package
-    from example_trainer.running.run_file import read_settings
+    from example_trainer.launcher.run_dir import require_own_package
+    from example_trainer.launcher.run_file import read_settings
 
     require_own_package()
     settings = read_settings(argv)
-    from example_trainer.running.launcher import plan_launch
+    from example_trainer.launcher.launch import plan_launch
 
     launch = plan_launch(settings)
     if settings.trainer.dry_run:
@@ -55,9 +55,9 @@ def carry_out(launch: Launch) -> int:
     """Run it and print the summary, or why there is none."""
     from rich.console import Console
 
-    from example_trainer.running.launcher import Interrupted
-    from example_trainer.running.summary import as_table
-    from example_trainer.running.supervisor import ChildFailed
+    from example_trainer.launcher.launch import Interrupted
+    from example_trainer.launcher.summary import as_table
+    from example_trainer.processes.child import ChildFailed
 
     try:
         summary = launch.go()
@@ -82,9 +82,9 @@ def places_of(launch: Launch) -> list[str]:
 
 def describe(launch: Launch) -> str:
     """What would run: each program's command line, what is added to its environment, and its settings."""
-    from example_trainer.running.base_model import local_base
-    from example_trainer.running.launcher import dry_plan
-    from example_trainer.running.run_dir import as_plain_data
+    from example_trainer.launcher.base_model import local_base
+    from example_trainer.launcher.launch import dry_plan
+    from example_trainer.launcher.run_dir import as_plain_data
 
     plan = dry_plan(launch)
     base = local_base(launch.settings.trainer.model_name)

@@ -23,13 +23,16 @@ from example_trainer.api import BrokerSession
 from example_trainer.cli import ranked_session, run_trackers
 from example_trainer.config import TrainingConfig
 from example_trainer.data import MASKED, PLACEHOLDER_LOGPROB
-from example_trainer.learning.adapters import AdapterOptions
-from example_trainer.learning.distributed import Ranks, joined_ranks
-from example_trainer.learning.ranked import RankedBridge
-from example_trainer.model import Policy, PolicyOptions, load_policy
+from example_trainer.distributed.rank0_proxy import RankedBridge
+from example_trainer.distributed.ranks import Ranks, joined_ranks
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.lora import AdapterOptions
+from example_trainer.modeling.policy import Policy
 from example_trainer.trainers import Trainer
-from example_trainer.weights.bridge import PublishReport, policy_options
-from example_trainer.weights.local import LocalBridge
+from example_trainer.weights.base import PublishReport
+from example_trainer.weights.factory import policy_options
+from example_trainer.weights.testing import LocalBridge
 
 Reward = Callable[[Sequence[int]], float]
 

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from atropos_api.common import metric_names as names
 from atropos_api.wire import Batch, RunRequest
-from example_trainer.api import BatchFeed, BrokerSession
+from example_trainer.api import BatchFeed, BrokerSession, batch_path, write_batch
 from example_trainer.checkpointing import (
-    TrainerState,
     begun_version,
     find_checkpoint,
     note_begun,
@@ -35,20 +34,19 @@ from example_trainer.checkpointing import (
     refuse_changed_settings,
 )
 from example_trainer.data import report_logprobs
-from example_trainer.learning import step_log
-from example_trainer.learning.batch_facts import PreparedBatch
-from example_trainer.learning.distributed import Ranks
-from example_trainer.learning.stepping import Stepper, make_stepper
-from example_trainer.learning.tail import Progress, Tail
-from example_trainer.running.batch_files import batch_path, write_batch
-from example_trainer.running.health import ANY_SIGN, HealthEvent, HealthMonitor, parse_limits
-from example_trainer.running.run_dir import ROLLOUTS
-from example_trainer.running.trackers import METRICS_FILE, RunTrackers, Tracker, last_line
+from example_trainer.distributed.ranks import Ranks
+from example_trainer.monitoring.health import ANY_SIGN, HealthEvent, HealthMonitor, parse_limits
+from example_trainer.monitoring.trackers import METRICS_FILE, ROLLOUTS, RunTrackers, Tracker, last_line
+from example_trainer.state import Progress, TrainerState
+from example_trainer.step import metrics as step_metrics
+from example_trainer.step.metrics import PreparedBatch
+from example_trainer.step.post_step import PostStep
+from example_trainer.step.train_step import TrainStep, make_train_step
 from example_trainer.training import StopRequestedError
 
 if TYPE_CHECKING:
     from example_trainer.config import TrainingConfig
-    from example_trainer.weights.bridge import WeightBridge
+    from example_trainer.weights.base import WeightBridge
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +74,8 @@ class Trainer:
         self._trackers = trackers
         self._should_stop = should_stop
         self._health = HealthMonitor(parse_limits(config.health_limits or ()))
-        self._stepper: Stepper
-        self._tail: Tail
+        self._stepper: TrainStep
+        self._tail: PostStep
         self._tracker: Tracker
 
     def run(self) -> bool:
@@ -128,9 +126,9 @@ class Trainer:
     def _build(self) -> None:
         """The policy in place, and what works on it."""
         config = self.config
-        self._stepper = stepper = make_stepper(config, self._bridge.prepare(), self._ranks)
+        self._stepper = stepper = make_train_step(config, self._bridge.prepare(), self._ranks)
         self.progress = stepper.progress
-        self._tail = Tail(
+        self._tail = PostStep(
             config,
             self.progress,
             learner=stepper.learner,
@@ -151,7 +149,7 @@ class Trainer:
             feed.close()
 
     def _step(self, step: int, feed: BatchFeed[PreparedBatch]) -> bool:
-        clock = step_log.StepClock()
+        clock = step_metrics.StepClock()
         prepared = self._take(step, feed)
         if self._ranks.any(prepared is None or self._should_stop()):
             return False
@@ -190,10 +188,10 @@ class Trainer:
         """Write down a step; the fields of the first sign of trouble that is to end the run, if there is one."""
         stopped_by: HealthEvent | None = None
         metrics[names.POLICY_VERSION] = self.progress.version
-        metrics |= step_log.publish_metrics(self._tail.report)
-        metrics |= step_log.memory_metrics(self._stepper.learner.policy.device)
+        metrics |= step_metrics.publish_metrics(self._tail.report)
+        metrics |= step_metrics.memory_metrics(self._stepper.learner.policy.device)
         self._tracker.log(step, metrics)
-        step_log.say(step, self.config.training_steps, metrics)
+        step_metrics.say(step, self.config.training_steps, metrics)
         for event in self._health.check(step, metrics):
             logger.warning("step %d: %s; %s", step, event.message, event.advice)
             self._tracker.event(event)

@@ -22,13 +22,12 @@ from torch import Tensor
 
 from atropos_api.common import metric_names as names
 from example_trainer.config import TrainingConfig
-from example_trainer.data import Targets, TrainingBatch
+from example_trainer.data import TrainingBatch
+from example_trainer.distributed.rank_shares import Seen, plan_mini_batches, seen_by_all, step_weights, sum_by_name
+from example_trainer.distributed.ranks import Ranks
 from example_trainer.errors import TrainingDiverged
-from example_trainer.learning.distributed import Ranks
-from example_trainer.learning.objective import Objective
-from example_trainer.learning.shares import Seen, plan_mini_batches, seen_by_all, step_weights, sum_by_name
-from example_trainer.objective.logprobs import head_of, token_logprobs
-from example_trainer.objective.packing import (
+from example_trainer.modeling.logprobs import head_of, token_logprobs
+from example_trainer.modeling.micro_batches import (
     ROW_MULTIPLE,
     LayoutKind,
     PackedMicroBatch,
@@ -37,10 +36,12 @@ from example_trainer.objective.packing import (
     forward_hidden,
     pack_rows,
 )
-from example_trainer.running.optimizers import LearningRate, learning_rate, set_lr
+from example_trainer.modeling.optimizers import LearningRate, learning_rate, set_lr
+from example_trainer.objective.losses import Targets
+from example_trainer.objective.objective import Objective
 
 if TYPE_CHECKING:
-    from example_trainer.model import Policy
+    from example_trainer.modeling.policy import Policy
 
 logger = logging.getLogger(__name__)
 

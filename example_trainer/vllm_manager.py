@@ -1,4 +1,6 @@
-"""Starts and stops a vLLM server as a child of the trainer: its own process group, and nothing else.
+"""One vLLM server as a child of the trainer: all that it starts, what it maps, and its end.
+
+Starts and stops a vLLM server as a child of the trainer: its own process group, and nothing else.
 
 The child gets a session of its own, so that it and all that it starts can be ended without asking
 what they are called or which port they use; it dies with the process that started it, however that
@@ -15,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
@@ -25,25 +28,105 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from example_trainer.running.leftovers import SharedMemoryLedger
-from example_trainer.running.process_tree import wait_until
-from example_trainer.running.program_log import last_lines, reason
-from example_trainer.running.room import has_room, holds_gpu_memory
-from example_trainer.serving.errors import CannotServe
-from example_trainer.serving.sockets import (
+import psutil
+
+from example_trainer.errors import CannotServe, ServerExited, ServerRefused, ServerUnavailable
+from example_trainer.processes import die_with_parent
+from example_trainer.processes.child import last_lines, reason
+from example_trainer.processes.cleanup import SharedMemoryLedger
+from example_trainer.processes.gpu_memory import has_room, holds_gpu_memory
+from example_trainer.processes.ports import (
     BEGUN_ANSWERS_SECONDS,
     INHERITED_SOCKETS,
     HandoverChannel,
     as_inherited,
     listen,
 )
-from example_trainer.weights import with_parent
-from example_trainer.weights.errors import ServerExited, ServerRefused, ServerUnavailable
-from example_trainer.weights.server_client import ServerClient, ServerInfo
-from example_trainer.weights.server_process import STOP_SECONDS, ServerProcess
-from example_trainer.weights.waiting import NotYet, wait_for
+from example_trainer.processes.tree import end_processes, is_alive, open_process, wait_until
+from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, wait_for
 
 logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 10.0
+
+
+class ServerProcess:
+    """One server process with all that it starts: the members of the session that it leads."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        ledger: SharedMemoryLedger,
+        channel: HandoverChannel,
+        loaded: socket.socket,
+    ) -> None:
+        self._process = process
+        self._ledger = ledger
+        self._loaded = loaded
+        self.channel = channel
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def members(self) -> list[psutil.Process]:
+        return _session_members(self.pid)
+
+    def note_shared_memory(self) -> None:
+        """Note the shared memory that the server maps now, to remove what it may leave behind."""
+        self._ledger.observe(self.members())
+
+    def is_loaded(self) -> bool:
+        """True once it could serve, but for the server before it."""
+        readable, _, _ = select.select([self._loaded], [], [], 0)
+        return bool(readable and self._loaded.recv(1, socket.MSG_PEEK))
+
+    def stop(self, *, grace_seconds: float) -> None:
+        """End it, and the connections that it has."""
+        self.channel.close()
+        self._end(grace_seconds)
+
+    def hand_over(self, *, grace_seconds: float) -> None:
+        """End it; its connections go to the server that is started after it."""
+        self._end(grace_seconds)
+
+    def _end(self, grace_seconds: float) -> None:
+        self.note_shared_memory()
+        self._loaded.close()
+
+        def living() -> list[psutil.Process]:
+            self._process.poll()  # collects the exit, so that it does not linger as a zombie
+            return self.members()
+
+        end_processes(living, grace_seconds=grace_seconds)
+        try:
+            self._process.wait(timeout=STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            # On a machine without a moment to spare a killed process takes long to let go of its memory.
+            logger.warning("vLLM (pid %d) was killed and is still on its way out", self.pid)
+        self._ledger.sweep()
+
+
+def _session_members(session: int) -> list[psutil.Process]:
+    """Living processes of the session that a child leads; its number stays taken as long as one of them lives."""
+    found = (open_process(pid) for pid in psutil.pids() if _session_of(pid) == session)
+    return [process for process in found if process is not None and is_alive(process)]
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
+
 
 T = TypeVar("T")
 
@@ -239,7 +322,7 @@ class VllmManager:
         return wait_for(poll_living, what=what, timeout_seconds=self._options.ready_timeout_seconds)
 
     def _spawn(self, command: list[str], sockets: Mapping[str, socket.socket]) -> subprocess.Popen[bytes]:
-        guarded = [sys.executable, "-I", "-S", with_parent.__file__, str(os.getpid()), *command]
+        guarded = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command]
         ours = {"ATROPOS_BRIDGE_TOKEN": self.token, INHERITED_SOCKETS: as_inherited(sockets)}
         environment = {**os.environ, **ours, **self._options.environment}
         if self._options.gpu is not None:

@@ -81,7 +81,7 @@ STAGES = (
     Stage("reasoning-gym", ("tests/unit/environments/test_reasoning_gym.py",), ("reasoning-gym>=0.1.19",)),
     Stage(
         "tensorboard",
-        ("tests/unit/trainer/test_running.py", "tests/unit/trainer/test_flag_effects.py"),
+        ("tests/unit/trainer/test_trackers.py", "tests/unit/trainer/test_flag_effects.py"),
         ("tensorboard",),
     ),
     Stage(

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from atropos_api.broker.packing import adds_up, can_fill, choose_groups, most_that_fits
+from atropos_api.broker.packing import (
+    adds_up,
+    can_fill,
+    choose_groups,
+    in_unit,
+    lanes_in_unit,
+    most_that_fits,
+    queued_by_environment,
+)
 from atropos_api.broker.queue import version_of
 from atropos_api.broker.state import State
-from atropos_api.broker.units import in_unit, lanes_in_unit, queued_by_environment
 from atropos_api.errors import BatchOutOfOrder, CommittedBatch
 from atropos_api.store.base import LOST, EnvironmentRow, GroupRow, RunRow
-from atropos_api.store.steps import Step
+from atropos_api.store.failpoints import Failpoint
 
 
 class Batches:
@@ -64,14 +71,14 @@ class Batches:
             state.runs.change(run, committed_batch=number, handed_batch=max(run.handed_batch, number))
             state.ledger.drop_groups([group.seq for group in dropped])
             self._finish_keys(group for groups in covered.values() for group in groups)
-            state.reach(Step.COMMIT_STAGED)
-        state.reach(Step.COMMIT_KEPT)
+            state.reach(Failpoint.COMMIT_STAGED)
+        state.reach(Failpoint.COMMIT_KEPT)
         state.kept = kept
         for n in covered:
             del state.batches[n]
         state.shown.difference_update(covered)
         state.discard(group.body for group in dropped)
-        state.reach(Step.BODIES_DISCARDED)
+        state.reach(Failpoint.BODIES_DISCARDED)
         state.counters.batches_committed_total += len(covered)
         state.events.add("batch-committed", run_id=run.run_id, number=number)
         state.pacing_changed()
@@ -196,13 +203,13 @@ class Batches:
         groups = self._choose(run)
         if groups is None:
             return None
-        state.reach(Step.BATCH_CHOSEN)
+        state.reach(Failpoint.BATCH_CHOSEN)
         with state.change():
             state.ledger.assign_batch([group.seq for group in groups], number)
             # One that was lost and is formed anew is not the last.
             changed = state.runs.change(run, formed_batch=max(number, run.formed_batch))
-            state.reach(Step.BATCH_STAGED)
-        state.reach(Step.BATCH_KEPT)
+            state.reach(Failpoint.BATCH_STAGED)
+        state.reach(Failpoint.BATCH_KEPT)
         for group in groups:
             state.queue.remove(group)
             group.batch = number

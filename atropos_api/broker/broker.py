@@ -12,24 +12,21 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from atropos_api.broker.batches import Batches, slice_for_rank
-from atropos_api.broker.drops import Drops
+from atropos_api.broker.counters import Drops
 from atropos_api.broker.environments import Environments
-from atropos_api.broker.events import EventLog
-from atropos_api.broker.group_sizes import GroupSizes
-from atropos_api.broker.holds import Holds
-from atropos_api.broker.intake import Intake, Keys
-from atropos_api.broker.pacing import Pacer
+from atropos_api.broker.pacing import GroupSizes, Pacer
+from atropos_api.broker.packing import batch_in_sequences
+from atropos_api.broker.policy_holds import PolicyHolds
 from atropos_api.broker.queue import GroupQueue
-from atropos_api.broker.recovery import recover
-from atropos_api.broker.repair import Repair
+from atropos_api.broker.recovery import Repair, recover
+from atropos_api.broker.run_succession import RunSuccession
 from atropos_api.broker.runs import Runs
-from atropos_api.broker.settings import BrokerSettings
-from atropos_api.broker.state import Clock, State
-from atropos_api.broker.succession import Succession
-from atropos_api.broker.units import batch_in_sequences
+from atropos_api.broker.state import BrokerSettings, Clock, EventLog, State
+from atropos_api.broker.submissions import IdempotencyKeys, Submissions
 from atropos_api.errors import BrokerError, DamagedBatch, InvalidRequest, StoreDamaged
 from atropos_api.store.base import LOST, NO_RUN, BodyLog, EnvironmentRow, GroupRow, Ledger, RunRow, Snapshot
-from atropos_api.store.steps import Reach, Step, pass_by
+from atropos_api.store.failpoints import Failpoint, Reach, ignore_failpoint
+from atropos_api.wire.group_json import CheckedGroup
 from atropos_api.wire.messages import (
     DropReport,
     EnvironmentInfo,
@@ -41,14 +38,13 @@ from atropos_api.wire.messages import (
     RunRequest,
     SubmitAnswer,
 )
-from atropos_api.wire.payload import CheckedGroup
 
 LEAST_PROBE_BYTES: Final = 4096
 MOST_PROBE_BYTES: Final = 64 * 2**20
 """A store with room for so much is not called full, for a probe holds up everybody while it is written."""
 
 
-class Submitted(NamedTuple):
+class SubmissionReceipt(NamedTuple):
     """A submission that was taken: what to answer, its rows, and the groups that have no key to be known by.
 
     `repeated`: those of them that were taken before.
@@ -70,7 +66,7 @@ class Broker:
         *,
         settings: BrokerSettings | None = None,
         clock: Clock = time.time,
-        reach: Reach = pass_by,
+        reach: Reach = ignore_failpoint,
     ) -> None:
         self.settings = settings or BrokerSettings()
         snapshot = ledger.load()
@@ -116,13 +112,13 @@ class Broker:
 
     def _take_state(self, state: State, snapshot: Snapshot) -> None:
         self.state = state
-        self.keys = Keys(state, snapshot.keys)
-        self.intake = Intake(state, self.keys)
+        self.keys = IdempotencyKeys(state, snapshot.keys)
+        self.intake = Submissions(state, self.keys)
         self.batches = Batches(state, self.keys.finish)
         self.repair = Repair(state, self.batches)
         self.sizes = GroupSizes(state)
-        self.succession = Succession(state, self.batches, self.sizes)
-        self.holds = Holds(state)
+        self.succession = RunSuccession(state, self.batches, self.sizes)
+        self.holds = PolicyHolds(state)
         self.pacer = Pacer(state, self.batches, self.holds, self.sizes)
         recover(state, self.keys, self.intake, self.batches, snapshot)
 
@@ -210,7 +206,7 @@ class Broker:
             self.repair.lose(error)
             raise DamagedBatch(f"{error}; what it held is dropped, ask again for the rest") from error
         self.state.shown.update(group.batch for group in groups)
-        self.state.reach(Step.BATCH_READ)
+        self.state.reach(Failpoint.BATCH_READ)
         return bodies
 
     def probe_store(self, size_bytes: int = 0) -> None:
@@ -298,7 +294,7 @@ class Broker:
         self.settle(submitted)
         return submitted.answer
 
-    def take(self, environment_id: int, groups: Sequence[CheckedGroup], *, key: str | None = None) -> Submitted:
+    def take(self, environment_id: int, groups: Sequence[CheckedGroup], *, key: str | None = None) -> SubmissionReceipt:
         """Take groups of a registered environment. Under a key that was used before nothing changes.
 
         The caller tells `settle` afterwards how the answer fared.
@@ -323,7 +319,7 @@ class Broker:
         repeatable = () if key is not None else groups
         return self._submitted(row, taken, duplicates=len(repeated), repeatable=repeatable, repeated=repeated)
 
-    def settle(self, submitted: Submitted, *, arrived: bool = True) -> None:
+    def settle(self, submitted: SubmissionReceipt, *, arrived: bool = True) -> None:
         """The answer has left, or did not get through: then the same bytes again are a repeat."""
         self.intake.settle(submitted.rows, submitted.repeated, lost=() if arrived else submitted.repeatable)
 
@@ -335,11 +331,11 @@ class Broker:
         duplicates: int,
         repeatable: Sequence[CheckedGroup] = (),
         repeated: Sequence[CheckedGroup] = (),
-    ) -> Submitted:
+    ) -> SubmissionReceipt:
         self.state.counters.groups_duplicate_total += duplicates
         waiting = sum(not self.can_be_used(group.size, row) for group in taken)
         answer = SubmitAnswer(accepted=len(taken), buffered=waiting, duplicates=duplicates, pacing=self.pacing(row))
-        return Submitted(answer, taken, repeatable, repeated)
+        return SubmissionReceipt(answer, taken, repeatable, repeated)
 
     def run_for(self, row: EnvironmentRow | None) -> str:
         """The run that a group belongs to: late groups of a run that ended are not the next one's."""

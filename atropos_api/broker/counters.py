@@ -1,8 +1,21 @@
-"""Totals since the start of the process; `/metrics` shows each under its name."""
+"""Totals since the start of the process; `/metrics` shows each under its name.
+
+Groups that were dropped instead of trained, by environment and reason.
+
+Environments report what they kept back, and the broker adds what it dropped itself. The counts are those of the
+broker's process, as all its counters are. Without them a reward that is always the same looks like a slow start.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from atropos_api.store.base import GroupRow
+from atropos_api.wire.messages import DropReport
 
 
 @dataclass(slots=True)
@@ -26,3 +39,80 @@ class Counters:
     publishes_while_held_total: int = 0
     pressure_total: int = 0
     store_failures_total: int = 0
+
+
+logger = logging.getLogger(__name__)
+
+LINE_SECONDS: Final = 30.0
+
+OWN_REASONS: Final[Mapping[str, str]] = {
+    "too-old": "their policy would be older than --max-staleness allows; raise it, or let environments "
+    "have less under way (--env.max_batches_offpolicy)",
+    "orphaned": "their policy is one that a resumed run gave up (--drop-orphaned)",
+    "unpackable": "no batch of the run can hold groups of their size; use a group size that divides the batch size",
+    "damaged": "their bodies were damaged on the disk",
+    "refused": "no trainer could use them; the lines above name field and value",
+}
+"""What the broker itself drops groups for, and what to do about it."""
+
+
+class LatestDrop(NamedTuple):
+    """What was last said about an environment's dropped groups."""
+
+    explanation: str
+    time: float
+
+
+class Drops:
+    """Counts by environment id (None: of no environment that is registered) and reason."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._counts: dict[int | None, Counter[str]] = {}
+        self._latest: dict[int | None, LatestDrop] = {}
+        self._reports: dict[int, DropReport] = {}
+        self._told_at: dict[str, float] = {}
+
+    def take_report(self, environment_id: int, report: DropReport) -> int:
+        """Take over an environment's totals; how many groups are new. A report that comes twice adds nothing."""
+        known = self._reports.get(environment_id)
+        before = known.groups if known is not None and known.session == report.session else {}
+        added = {reason: total - before.get(reason, 0) for reason, total in report.groups.items()}
+        added = {reason: count for reason, count in added.items() if count > 0}
+        self._counts.setdefault(environment_id, Counter()).update(added)
+        self._latest[environment_id] = LatestDrop(report.explanation, self._clock())
+        report.groups = {**before, **{reason: report.groups[reason] for reason in added}}
+        self._reports[environment_id] = report
+        return sum(added.values())
+
+    def count(self, groups: Iterable[GroupRow], reason: str) -> None:
+        """Count groups that the broker drops itself."""
+        for environment_id, number in Counter(group.env_id for group in groups).items():
+            self.count_of(environment_id, reason, number)
+
+    def count_of(self, environment_id: int | None, reason: str, number: int = 1) -> None:
+        """Count dropped groups of one environment, with a line in the log now and then."""
+        counts = self._counts.setdefault(environment_id, Counter())
+        counts[reason] += number
+        now = self._clock()
+        self._latest[environment_id] = LatestDrop(f"{counts[reason]} groups dropped: {OWN_REASONS[reason]}", now)
+        if now - self._told_at.get(reason, float("-inf")) >= LINE_SECONDS:
+            self._told_at[reason] = now
+            total = sum(one[reason] for one in self._counts.values())
+            logger.warning("groups dropped so far as %s: %d: %s", reason, total, OWN_REASONS[reason])
+
+    def of(self, environment_id: int | None) -> dict[str, int]:
+        """The counts of one environment by reason."""
+        return dict(self._counts.get(environment_id, {}))
+
+    def latest_of(self, environment_id: int) -> LatestDrop | None:
+        return self._latest.get(environment_id)
+
+    def totals(self) -> dict[str, int]:
+        """The counts of all environments together, by reason."""
+        return dict(sum(self._counts.values(), Counter()))
+
+    def __iter__(self) -> Iterator[tuple[int | None, str, int]]:
+        for environment_id, counts in self._counts.items():
+            for reason, number in counts.items():
+                yield environment_id, reason, number

@@ -1,12 +1,16 @@
-"""Who produces: environments by stable names, ids that are never reused, and whether each is still alive."""
+"""Who produces: environments by stable names, ids that are never reused, and whether each is still alive.
+
+Which environments are alive and what they add up to: counted when somebody comes or goes, not at every question.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 import msgspec
 
-from atropos_api.broker.census import Census, take_census
 from atropos_api.errors import UnknownEnvironment
 from atropos_api.store.base import EnvironmentRow, Ledger
 from atropos_api.wire.messages import EnvironmentRequest
@@ -22,7 +26,7 @@ class Environments:
         self._ledger = ledger
         self._rows = {row.environment_id: row for row in rows}
         self._by_name = {row.name: row for row in self._rows.values() if not row.legacy}
-        self._census: Census | None = None
+        self._census: LivenessSnapshot | None = None
 
     def __iter__(self) -> Iterator[EnvironmentRow]:
         return iter(self._rows.values())
@@ -113,7 +117,7 @@ class Environments:
             if row.connected:
                 self._disconnect(row)
 
-    def census(self, now: float, timeout_seconds: float) -> Census:
+    def census(self, now: float, timeout_seconds: float) -> LivenessSnapshot:
         """Those whose weight and minimum count (connected, and heard of within the timeout), and their sums."""
         if self._census is None or now > self._census.until:
             self._census = take_census(self._rows.values(), now, timeout_seconds)
@@ -131,3 +135,39 @@ class Environments:
 
     def _next_id(self) -> int:
         return max(self._rows, default=-1) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class LivenessSnapshot:
+    """True until `until`, unless an environment registers, leaves, or is heard of that was not alive."""
+
+    until: float
+    alive: list[EnvironmentRow]
+    alive_ids: frozenset[int]
+    connected_sizes: frozenset[int]
+    """Group sizes of those that did not leave, silent ones among them."""
+    largest_size: int
+    token_share: float
+    """Sum over the alive of `token_share_of`."""
+    allocated: float
+    """Sum over the alive of the fractions of a batch that are theirs at least."""
+    most_batches_offpolicy: int
+
+
+def take_census(rows: Collection[EnvironmentRow], now: float, timeout_seconds: float) -> LivenessSnapshot:
+    alive = [row for row in rows if row.connected and now - row.seen_at <= timeout_seconds]
+    sizes = frozenset(row.group_size for row in rows if row.connected)
+    return LivenessSnapshot(
+        until=min((row.seen_at for row in alive), default=math.inf) + timeout_seconds,
+        alive=alive,
+        alive_ids=frozenset(row.environment_id for row in alive),
+        connected_sizes=sizes,
+        largest_size=max(sizes, default=1),
+        token_share=sum(map(token_share_of, alive)),
+        allocated=sum(row.min_batch_allocation or 0.0 for row in alive),
+        most_batches_offpolicy=max((row.max_batches_offpolicy for row in rows), default=1),
+    )
+
+
+def token_share_of(row: EnvironmentRow) -> float:
+    return row.max_token_length * max(0.0, row.weight)

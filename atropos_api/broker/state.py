@@ -1,25 +1,75 @@
-"""What the parts of the broker share: the store, the rows in memory, counters, and who wants to hear of changes."""
+"""What happened lately, numbered, for whoever watches; a ring, so that a watcher that fell behind can catch up.
+
+What the parts of the broker share: the store, the rows in memory, counters, and who wants to hear of changes.
+
+What an operator may set, as the rules see it.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any, Final
 
-from atropos_api.broker.census import Census
-from atropos_api.broker.counters import Counters
-from atropos_api.broker.drops import Drops
-from atropos_api.broker.environments import Environments
-from atropos_api.broker.events import EventLog
+from atropos_api.broker.counters import Counters, Drops
+from atropos_api.broker.environments import Environments, LivenessSnapshot
 from atropos_api.broker.queue import GroupQueue
 from atropos_api.broker.runs import Runs
-from atropos_api.broker.settings import BrokerSettings
 from atropos_api.errors import StoreUnavailable
-from atropos_api.store.base import BodyLog, BodyRef, EnvironmentRow, GroupRow, Ledger
-from atropos_api.store.steps import Reach, pass_by
+from atropos_api.store.base import KEPT_EVENTS, BodyLog, BodyRef, EnvironmentRow, Event, GroupRow, Ledger
+from atropos_api.store.failpoints import Reach, ignore_failpoint
 from atropos_api.wire.groups import Form
 
+GAP: Final = 1000
+"""Ids left out at each start: a watcher may have seen some that the store had not been given yet."""
+
+
+class EventLog:
+    """The last `capacity` events; the ledger keeps them too, so that ids and watchers go on over a restart.
+
+    Where it keeps none, ids begin at the clock's milliseconds, above those of any process before.
+    """
+
+    def __init__(
+        self, ledger: Ledger, clock: Callable[[], float], found: Iterable[Event] = (), capacity: int = KEPT_EVENTS
+    ) -> None:
+        self._ledger = ledger
+        self._clock = clock
+        self._events: deque[Event] = deque(found, maxlen=capacity)
+        self.last_id = self._events[-1].id + GAP if self._events else int(clock() * 1000)
+        self.on_event: list[Callable[[], None]] = []
+
+    def add(self, kind: str, **data: Any) -> None:
+        self.last_id += 1
+        event = Event(id=self.last_id, type=kind, time=self._clock(), data=data)
+        self._events.append(event)
+        # What happened has happened, whether or not the disk has room to say so.
+        with suppress(StoreUnavailable):
+            self._ledger.add_event(event)
+        for listener in self.on_event:
+            listener()
+
+    def after(self, event_id: int) -> list[Event]:
+        """Events later than `event_id`, oldest first."""
+        if event_id > self.last_id:
+            return list(self._events)
+        missed = []
+        for event in reversed(self._events):
+            if event.id <= event_id:
+                break
+            missed.append(event)
+        return missed[::-1]
+
+    def has_forgotten(self, event_id: int) -> bool:
+        """Whether events after `event_id` are no longer here, or it is none of this log's."""
+        first = self._events[0].id if self._events else self.last_id + 1
+        return not first - 1 <= event_id <= self.last_id
+
+
 Clock = Callable[[], float]
+
 Listener = Callable[[], None]
 
 
@@ -43,7 +93,7 @@ class State:
     left_over: dict[str, list[GroupRow]] = field(default_factory=dict)
     shown: set[int] = field(default_factory=set)
     """Uncommitted batches of which somebody may have seen bytes."""
-    reach: Reach = pass_by
+    reach: Reach = ignore_failpoint
     counters: Counters = field(default_factory=Counters)
     latest_body: bytes | None = None
     latest_form: Form = "json"
@@ -77,7 +127,7 @@ class State:
         else:
             self.bodies.discard(refs)
 
-    def census(self) -> Census:
+    def census(self) -> LivenessSnapshot:
         return self.environments.census(self.clock(), self.settings.environment_timeout_seconds)
 
     def alive_environments(self) -> list[EnvironmentRow]:
@@ -96,3 +146,21 @@ class State:
         """Perhaps a batch can be formed now that could not be before."""
         for listener in self.on_groups:
             listener()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BrokerSettings:
+    """Limits and times; the command line's model documents each."""
+
+    max_staleness: int | None = None
+    drop_orphaned: bool = False
+    require_versions: bool = False
+    max_uncommitted: int = 16
+    keep_batches: int = 0
+    environment_timeout_seconds: float = 60.0
+    min_allocation_wait_seconds: float = 120.0
+    dedup_window_seconds: float = 30.0
+    key_memory_seconds: float = 3600.0
+    max_left_over_bytes: int = 2**30
+    max_queued_sequences: int = 200_000
+    max_queued_bytes: int = 16 * 2**30

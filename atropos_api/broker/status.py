@@ -1,4 +1,9 @@
-"""What the page, `atropos top`, and the progress view are shown: one mapping, made from counts alone."""
+"""What the page, `atropos top`, and the progress view are shown: one mapping, made from counts alone.
+
+The numbers by which environments of the Atropos contract pace themselves: `/status-env`.
+
+They know sequences only, heed nothing but a queue that looks long, and stop once the step is above the total.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,11 @@ from typing import Any
 
 import msgspec
 
+from atropos_api.broker.batches import max_staleness_of
 from atropos_api.broker.broker import Broker
+from atropos_api.broker.environments import LivenessSnapshot, token_share_of
+from atropos_api.broker.packing import batch_in_sequences, queued_by_environment
+from atropos_api.broker.state import State
 from atropos_api.store.base import EnvironmentRow, RunRow
 
 
@@ -72,3 +81,134 @@ def _describe_environment(broker: Broker, row: EnvironmentRow) -> dict[str, Any]
         "dropped_groups": state.drops.of(row.environment_id),
         "latest_drop": latest._asdict() if latest is not None else None,
     }
+
+
+ASSUMED_MAX_BATCHES_OFFPOLICY = 3
+"""Legacy environments do not say theirs; this is their default."""
+
+LEAST_WEIGHT = 0.01
+
+
+class StatusEnv(msgspec.Struct, kw_only=True):
+    """Answer of `GET /status-env`; sizes are in groups of the environment that asks."""
+
+    current_step: int
+    queue_size: int
+    unallocated_fraction: float
+    self_queue_size: int
+    max_group_size: int
+    env_weight: float
+
+
+class AtroposStatus:
+    """What one environment is told about queue, step and its share."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+
+    @property
+    def _state(self) -> State:
+        return self._broker.state
+
+    def status_env(self, environment_id: int) -> StatusEnv:
+        row = self._state.environments.get(environment_id)
+        self._broker.touch(row)
+        run = self._state.runs.open
+        census = self._state.census()
+        queued = self._queued_by_environment(run)
+        largest = max(self._state.queue.groups_by_size, default=1)
+        group_size = max(row.group_size, self._state.queue.largest_size_of(environment_id))
+        own = queued.get(environment_id, 0)
+        others = sum(
+            self._share_of_other(other, sequences, largest, run)
+            for other, sequences in queued.items()
+            if other != environment_id
+        )
+        return StatusEnv(
+            current_step=self._current_step(row, run),
+            queue_size=self._queue_size(row, own, others, run),
+            unallocated_fraction=1.0 - min(1.0, census.allocated),
+            self_queue_size=own // group_size,
+            max_group_size=largest,
+            env_weight=_weight_of(row, census),
+        )
+
+    def batch_sequences(self, run: RunRow) -> int:
+        """The batch size in sequences, all that callers of this contract know."""
+        return batch_in_sequences(run, self._usual_size())
+
+    def _queued_by_environment(self, run: RunRow | None) -> dict[int | None, int]:
+        """Sequences by environment; under a v1 run formed batches count too, or prefetching would look like hunger."""
+        if run is None:
+            return dict(self._state.queue.sequences_by_env)
+        one = batch_in_sequences(run, self._usual_size()) // run.batch_size
+        if run.unit == "sequences":
+            queued = dict(self._state.queue.sequences_by_env)
+        else:
+            counts = queued_by_environment(run, self._state.queue.lanes)
+            queued = {owner: one * count for owner, count in counts.items()}
+        for size in self._broker.batches.unpackable_sizes(run):
+            for lane in self._state.queue.lanes_of_size(size):
+                queued[lane.env_id] -= size * len(lane)
+        if not run.legacy:
+            trained = self._broker.trained_steps(run)
+            for number, groups in self._state.batches.items():
+                for group in groups if number > trained else ():
+                    counted = group.size if run.unit == "sequences" else one
+                    queued[group.env_id] = queued.get(group.env_id, 0) + counted
+        return queued
+
+    def _usual_size(self) -> int:
+        """The group size by which a run that counts groups is told to environments that count sequences."""
+        return self._state.census().largest_size
+
+    def _share_of_other(self, env_id: int | None, sequences: int, largest: int, run: RunRow | None) -> int:
+        """Another environment's queue, in whole packs, less what its own minimum will take."""
+        packed = -(-sequences // largest) * largest
+        row = self._state.environments.find(env_id)
+        if row is None or run is None or not row.min_batch_allocation:
+            return packed
+        return max(0, packed - int(self.batch_sequences(run) * row.min_batch_allocation))
+
+    def _queue_size(self, row: EnvironmentRow, own: int, others: int, run: RunRow | None) -> int:
+        group_size = max(row.group_size, self._state.queue.largest_size_of(row.environment_id))
+        if run is not None and self._broker.sizes.reason_to_pause(run, row) is not None:
+            return self._with_pressure(own // group_size, group_size, run, pause=True)
+        if run is not None and self._broker.batches.is_short_of(run, row):
+            # The rest of the queue is of no use without its groups: it must not pause for them.
+            others = 0
+        return self._with_pressure((own + others) // group_size, group_size, run)
+
+    def _with_pressure(self, queue_size: int, group_size: int, run: RunRow | None, *, pause: bool = False) -> int:
+        """Legacy environments heed nothing but this number: it grows before the queue is full or the groups too old.
+
+        It stays below what would make them believe that the run is over.
+        """
+        if run is None:
+            return queue_size
+        reported = queue_size
+        batch_sequences = self.batch_sequences(run)
+        budget = max_staleness_of(self._state, run)
+        if budget is not None and budget + 1 < ASSUMED_MAX_BATCHES_OFFPOLICY:
+            reported = -(-queue_size * ASSUMED_MAX_BATCHES_OFFPOLICY // (budget + 1))
+        if pause or self._broker.under_pressure():
+            reported = max(reported, ASSUMED_MAX_BATCHES_OFFPOLICY * 10 * batch_sequences // group_size)
+        steps_left = run.num_steps - self._broker.trained_steps(run)
+        believable = max(queue_size, ((steps_left + 1) * batch_sequences - 1) // group_size)
+        return min(reported, believable) if run.num_steps > 0 else reported
+
+    def _current_step(self, row: EnvironmentRow, run: RunRow | None) -> int:
+        if run is not None:
+            return self._broker.trained_steps(run)
+        if row.run_id is None or not self._state.runs.has_finished(row.run_id):
+            return 0
+        # Above the total, which is what makes a legacy environment stop.
+        return self._state.runs.find(row.run_id).num_steps + 1
+
+
+def _weight_of(row: EnvironmentRow, census: LivenessSnapshot) -> float:
+    """Share of tokens by weight; alone, or when nobody has a weight, an equal share."""
+    if census.token_share <= 0:
+        return 1.0 / max(1, len(census.alive))
+    own = token_share_of(row) if row.environment_id in census.alive_ids else 0.0
+    return max(LEAST_WEIGHT, own / census.token_share)

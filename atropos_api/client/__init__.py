@@ -1,15 +1,13 @@
-"""How environments and trainers call the broker: one client that blocks, one that does not, the same calls."""
+"""How environments and trainers call the broker: a blocking client and an async one over one table of calls.
+
+In reading order: `calls` (each call as data, and what may go wrong), `blocking`, `asynchronous`, `events` (the
+event stream). It may import `wire`, `errors` and `common`.
+"""
 
 from atropos_api.client.asynchronous import AsyncBrokerClient
 from atropos_api.client.blocking import BrokerClient
-from atropos_api.client.errors import (
-    BatchCommitted,
-    BrokerHostUnknown,
-    BrokerRefused,
-    BrokerUnreachable,
-    RunSuperseded,
-)
-from atropos_api.client.watching import ServerEvent, watch_events
+from atropos_api.client.calls import BatchCommitted, BrokerHostUnknown, BrokerRefused, BrokerUnreachable, RunSuperseded
+from atropos_api.client.events import ServerEvent, watch_events
 
 __all__ = [
     "AsyncBrokerClient",

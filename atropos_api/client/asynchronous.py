@@ -10,10 +10,8 @@ import anyio
 import httpx
 
 from atropos_api.client import calls
-from atropos_api.client.calls import Call
-from atropos_api.client.credentials import BearerAuth
-from atropos_api.client.errors import BrokerHostUnknown, BrokerRefused
-from atropos_api.common.token_file import TokenSource
+from atropos_api.client.calls import BearerAuth, BrokerHostUnknown, BrokerRefused, Call
+from atropos_api.common.secrets import TokenSource
 from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
     DropReport,

@@ -1,23 +1,23 @@
-"""The broker's calls as data: what to send and how to read the answer. Both clients are loops around this."""
+"""The broker's calls as data: what to send and how to read the answer. Both clients are loops around this.
+
+What a caller of the broker may have to handle.
+
+How the clients show the broker's token: in each request's header, the newest one that a file holds.
+"""
 
 from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import httpx
 import msgspec
 
-from atropos_api.client.errors import (
-    BatchCommitted,
-    BrokerHostUnknown,
-    BrokerRefused,
-    BrokerUnreachable,
-    RunSuperseded,
-)
+from atropos_api.common.errors import AtroposError
+from atropos_api.common.secrets import TokenSource
 from atropos_api.wire.columns import MEDIA_TYPE, VERSION
 from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_submission
 from atropos_api.wire.groups import Batch, Form, Group
@@ -42,13 +42,19 @@ from atropos_api.wire.messages import (
 AnswerT = TypeVar("AnswerT")
 
 RETRIED_STATUSES: Final = frozenset({502, 503, 504})
+
 FIRST_DELAY_SECONDS: Final = 0.05
+
 LONGEST_DELAY_SECONDS: Final = 2.0
+
 READY_POLL_SECONDS: Final = 0.25
+
 WAIT_LINE_SECONDS: Final = 10.0
 
 JSON: Final = "application/json"
+
 COLUMNS: Final = f"{MEDIA_TYPE}; version={VERSION}"
+
 ACCEPTED: Final = {"json": JSON, "columns": f"{COLUMNS}, {JSON}; q=0.5"}
 
 _encoder = msgspec.json.Encoder()
@@ -272,3 +278,66 @@ def _find_host_error(error: BaseException | None) -> socket.gaierror | None:
             return error
         error = error.__cause__ or error.__context__
     return None
+
+
+class BrokerUnreachable(AtroposError):
+    """Nobody answers at the broker's address, within the time allowed."""
+
+
+class BrokerHostUnknown(AtroposError):
+    """The host in the broker's URL cannot be resolved: a mistyped name, which no waiting mends."""
+
+
+class BrokerRefused(AtroposError):
+    """The broker answered with a problem; `problem` is its body, `status` the HTTP status."""
+
+    def __init__(self, problem: dict[str, Any], status: int) -> None:
+        detail = problem.get("detail") or problem.get("title") or problem
+        super().__init__(f"the broker refused ({status}): {detail}")
+        self.problem = problem
+        self.status = status
+
+    @property
+    def kind(self) -> str:
+        """The stable end of the problem's `type`, such as `run-superseded`."""
+        return str(self.problem.get("type", "")).rpartition("/")[2]
+
+
+class RunSuperseded(BrokerRefused):
+    """Another trainer began a run or took this one over; this one must stop."""
+
+
+class BatchCommitted(BrokerRefused):
+    """The batch asked for is already covered by a checkpoint and gone."""
+
+
+UNAUTHORIZED: Final = 401
+
+
+class BearerAuth(httpx.Auth):
+    """Sends `Authorization: Bearer <token>`; repeats a refused request where the token's file has a new one."""
+
+    def __init__(self, token: str | TokenSource | None) -> None:
+        self._source = token if isinstance(token, TokenSource) else TokenSource(token)
+        self._was_accepted = False
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        self._sign(request)
+        response = yield request
+        if response.status_code == UNAUTHORIZED and self._source.reload():
+            self._sign(request)
+            yield request
+
+    def note(self, outcome: httpx.Response | httpx.TransportError) -> None:
+        """Remember whether the broker has taken a token of this source for a call that needs one."""
+        if isinstance(outcome, httpx.Response) and outcome.is_success:
+            self._was_accepted = True
+
+    def awaits_replacement(self, outcome: httpx.Response | httpx.TransportError) -> bool:
+        """Whether the broker may have read a new token before this process can: on another host files change later."""
+        refused = isinstance(outcome, httpx.Response) and outcome.status_code == UNAUTHORIZED
+        return refused and self._was_accepted and self._source.file is not None
+
+    def _sign(self, request: httpx.Request) -> None:
+        if self._source.value:
+            request.headers["Authorization"] = f"Bearer {self._source.value}"

@@ -1,1 +1,6 @@
-"""What all three packages share: command lines from config models, logging, metric names."""
+"""What all three packages share; it imports nothing else of the project.
+
+In reading order: `errors` (the root of them), `cliconfig` and `option_flags` (command lines from models), `logs`,
+`secrets` (tokens and redaction), `files` (written whole or not at all), `identity` (names, addresses, versions),
+`metric_names`, `concurrency` (wake-ups and blocking work), `malloc`.
+"""

@@ -20,9 +20,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from atropos_api.common.errors import AtroposError
-from atropos_api.common.options import Option, list_options, nested_model
-from atropos_api.common.redaction import names_secret, redact, redact_arguments, redact_text
-from atropos_api.common.version import version_line
+from atropos_api.common.identity import version_line
+from atropos_api.common.option_flags import Option, list_options, nested_model
+from atropos_api.common.secrets import names_secret, redact, redact_arguments, redact_text
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Final
 
-from atropos_api.common.redaction import redact_text
+from atropos_api.common.secrets import redact_text
 
 WINDOW_SECONDS: Final = 10.0
 MOST_ALIKE: Final = 20

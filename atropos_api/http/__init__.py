@@ -1,1 +1,6 @@
-"""HTTP in front of the broker: thin callers of its methods, and the door that decides who comes in."""
+"""What a handler is given and answers with; no route is defined here.
+
+In reading order: `context` (what one app shares), `auth`, `request`, `content_negotiation`, `streaming` (answers in
+pieces, long polls), `problems` (errors as answers), `connection_limits`. It may import `broker`, `store`, `wire`,
+`config`, `errors` and `common`.
+"""

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from atropos_api.errors import BrokerError, InvalidGroup, QueueFull, StoreUnavailable
-from atropos_api.http.services import Services
+from atropos_api.http.context import AppContext
 
 Answerer = Callable[[Request, Exception], Response]
 
@@ -77,7 +77,7 @@ def problem_body(status: int, kind: str, detail: str) -> dict[str, Any]:
     return {"type": TYPE_PREFIX + kind, "title": _title(status), "status": status, "detail": detail}
 
 
-def answer_error(services: Services, path: str, error: BrokerError) -> Response:
+def answer_error(services: AppContext, path: str, error: BrokerError) -> Response:
     """The one place where an error of the rules becomes a status."""
     if isinstance(error, StoreUnavailable):
         _note_store_failure(services, error)
@@ -162,7 +162,7 @@ def answer_client_gone(_: Request, __: Exception) -> Response:
     return Response(status_code=400)
 
 
-def _note_store_failure(services: Services, error: StoreUnavailable) -> None:
+def _note_store_failure(services: AppContext, error: StoreUnavailable) -> None:
     services.store_failure = str(error)
     services.store_failure_bytes = max(services.store_failure_bytes, error.refused_bytes)
     services.broker.state.counters.store_failures_total += 1

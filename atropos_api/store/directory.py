@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from atropos_api.errors import DataDirectoryInUse, StoreUnavailable, StoreUnusable
-from atropos_api.store.ledger_journaled import JournaledLedger
+from atropos_api.store.failpoints import Failpoint, Reach, ignore_failpoint
+from atropos_api.store.journaled_ledger import JournaledLedger
 from atropos_api.store.segments import SegmentLog
-from atropos_api.store.steps import Reach, Step, pass_by
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class DurableLedger(JournaledLedger):
     """The ledger of a directory; closing it gives the directory back."""
 
     def __init__(
-        self, directory: Path, bodies: SegmentLog, *, fsync: Fsync, lock: DirectoryLock, reach: Reach = pass_by
+        self, directory: Path, bodies: SegmentLog, *, fsync: Fsync, lock: DirectoryLock, reach: Reach = ignore_failpoint
     ) -> None:
         self._periodic: PeriodicSync | None = None
         synchronous = "OFF" if fsync == "never" else "NORMAL"
@@ -100,7 +100,7 @@ class DurableLedger(JournaledLedger):
             super().sync()
         except OSError as error:
             raise self._bodies.note_failed_sync(error) from error
-        self._reach(Step.LEDGER_SYNCED)
+        self._reach(Failpoint.LEDGER_SYNCED)
         self._bodies.sweep()
 
     def _note_write(self) -> None:
@@ -115,7 +115,7 @@ class DurableLedger(JournaledLedger):
 
 
 def open_directory(
-    directory: Path, *, fsync: Fsync, fresh: bool, reach: Reach = pass_by
+    directory: Path, *, fsync: Fsync, fresh: bool, reach: Reach = ignore_failpoint
 ) -> tuple[DurableLedger, SegmentLog]:
     """Take the directory (made if need be) and open what it holds; `fresh` deletes that first."""
     try:

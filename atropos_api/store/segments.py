@@ -9,6 +9,8 @@ may have taken any part of it.
 A segment goes when nothing in it is alive. Where data is forced to the disk at all, its file stays until the ledger
 that no longer points into it is safe there (`sweep`): power that fails in between must find the rows' old places or
 their new ones.
+
+Up to which segment the bodies are known to lie on the disk: a file of one number beside them.
 """
 
 from __future__ import annotations
@@ -28,17 +30,22 @@ from isal import isal_zlib
 
 from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.base import BodyRef
-from atropos_api.store.forced import ForcedMark
-from atropos_api.store.steps import Reach, Step, pass_by
+from atropos_api.store.failpoints import Failpoint, Reach, ignore_failpoint
 
 logger = logging.getLogger(__name__)
 
 HEADER: Final = struct.Struct("<4sII")
+
 MAGIC: Final = b"ATR1"
+
 SEGMENT_BYTES: Final = 64 * 2**20
+
 SPARSE_FRACTION: Final = 0.25
+
 OPEN_FILES: Final = 32
+
 VECTOR_LIMIT: Final = 512
+
 READ_BYTES: Final = 1 << 18
 """Of bodies that are read in one call; larger ones would be copied for nothing."""
 
@@ -60,7 +67,7 @@ class SegmentLog:
         *,
         segment_bytes: int = SEGMENT_BYTES,
         syncs: bool = False,
-        reach: Reach = pass_by,
+        reach: Reach = ignore_failpoint,
     ) -> None:
         self._directory = directory
         self._segment_bytes = segment_bytes
@@ -169,7 +176,7 @@ class SegmentLog:
             self._safe_until = max(self._safe_until, reached)
             if self._adopted:  # what earlier processes left was found whole then, or is not pointed at
                 self._forced.note(reached[0] - 1)
-        self._reach(Step.BODIES_SYNCED)
+        self._reach(Failpoint.BODIES_SYNCED)
 
     def is_safe(self, refs: Iterable[BodyRef]) -> bool:
         return not self._syncs or all((ref.segment, ref.offset + ref.length) <= self._safe_until for ref in refs)
@@ -180,7 +187,7 @@ class SegmentLog:
             removable, self._removable = self._removable, []
         for path in removable:
             path.unlink(missing_ok=True)
-            self._reach(Step.SEGMENT_REMOVED)
+            self._reach(Failpoint.SEGMENT_REMOVED)
 
     def size_bytes(self) -> int:
         return sum(segment.size_bytes for segment in self._segments.values())
@@ -211,7 +218,7 @@ class SegmentLog:
             self._active, self._active_fd, self._directory_changed = number, descriptor, True
         self._last_number = number
         self._segments[number] = _Segment(path, 0)
-        self._reach(Step.SEGMENT_BEGUN)
+        self._reach(Failpoint.SEGMENT_BEGUN)
         return self._segments[number]
 
     def _seal_active(self) -> None:
@@ -273,7 +280,7 @@ class SegmentLog:
             raise StoreUnavailable(
                 f"the disk took {written} of {size} bytes; free space on it, nothing was kept", refused_bytes=size
             )
-        self._reach(Step.BODIES_WRITTEN)
+        self._reach(Failpoint.BODIES_WRITTEN)
 
     def _cut_back(self, segment: _Segment) -> None:
         """Take a torn record off the end of the active segment, or leave the segment where even that fails."""
@@ -335,7 +342,7 @@ class SegmentLog:
                 self._doomed.append(path)
         else:
             path.unlink(missing_ok=True)
-            self._reach(Step.SEGMENT_REMOVED)
+            self._reach(Failpoint.SEGMENT_REMOVED)
 
 
 def _runs(refs: Sequence[BodyRef]) -> Iterator[Sequence[BodyRef]]:
@@ -364,3 +371,34 @@ def _unavailable(error: OSError, size: int = 0) -> StoreUnavailable:
     return StoreUnavailable(
         f"the store cannot be written ({error.strerror}); free space on its disk, nothing was kept", refused_bytes=size
     )
+
+
+NAME: Final = "forced"
+
+
+class ForcedMark:
+    """`number` is the last segment that was forced to the disk, with all before it; 0 if none is known to be."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / NAME
+        self.number = self._read()
+
+    def note(self, number: int) -> None:
+        """All segments up to this one are on the disk now."""
+        if number <= self.number:
+            return
+        partial = self._path.with_suffix(".part")
+        try:
+            partial.write_text(str(number))
+            partial.replace(self._path)
+        except OSError as error:
+            # Without it the next start reads more than it needs to.
+            logger.info("%s: cannot be written (%s)", self._path, error.strerror)
+        else:
+            self.number = number
+
+    def _read(self) -> int:
+        try:
+            return int(self._path.read_text())
+        except (OSError, ValueError):
+            return 0

@@ -21,7 +21,7 @@ from atropos_api.wire.columns import (
     split_columns,
     unpack_body,
 )
-from atropos_api.wire.payload import CheckedGroup, check_fields
+from atropos_api.wire.group_json import CheckedGroup, check_fields
 
 MOST_GROUPS: Final = 1 << 14
 """A group takes more memory than the least bytes it can be written in; this bounds what one body can make of that."""

@@ -2,10 +2,17 @@
 
 Arrays whose numbers a column holds exactly become columns; any other stays JSON in the head, for the broker to judge.
 What columns cannot say at all (tokens that are no int32) raises `NotColumnar`: such a group goes as JSON.
+
+A stored group from one form into the other, losing nothing: for a trainer that asks for what was not sent.
+
+Both ways are meant for a thread beside the event loop. Columns become JSON text as Python writes it: each float32 as
+the shortest decimal of the same double. The other way only an array that this would turn into the very same text
+becomes a column; any other (doubles that no float32 holds, `1` for `1.0`) stays text in the head.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -13,6 +20,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from atropos_api.common.errors import AtroposError
@@ -22,6 +30,7 @@ from atropos_api.wire.columns import (
     FLOAT_COLUMNS,
     Column,
     Record,
+    decode_head,
     encode_head,
     narrow,
     pack_body,
@@ -30,10 +39,12 @@ from atropos_api.wire.columns import (
     split_nested,
     split_rows,
     unpack_body,
+    unpack_record,
 )
-from atropos_api.wire.groups import Batch, Group
+from atropos_api.wire.groups import WIRE_KEYS, Batch, Group
 
 _PER_TOKEN: Final = tuple(name for name in COLUMN_ORDER if name not in {*DISTILLED, "distill_lengths"})
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -60,6 +71,7 @@ class _BatchHead(msgspec.Struct, kw_only=True):
 
 
 _head_decoder = msgspec.json.Decoder(_Head)
+
 _batch_decoder = msgspec.json.Decoder(_BatchHead)
 
 
@@ -137,3 +149,133 @@ def _flatten(name: str, rows: Iterable[Sequence[Any]]) -> Column | None:
         return np.frombuffer(b"".join([struct.pack(f"{len(row)}i", *row) for row in rows]), dtype=np.int32)
     except struct.error:
         return None
+
+
+_SPACE: Final = b" \t\r\n"
+
+_FRAME: Final = _SPACE + b"[]"
+
+_NO_ARRAY: Final = frozenset({b"null", b"[]"})
+
+_PER_TOKEN_FLOATS: Final = ("inference_logprobs", "advantages", "ref_logprobs")
+
+# Both begin with what they look for, which makes them several times faster than a look behind would be.
+_SHORT_EXPONENT: Final = re.compile(rb"e-(?=[6-9][,\]])")
+
+_HUNDRED_THOUSANDTHS: Final = re.compile(rb"0\.0000[1-9]\d*")
+
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def columns_to_json(stored: bytes) -> bytes:
+    """The JSON text of a group stored in columns, with all keys of the contract in their order."""
+    record = unpack_record(stored)
+    head = decode_head(record)
+    columns = split_columns(head.lengths, head.columns, record.data)
+    texts = {key: bytes(raw) for key, raw in head.fields.items()}
+    for name, column in columns.items():
+        if name in DISTILLED:
+            texts[name] = _render_nested(name, columns, head.lengths)
+        elif name != "distill_lengths":
+            texts[name] = render_rows(name, split_rows(column, head.lengths))
+    order = (*WIRE_KEYS, *(key for key in head.fields if key not in WIRE_KEYS))
+    return _join_fields((key, texts.get(key, b"null")) for key in order)
+
+
+def json_to_columns(stored: bytes) -> bytes:
+    """A group stored as (checked) JSON text in columns."""
+    texts = {key: bytes(raw) for key, raw in _fields_decoder.decode(stored).items()}
+    lengths = row_lengths(texts["tokens"])
+    columns: dict[str, Column] = {"tokens": _parse_ids(texts.pop("tokens"))}
+    if b"-0" not in texts["masks"]:
+        columns["masks"] = _parse_ids(texts.pop("masks"))
+    for name in _PER_TOKEN_FLOATS:
+        column = _parse_floats(name, texts.get(name, b"null"), lengths)
+        if column is not None:
+            columns[name] = column
+            del texts[name]
+    columns |= _take_distilled(texts)
+    fields = _join_fields((key, text) for key, text in texts.items() if text != b"null" or key not in WIRE_KEYS)
+    order = [name for name in COLUMN_ORDER if name in columns]
+    return b"".join(pack_record(encode_head(lengths, order, fields), *(columns[name].tobytes() for name in order)))
+
+
+def render_rows(name: str, rows: Sequence[NDArray[Any]]) -> bytes:
+    """Rows as JSON text, floats as Python writes them."""
+    if name not in FLOAT_COLUMNS:
+        return orjson.dumps(list(rows), option=orjson.OPT_SERIALIZE_NUMPY)
+    text = orjson.dumps([row.astype(np.float64) for row in rows], option=orjson.OPT_SERIALIZE_NUMPY)
+    return _as_python_writes(text)
+
+
+def row_lengths(text: bytes) -> list[int]:
+    """How many values each row of a checked array of rows has; none of them is empty."""
+    return [row.count(b",") + (not index) for index, row in enumerate(text.split(b"]")[:-2])]
+
+
+def _parse_ids(text: bytes) -> NDArray[np.int32]:
+    return np.fromstring(text.translate(None, _FRAME), dtype=np.int32, sep=",")
+
+
+def _parse_floats(name: str, text: bytes, lengths: Sequence[int]) -> NDArray[np.float32] | None:
+    """The column of an array of float rows, if its text can be had back from it."""
+    if text in _NO_ARRAY:
+        return None
+    values = orjson.loads(b"[%b]" % text.translate(None, _FRAME))
+    column = narrow(np.frombuffer(struct.pack(f"{len(values)}d", *values), dtype=np.float64))
+    if column is None or render_rows(name, split_rows(column, lengths)) != text.translate(None, _SPACE):
+        return None
+    return column
+
+
+def _as_python_writes(text: bytes) -> bytes:
+    """Python's `repr` goes over to exponents below 1e-4 and gives them two digits; orjson below 1e-5, and one."""
+    return _HUNDRED_THOUSANDTHS.sub(_with_exponent, _SHORT_EXPONENT.sub(b"e-0", text))
+
+
+def _with_exponent(match: re.Match[bytes]) -> bytes:
+    number = match[0]
+    start = match.start()
+    if start and match.string[start - 1] not in b"[,-":
+        return number
+    digits = number[6:]
+    return b"%b%b%be-05" % (digits[:1], b"." if len(digits) > 1 else b"", digits[1:])
+
+
+def _take_distilled(texts: dict[str, bytes]) -> dict[str, Column]:
+    """The distill arrays as columns, taken out of `texts`, if all of them can be had back as they were."""
+    nested = {name: orjson.loads(texts[name]) for name in DISTILLED if texts.get(name, b"null") not in _NO_ARRAY}
+    # A sender's own key of that name has to stay what it is.
+    if not nested or "distill_lengths" in texts:
+        return {}
+    shape = next(iter(nested.values()))
+    lengths = [len(row) for row in shape]
+    counts = [len(position) for row in shape for position in row]
+    columns: dict[str, Column] = {"distill_lengths": np.array(counts, dtype=np.int32)}
+    for name, rows in nested.items():
+        column = _as_column(name, [value for row in rows for position in row for value in position])
+        if column is None:
+            return {}
+        columns[name] = column
+        if _render_nested(name, columns, lengths) != texts[name].translate(None, _SPACE):
+            return {}
+    for name in nested:
+        del texts[name]
+    return columns
+
+
+def _as_column(name: str, values: list[Any]) -> Column | None:
+    try:
+        if name in FLOAT_COLUMNS:
+            return narrow(np.array(values, dtype=np.float64))
+        return np.array(values, dtype=np.int64).astype(np.int32)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _render_nested(name: str, columns: dict[str, Column], lengths: Sequence[int]) -> bytes:
+    return b"[%b]" % b",".join(render_rows(name, rows) for rows in split_nested(columns, name, lengths))
+
+
+def _join_fields(fields: Iterable[tuple[str, bytes]]) -> bytes:
+    return b"{%b}" % b",".join(b"%b:%b" % (msgspec.json.encode(key), text) for key, text in fields)

@@ -17,8 +17,8 @@ from atropos_api.client import AsyncBrokerClient
 from atropos_api.testing import served_broker
 from atropos_api.wire.messages import RunRequest
 from environments.sdk import APIServerConfig, BaseEnvConfig
-from environments.sdk.garbage import collect_rarely
-from environments.sdk.worker import EnvironmentWorker
+from environments.sdk.runtime.cli import collect_rarely
+from environments.sdk.runtime.worker import EnvironmentWorker
 
 WARM_SECONDS = 2.0
 

@@ -15,11 +15,10 @@ import anyio
 from atropos_api.client import AsyncBrokerClient
 from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, Pacing
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, scored_group
-from environments.sdk.delivery import Delivery
-from environments.sdk.garbage import collect_rarely
 from environments.sdk.groups import GroupRules
-from environments.sdk.link import BrokerLink
-from environments.sdk.rollouts import Collector
+from environments.sdk.runtime.broker_session import BrokerConnection
+from environments.sdk.runtime.cli import collect_rarely
+from environments.sdk.runtime.rollouts import Delivery, RolloutRunner
 
 
 class CostEnv(BaseEnv):
@@ -58,7 +57,7 @@ async def measure(settings: dict[str, Any]) -> float:
     rules = GroupRules(group_size=8, max_token_length=2048, ensure_scores_are_not_same=False)
     async with AsyncBrokerClient(url) as client:
         link = make_link(client)
-        collector = Collector(env, Delivery(env, lambda: rules, link.hand_in))
+        collector = RolloutRunner(env, Delivery(env, lambda: rules, link.hand_in))
         left = 0
 
         async def work() -> None:
@@ -87,9 +86,9 @@ async def measure(settings: dict[str, Any]) -> float:
     return spent / groups
 
 
-def make_link(client: AsyncBrokerClient) -> BrokerLink:
+def make_link(client: AsyncBrokerClient) -> BrokerConnection:
     request = EnvironmentRequest(name="cost", group_size=8, max_token_length=2048)
-    link = BrokerLink(client, request, wait_timeout_seconds=60)
+    link = BrokerConnection(client, request, wait_timeout_seconds=60)
     pacing = Pacing(
         state="run",
         revision=1,

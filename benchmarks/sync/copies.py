@@ -27,10 +27,10 @@ import psutil
 import torch
 from harness import server
 
-from example_trainer.model import PolicyOptions
-from example_trainer.running.optimizers import OptimizerSettings, make_optimizer
-from example_trainer.weights import proof
-from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.optimizers import OptimizerSettings, make_optimizer
+from example_trainer.weights import logprob_parity
+from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
 
 MEBIBYTE = 1 << 20
 SHAPE = {
@@ -91,7 +91,7 @@ def make_model(directory: Path) -> None:
 
 def train(masters: Any, model: str, url: str) -> None:
     """In a process of its own: load, publish, step, publish; the memory it came to on standard output."""
-    vars(proof).update(_PROMPT_LENGTHS=(4,), _OUTPUTS_PER_PROMPT=1)  # agreement is not what is measured here
+    vars(logprob_parity).update(_PROMPT_LENGTHS=(4,), _OUTPUTS_PER_PROMPT=1)  # agreement is not what is measured here
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401  the imports belong to what was there before
 
     before, anonymous = own("pss"), own_anonymous()

@@ -21,8 +21,9 @@ import httpx
 import psutil
 import torch
 
-from example_trainer.learning.adapters import AdapterOptions
-from example_trainer.model import Policy, PolicyOptions
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.lora import AdapterOptions
+from example_trainer.modeling.policy import Policy
 from example_trainer.tiny.cache import ensure_base
 
 ROOT = Path(__file__).resolve().parents[2]

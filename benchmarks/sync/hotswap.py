@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 from harness import ADAPTER, PROMPT, SERVE_ADAPTERS, Load, Server, base_model, policy_options, server, shift
 
-from example_trainer.weights.lora_hotswap import HotswapOptions, LoraHotswapBridge
+from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
 
 SWAP_INTERVAL_SECONDS = 0.25
 MEBIBYTE = 1 << 20

@@ -32,10 +32,10 @@ from harness import ADAPTER, PROMPT, SAMPLES, SERVE_ADAPTERS, TOKENS, Load, Serv
 from harness import policy_options as policy_of
 
 from example_trainer.vllm_manager import VllmOptions
-from example_trainer.weights.bridge import PublishReport, WeightBridge
-from example_trainer.weights.lora_hotswap import HotswapOptions, LoraHotswapBridge
+from example_trainer.weights.base import PublishReport, WeightBridge
+from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
 from example_trainer.weights.restart import RestartBridge, RestartOptions
-from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
+from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
 
 WINDOW_SECONDS = 3.0
 GUIDES = {"shared_vllm": "0 s", "lora_only": "1-5 s", "lora_restart": "about 45 s", "none": "30-60 s", "reload": "-"}

@@ -28,8 +28,8 @@ import psutil
 from harness import Server, base_model, policy_options, server, shift
 from in_flight import InFlight, in_flight
 
-from example_trainer.model import Policy
-from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
+from example_trainer.modeling.policy import Policy
+from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
 
 REQUESTS = 128
 INTERVAL_SECONDS = 0.25

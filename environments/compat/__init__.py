@@ -1,6 +1,5 @@
 """Runs environments that were written for Atropos, unmodified and without `atroposlib`.
 
-    atropos-compat path/to/their_env.py serve --env.tokenizer_name MODEL_FOLDER
-
-`finder` answers their imports, in this process alone; `names` lists what stands behind each; `runner` runs the file.
+In reading order: `runner` (runs a file, with Atropos' module names led to ours), `envs`, `servers`, `rewards` and
+`utils` (what stands behind those names). It may import `sdk` and its folders, `rewards` and the broker's `common`.
 """

@@ -1,37 +1,49 @@
-"""`atroposlib.envs.server_handling`: Atropos' names of servers, sessions and their sequences."""
+"""`atroposlib.envs.constants`: how the sections of flags and files are called.
+
+Configuration as Atropos takes it: what it does not know is passed over, here with a word about it.
+
+Values that Atropos gives a meaning of their own become what they mean: an `inference_weight` of -1 is the usual one.
+
+`ReasoningConfig` of Atropos: how much thinking is asked of providers, as environments build it themselves.
+
+`atroposlib.envs.server_handling`: Atropos' names of servers, sessions and their sequences.
+"""
 
 from __future__ import annotations
 
 import copy
+import logging
 import os
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast, get_args
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from environments.compat.config import APIServerConfig, ServerBaseline
-from environments.compat.reasoning import ReasoningConfig
-from environments.sdk.config import as_server_list
+from environments.sdk import config as sdk
+from environments.sdk import server_manager
+from environments.sdk.config import ReasoningEffort, SessionSettings, as_server_list, slurm_servers
 from environments.sdk.errors import EnvironmentsError
-from environments.sdk.inference import manager
-from environments.sdk.inference.openai import OpenAIServer
 from environments.sdk.inference.pool import ServerPool
+from environments.sdk.inference.sampling import OPENAI_HOST, TOKENS_BY_EFFORT, Reasoning
 from environments.sdk.inference.server import HttpServer as APIServer
+from environments.sdk.inference.server import OpenAIServer
 from environments.sdk.inference.sglang import SglangServer as SGLangServer
 from environments.sdk.inference.trl import TrlServer as TrlVllmServer
 from environments.sdk.inference.vllm import VllmServer as VLLMServer
-from environments.sdk.session.adapter import ManagedServerAdapter
-from environments.sdk.session.address import SessionSettings
-from environments.sdk.session.nodes import SequenceNode
-from environments.sdk.session.proxy import SessionProxy
+from environments.sdk.session.openai_client import ManagedServerAdapter
+from environments.sdk.session.openai_proxy import SessionProxy
+from environments.sdk.session.sequences import SequenceNode
 from environments.sdk.session.session import ManagedSession as ManagedServer
-from environments.sdk.session.text_session import TextSession as DummyManagedServer
-from environments.sdk.slurm import slurm_servers
+from environments.sdk.session.session import TextSession as DummyManagedServer
 from environments.sdk.tokenizer import load_tokenizer
 
-ProxyManagedServer = ManagedServer
-"""A session that is served: the same class, opened with `use_proxy=True`."""
-
 __all__ = [
+    "ENV_NAMESPACE",
+    "NAMESPACE_SEP",
+    "OPENAI_NAMESPACE",
+    "SERVER_MANAGER_NAMESPACE",
     "APIServer",
     "APIServerConfig",
     "DummyManagedServer",
@@ -50,6 +62,125 @@ __all__ = [
     "create_app",
     "create_proxy_session",
 ]
+
+ENV_NAMESPACE = "env"
+
+OPENAI_NAMESPACE = "openai"
+
+SERVER_MANAGER_NAMESPACE = "server"
+
+NAMESPACE_SEP = "."
+
+logger = logging.getLogger(__name__)
+
+
+def known_fields(model: type[BaseModel], values: Any) -> Any:
+    """`values` without the keys that the model has no field for; they are told once each time."""
+    if not isinstance(values, Mapping):
+        return values
+    unknown = sorted(str(key) for key in values if key not in model.model_fields)
+    if unknown:
+        logger.warning("%s: passed over what it has no field for: %s", model.__name__, ", ".join(unknown))
+    return {key: value for key, value in values.items() if key in model.model_fields}
+
+
+class BaseEnvConfig(sdk.BaseEnvConfig):
+    """The configuration of environments written for Atropos."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), arbitrary_types_allowed=True)
+
+    allow_truncated_sampling: bool = Field(True, description="train on top-p or top-k samples; their groups are marked")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lenient(cls, values: Any) -> Any:
+        values = known_fields(cls, values)
+        if isinstance(values, dict):
+            if values.get("inference_weight") == -1:
+                values["inference_weight"] = 1.0
+            if "max_batches_offpolicy" in values and int(values["max_batches_offpolicy"]) < 1:
+                values["max_batches_offpolicy"] = 1
+            if "min_items_sent_before_logging" in values and int(values["min_items_sent_before_logging"]) < 1:
+                values["min_items_sent_before_logging"] = 1
+        return values
+
+
+class ServerBaseline(sdk.ServerBaseline):
+    """What inference servers have in common."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lenient(cls, values: Any) -> Any:
+        return known_fields(cls, values)
+
+
+class APIServerConfig(sdk.APIServerConfig):
+    """One inference server; None stands for the default, as in Atropos."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lenient(cls, values: Any) -> Any:
+        values = known_fields(cls, values)
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+
+EFFORTS = get_args(ReasoningEffort)
+
+
+@dataclass
+class ReasoningConfig:
+    """An effort or a number of tokens turns it on."""
+
+    EFFORT_TO_MAX_TOKENS: ClassVar[dict[str, int]] = {
+        str(effort): tokens for effort, tokens in TOKENS_BY_EFFORT.items()
+    }
+
+    enabled: bool = False
+    effort: str | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.effort is not None and self.effort not in EFFORTS:
+            raise ValueError(f"Invalid reasoning_effort: {self.effort}; it is one of {', '.join(EFFORTS)}")
+        self.enabled = self.enabled or self.effort is not None or self.max_tokens is not None
+
+    @classmethod
+    def from_env_config(cls, env_config: Any) -> ReasoningConfig:
+        """What an environment's configuration asks for."""
+        return cls(
+            enabled=bool(getattr(env_config, "thinking_mode", False)),
+            effort=getattr(env_config, "reasoning_effort", None),
+            max_tokens=getattr(env_config, "max_reasoning_tokens", None),
+        )
+
+    def is_reasoning_kwargs_active(self) -> bool:
+        return self.enabled
+
+    def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> dict[str, Any] | None:
+        """The fields of a request that ask for it; OpenAI's own models know an effort alone, and others one of both."""
+        if not self.enabled:
+            return None
+        if urlsplit(base_url or "").hostname == OPENAI_HOST:
+            return {"reasoning_effort": self.effort or "medium"}
+        if self.effort is not None:
+            amount: dict[str, Any] = (
+                {"max_tokens": self.EFFORT_TO_MAX_TOKENS[self.effort]} if use_max_tokens else {"effort": self.effort}
+            )
+        else:
+            amount = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        return {"reasoning": {"enabled": True, **amount}}
+
+    def as_reasoning(self) -> Reasoning:
+        """The same for our servers."""
+        return Reasoning(self.enabled, cast("ReasoningEffort | None", self.effort), self.max_tokens)
+
+
+ProxyManagedServer = ManagedServer
+"""A session that is served: the same class, opened with `use_proxy=True`."""
 
 
 NO_PROXY = (
@@ -71,7 +202,7 @@ class ServerManagerConfig(BaseModel):
     proxy_url: str | None = None
 
 
-class ServerManager(manager.ServerManager):
+class ServerManager(server_manager.ServerManager):
     """A manager that an environment makes itself, for a judge or a second model."""
 
     def __init__(
@@ -80,7 +211,7 @@ class ServerManager(manager.ServerManager):
         server_class: Any = APIServer,
         slurm: bool = False,
         testing: bool = False,
-        max_n_completions: int = manager.MAX_N_COMPLETIONS,
+        max_n_completions: int = server_manager.MAX_N_COMPLETIONS,
         reasoning_config: ReasoningConfig | None = None,
         proxy_url: str | None = None,
         use_proxy: bool = False,
@@ -118,7 +249,7 @@ def refuse_server_class(server_class: Any) -> None:
         )
 
 
-def answer_one_by_one(servers: manager.ServerManager) -> None:
+def answer_one_by_one(servers: server_manager.ServerManager) -> None:
     """Let each server of a manager be asked by itself too: environments with a judge pick theirs by number."""
     for server in servers.servers:
         alone = copy.copy(servers)
@@ -129,7 +260,9 @@ def answer_one_by_one(servers: manager.ServerManager) -> None:
             setattr(server, call, getattr(alone, call))
 
 
-def create_app(server_manager: manager.ServerManager, tokenizer: Any = None, model_name: str = "") -> SessionProxy:
+def create_app(
+    server_manager: server_manager.ServerManager, tokenizer: Any = None, model_name: str = ""
+) -> SessionProxy:
     """An application that opens and serves sessions, to whoever the environment that serves it lets in."""
     return SessionProxy(server_manager, tokenizer=tokenizer, model_name=model_name or None, asks_for_keys=False)
 

@@ -1,23 +1,47 @@
 """Rewards: what a completion is worth. Usable alone, from any trainer, without an environment.
 
-A reward is a callable from samples to scores (`protocol`). `make_reward` finds one by name, `combine` weighs several.
+A reward is a callable from samples to scores (`protocol`). `make_reward` finds one by name, `combine` weighs
+several.
 """
 
-from environments.rewards.accuracy import AccuracyReward, MathReward
-from environments.rewards.advice import low_variance_hint, reward_range_warning
-from environments.rewards.combine import CombinedReward, CombinedScores, Part
-from environments.rewards.cosine import CosineScaledReward
-from environments.rewards.formats import FormatReward, PatternReward
-from environments.rewards.gold import GoldItem, GoldResult, check_gold, check_reward
-from environments.rewards.gsm8k import GSM8kReward, GSM8kScore
-from environments.rewards.length import LinearLengthReward, TargetLengthReward
-from environments.rewards.manager import RewardManager
+from environments.rewards.combine import (
+    CombinedReward,
+    CombinedScores,
+    Part,
+    RewardManager,
+    combine,
+    load_reward,
+    make_reward,
+    reward_names,
+)
+from environments.rewards.gold_check import (
+    GoldItem,
+    GoldResult,
+    check_gold,
+    check_reward,
+    low_variance_hint,
+    reward_range_warning,
+)
+from environments.rewards.math import (
+    AccuracyReward,
+    CosineScaledReward,
+    GSM8kReward,
+    GSM8kScore,
+    MathReward,
+    R1ZeroReward,
+    R1ZeroScore,
+    evaluation_metrics,
+)
 from environments.rewards.math_verifier import Judgement, MathVerifier, Outcome
 from environments.rewards.pairwise import PairwiseReward, bradley_terry, win_rates
 from environments.rewards.protocol import Reward, Sample, SampleReward, ScoreRange, score_samples
-from environments.rewards.r1_zero import R1ZeroReward, R1ZeroScore, evaluation_metrics
-from environments.rewards.registry import combine, load_reward, make_reward, reward_names
-from environments.rewards.repetition import RepetitionPenalty
+from environments.rewards.text import (
+    FormatReward,
+    LinearLengthReward,
+    PatternReward,
+    RepetitionPenalty,
+    TargetLengthReward,
+)
 
 __all__ = [
     "AccuracyReward",

@@ -1,13 +1,81 @@
-"""Finding the final answer in a completion. Every search is linear in the text, whatever a model writes."""
+r"""Numbers as people and models write them: `1,234`, `$5`, `-3.50`, `−2`, `3/4`, `\frac{3}{4}`, `72 apples`, `1.5e3`.
+
+Values are exact. A percent sign is read as a unit, so `50%` is 50, which is how GSM8K's reference answers mean it.
+
+Finding the final answer in a completion. Every search is linear in the text, whatever a model writes.
+"""
 
 from __future__ import annotations
 
 import re
+from decimal import Decimal
+from fractions import Fraction
+
+MAX_CHARACTERS = 400
+"""Longer numerals are not read; no reference answer has them, and a hostile one could cost seconds."""
+
+MAX_EXPONENT = 400
+"""Larger powers of ten are not read: exact values of `1e999999999` would fill the memory."""
+
+_MINUS_SIGNS = dict.fromkeys(map(ord, "−–—﹣-"), "-")
+
+_NUMERAL = r"(?:\d{1,3}(?:,\d{3}){1,99}(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+
+_THIN_SPACE = re.compile(r"(?<=\d)\\[,!](?=\d)")
+
+_NUMBER = re.compile(
+    rf"(?P<sign>[-+]\s*)?(?:\\?[$£€]\s*)?(?P<inner>[-+])?(?:\\[dt]?frac\s*\{{(?P<top>-?\d+)\}}\s*\{{(?P<bottom>\d+)\}}"
+    rf"|(?P<numeral>{_NUMERAL})(?:[eE](?P<exponent>[-+]?\d+)(?![\w.])|\s*/\s*(?P<divisor>\d+))?)"
+)
+
+
+def first_number(text: str) -> Fraction | None:
+    """The first number in `text`; None when there is none or it is too large to be meant."""
+    match = _NUMBER.search(_plain_text(text))
+    return _value(match) if match else None
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in `text`."""
+    found = None
+    for match in _NUMBER.finditer(_plain_text(text)):
+        found = match
+    return _value(found) if found else None
+
+
+def _plain_text(text: str) -> str:
+    r"""One minus sign for all of them, and LaTeX's thousands `1{,}000` and `1\,000` as plain ones."""
+    text = text.translate(_MINUS_SIGNS).replace("{,}", ",")
+    return _THIN_SPACE.sub("", text)
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    if len(match[0]) > MAX_CHARACTERS:
+        return None
+    magnitude = _fraction(match["top"], match["bottom"]) if match["bottom"] else _plain(match)
+    negative = (match["sign"] or "").startswith("-") != (match["inner"] == "-")
+    return -magnitude if negative and magnitude is not None else magnitude
+
+
+def _plain(match: re.Match[str]) -> Fraction | None:
+    numeral = match["numeral"].replace(",", "")
+    if match["divisor"]:
+        return None if int(match["divisor"]) == 0 else Fraction(Decimal(numeral)) / int(match["divisor"])
+    if match["exponent"] and abs(int(match["exponent"])) > MAX_EXPONENT:
+        return None
+    return Fraction(Decimal(numeral + (f"e{match['exponent']}" if match["exponent"] else "")))
+
+
+def _fraction(top: str, bottom: str) -> Fraction | None:
+    return None if int(bottom) == 0 else Fraction(int(top), int(bottom))
+
 
 THINKING_END = "</think>"
 
 _BRACES = re.compile(r"(?P<box>\\f?boxed\s*\{)|\\.|[{}]", re.DOTALL)
+
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$\\]+)|\\boxed([0-9])")
+
 _HASHES = "####"
 
 

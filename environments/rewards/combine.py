@@ -3,19 +3,43 @@
 combined = CombinedReward([Part("accuracy", AccuracyReward(), 1.0), Part("format", FormatReward(), 0.2)])
 scores = await combined.score(samples)
 scores.totals, scores.components["format"], scores.metrics()
+
+The rewards of a run: scores batches, sums up what was scored between trainer steps, and says what trains badly.
+
+manager = RewardManager(combine(["gsm8k", {"name": "repetition", "weight": 0.2}]))
+scores = await manager.score(samples)
+metrics = manager.metrics()
+
+Rewards by name: those of this package, and those that installed packages offer as entry points.
+
+A package offers a reward by an entry point in the group `atropos.rewards`; a reward that is not installed is named by
+where it is, `module:attribute`. Classes are made with the parameters given; a plain function takes none.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
-from environments.rewards.errors import RewardUnusable
-from environments.rewards.protocol import Reward, ScoreRange, range_of, score_samples
+from environments.rewards.gold_check import low_variance_hint, reward_range_warning
+from environments.rewards.math_verifier import AnswerJudge
+from environments.rewards.protocol import (
+    Reward,
+    RewardUnknown,
+    RewardUnusable,
+    ScoreRange,
+    range_of,
+    reward_name,
+    score_samples,
+)
 
 Normalization = Literal["none", "weights", "range"]
+
 NORMALIZATIONS: tuple[Normalization, ...] = ("none", "weights", "range")
 
 
@@ -105,3 +129,129 @@ def _finite_range(part: Part) -> ScoreRange:
 
 def _scaled(score: float, stated: ScoreRange | None) -> float:
     return score if stated is None else (score - stated.low) / (stated.high - stated.low)
+
+
+logger = logging.getLogger(__name__)
+
+
+class RewardManager:
+    """Scores with `reward` and remembers every score until `metrics` is asked for them."""
+
+    def __init__(self, reward: Reward) -> None:
+        if not isinstance(reward, CombinedReward):
+            reward = CombinedReward([Part(reward_name(reward), reward)])
+        self.reward = reward
+        self._totals: list[float] = []
+        self._components: dict[str, list[float]] = {}
+        self._advised: set[str] = set()
+
+    async def score(self, samples: Sequence[Any]) -> list[float]:
+        """The scores to train on, in the order of the samples."""
+        scores = await self.reward.score(samples)
+        self._totals += scores.totals
+        for name, values in scores.components.items():
+            self._components.setdefault(name, []).extend(values)
+        return scores.totals
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of all scores since the last call, none when there were none; begins anew."""
+        totals, components = self._totals, self._components
+        self._totals, self._components = [], {}
+        if not totals:
+            return {}
+        self._advise(totals)
+        return CombinedScores(totals, components).metrics()
+
+    def _advise(self, totals: Sequence[float]) -> None:
+        """Each kind of advice is logged once: it is about the reward, not about a step."""
+        advice = {
+            "range": reward_range_warning(totals),
+            "variance": low_variance_hint(totals, score_range=range_of(self.reward)),
+        }
+        for kind, text in advice.items():
+            if text is not None and kind not in self._advised:
+                self._advised.add(kind)
+                logger.warning("%s", text)
+
+
+ENTRY_POINT_GROUP = "atropos.rewards"
+
+BUILT_IN: Mapping[str, str] = {
+    "accuracy": "environments.rewards.math:AccuracyReward",
+    "cosine": "environments.rewards.math:CosineScaledReward",
+    "format": "environments.rewards.text:FormatReward",
+    "gsm8k": "environments.rewards.math:GSM8kReward",
+    "length_linear": "environments.rewards.text:LinearLengthReward",
+    "length_target": "environments.rewards.text:TargetLengthReward",
+    "pairwise": "environments.rewards.pairwise:PairwiseReward",
+    "pattern": "environments.rewards.text:PatternReward",
+    "r1_zero": "environments.rewards.math:R1ZeroReward",
+    "repetition": "environments.rewards.text:RepetitionPenalty",
+}
+
+Spec = str | Mapping[str, Any]
+"""A reward in a configuration: its name, or `{name, weight, params, label}` of which only the name is needed."""
+
+
+def reward_names() -> list[str]:
+    """Every name that `load_reward` knows."""
+    return sorted({*BUILT_IN, *_entry_points()})
+
+
+def load_reward(name: str) -> Any:
+    """The class or function called `name`; a built-in name cannot be taken by another package."""
+    target = BUILT_IN.get(name) or (name if ":" in name else _entry_points().get(name))
+    if target is None:
+        from atropos_api.common.cliconfig import nearest
+
+        known = reward_names()
+        raise RewardUnknown(
+            f"no reward {name!r}{nearest(name, known)} known are {', '.join(known)}; or module:attribute"
+        )
+    module, _, attribute = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise RewardUnknown(f"reward {name!r} cannot be loaded from {target}: {error}") from error
+
+
+def make_reward(name: str, params: Mapping[str, Any] | None = None) -> Reward:
+    """The reward called `name`, ready to be called with samples."""
+    loaded = load_reward(name)
+    if not inspect.isclass(loaded):
+        if params:
+            raise RewardUnusable(f"reward {name!r} is a function and takes no params, but {dict(params)} were given")
+        return cast("Reward", loaded)
+    try:
+        return cast("Reward", loaded(**(params or {})))
+    except TypeError as error:
+        raise RewardUnusable(f"reward {name!r}: {error}; it takes {inspect.signature(loaded)}") from error
+
+
+def combine(
+    specs: Iterable[Spec], *, normalization: Normalization = "none", verifier: AnswerJudge | None = None
+) -> CombinedReward:
+    """A combination as a configuration names it; rewards that compare mathematics share one `verifier`."""
+    return CombinedReward([_part(spec, verifier) for spec in specs], normalization)
+
+
+def _part(spec: Spec, verifier: AnswerJudge | None) -> Part:
+    fields: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
+    unknown = set(fields) - {"name", "weight", "params", "label"}
+    if unknown or "name" not in fields:
+        raise RewardUnusable(f"a reward is described by name, weight, params and label, not by {spec!r}")
+    params = dict(fields.get("params") or {})
+    if verifier is not None and _takes_verifier(load_reward(fields["name"])):
+        params.setdefault("verifier", verifier)
+    reward = make_reward(fields["name"], params)
+    return Part(fields.get("label", fields["name"]), reward, float(fields.get("weight", 1.0)))
+
+
+def _takes_verifier(loaded: Any) -> bool:
+    return inspect.isclass(loaded) and "verifier" in inspect.signature(loaded).parameters
+
+
+def _entry_points() -> dict[str, str]:
+    from importlib.metadata import entry_points
+
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}

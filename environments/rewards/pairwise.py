@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from itertools import combinations
 from typing import Any, ClassVar, Literal
 
-from environments.rewards.errors import RewardUnusable
-from environments.rewards.protocol import Sample, ScoreRange
+from environments.rewards.protocol import RewardUnusable, Sample, ScoreRange
 
 Wins = Sequence[Sequence[float]]
 """`wins[i][j]`: how often, or with what share, i was preferred to j."""

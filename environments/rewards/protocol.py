@@ -1,10 +1,14 @@
-"""What a reward is: a callable from samples to scores, one score a sample, plain or async.
+"""What can go wrong while scoring. None of these is ever a score: the rollout is reported, not trained on.
+
+What a reward is: a callable from samples to scores, one score a sample, plain or async.
 
     def ends_properly(samples):
         return [float(sample["completion"].rstrip().endswith(".")) for sample in samples]
 
 Samples are mappings with at least `completion`; scores may come back as a list, a tuple or a numpy array. Rewards of
 this package also have a `range`, so that others can normalise them and tell when the best score was reached.
+
+Reading samples: the text that is scored, the reference answer, the length.
 """
 
 from __future__ import annotations
@@ -13,9 +17,30 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
-from environments.rewards.errors import RewardUnusable
+from atropos_api.common.errors import AtroposError
+
+
+class RewardUnknown(AtroposError):
+    """No reward has the name that was asked for, or it cannot be loaded."""
+
+
+class RewardUnusable(AtroposError):
+    """A reward, its settings or what it returned cannot be used."""
+
+
+class SampleIncomplete(AtroposError):
+    """A sample lacks what the reward reads from it."""
+
+
+class GoldUnparsable(AtroposError):
+    """The reference answer is no mathematics that can be compared; the item is at fault, not the model."""
+
+
+class MathVerifyUnavailable(AtroposError):
+    """The child process that compares answers cannot be started."""
+
 
 Sample = Mapping[str, Any] | str
 """`prompt`, `completion` and whatever else the data has (`answer`, `token_count`, …); text alone is a completion."""
@@ -81,3 +106,57 @@ def range_of(reward: Reward) -> ScoreRange | None:
 
 def reward_name(reward: Reward) -> str:
     return getattr(reward, "__name__", None) or type(reward).__name__
+
+
+GOLD_KEYS = ("answer", "ground_truth", "truth", "response")
+"""Where data sets keep the reference answer, in the order they are looked at."""
+
+LengthUnit = Literal["tokens", "words", "characters"]
+
+
+def completion_of(sample: Sample) -> str:
+    """The text to score: `completion`, or the content of its last message where that is a chat."""
+    if isinstance(sample, str):
+        return str(sample)
+    completion = sample.get("completion")
+    if isinstance(completion, str):
+        return completion
+    if isinstance(completion, Sequence) and completion and isinstance(completion[-1], Mapping):
+        return _text_of(completion[-1].get("content"))
+    raise SampleIncomplete(f"a sample has no text at 'completion' but {completion!r:.80}; its keys are {_keys(sample)}")
+
+
+def gold_of(sample: Sample) -> str:
+    """The reference answer, under whichever of the usual keys it is."""
+    if not isinstance(sample, str):
+        for key in GOLD_KEYS:
+            if sample.get(key) is not None:
+                return str(sample[key])
+    raise SampleIncomplete(f"a sample has none of {', '.join(GOLD_KEYS)} as reference; its keys are {_keys(sample)}")
+
+
+def length_of(sample: Sample, unit: LengthUnit) -> int:
+    """The completion's length. Tokens are read from `token_count` (a number or the tokens), never guessed from text."""
+    if unit == "characters":
+        return len(completion_of(sample))
+    if unit == "words":
+        return len(completion_of(sample).split())
+    count = None if isinstance(sample, str) else sample.get("token_count")
+    if count is None:
+        raise SampleIncomplete(
+            "a sample has no 'token_count', which lengths in tokens need; add it, or choose unit words or characters"
+        )
+    return int(count) if isinstance(count, int | float) else len(count)
+
+
+def _text_of(content: Any) -> str:
+    """Message content as text; of OpenAI content parts the text ones count."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+    return ""
+
+
+def _keys(sample: Sample) -> str:
+    return "none (it is plain text)" if isinstance(sample, str) else ", ".join(map(str, sample)) or "none"

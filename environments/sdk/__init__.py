@@ -1,13 +1,18 @@
-"""The environment SDK: subclass `BaseEnv`, whose docstring is the tutorial, and call `cli()`."""
+"""The environment SDK: subclass `BaseEnv`, whose docstring is the tutorial, and call `cli()`.
 
-from environments.rewards.gold import GoldItem
+In reading order: `base_env` and `environment` (what is subclassed), `config`, `groups` (what is returned),
+`server_manager` (`self.server`) over `session/` (chats as exact tokens) over `inference/` (servers of every kind),
+`tokenizer`, `tools`, `reporting`, `group_files`, `teacher`, `runtime/` (serves what is described here); `testing`,
+`testing_servers` and `rehearsal` are for tests. It may import `rewards` and the broker's client, wire and common code.
+"""
+
+from environments.rewards.gold_check import GoldItem
+from environments.sdk.base_env import BaseEnv
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, EvalHandlingEnum, ServerBaseline
-from environments.sdk.env import BaseEnv
 from environments.sdk.errors import EnvironmentsError, ItemDropped
-from environments.sdk.groups import scored_group, scored_item
-from environments.sdk.session.nodes import SequenceNode
+from environments.sdk.groups import Item, Message, ScoredDataGroup, ScoredDataItem, scored_group, scored_item
+from environments.sdk.session.sequences import SequenceNode
 from environments.sdk.session.session import ManagedSession
-from environments.sdk.types import Item, Message, ScoredDataGroup, ScoredDataItem
 
 __all__ = [
     "APIServerConfig",

@@ -2,20 +2,33 @@
 
 The names and defaults of Atropos' environments are kept; what is ours stands at the end. Importing this module loads
 neither a tokenizer nor an HTTP library.
+
+`--slurm`: the inference servers of a Slurm job, on the nodes behind those that train.
+
+`SLURM_JOB_NODELIST` names the nodes, the first `NUM_TRAINING_NODES` of them train, and each of the others runs as many
+servers as fit its eight GPUs with `INFER_TP` of them each, on the ports from 9000 on.
+
+Where sessions are served, and the address and key by which one of them is reached.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from atropos_api.common.addresses import require_address
-from atropos_api.common.secret_fields import SECRET
+from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.identity import require_address
+from atropos_api.common.secrets import SECRET
 
 ServerType = Literal["openai", "trl", "sglang", "vllm"]
+
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -197,3 +210,87 @@ def as_server_list(
     if isinstance(configs, APIServerConfig):
         return [configs]
     return [APIServerConfig(**configs.model_dump())]
+
+
+GPUS_A_NODE = 8
+
+FIRST_PORT = 9000
+
+
+def slurm_servers(template: APIServerConfig, variables: Mapping[str, str] = os.environ) -> list[APIServerConfig]:
+    """A config for each server of the job, like `template` but for the address."""
+    listed = variables.get("SLURM_JOB_NODELIST")
+    if not listed:
+        raise ConfigError("--slurm: SLURM_JOB_NODELIST is not set; start inside a Slurm job, or name --openai.base_url")
+    training = _whole_number(variables, "NUM_TRAINING_NODES", default=0, least=0)
+    gpus_a_server = _whole_number(variables, "INFER_TP", default=1, least=1)
+    nodes = _hostnames(listed)[training:]
+    if not nodes or gpus_a_server > GPUS_A_NODE:
+        raise ConfigError(
+            f"--slurm: no server fits: {len(nodes)} nodes are left behind NUM_TRAINING_NODES={training}, "
+            f"and INFER_TP={gpus_a_server} of {GPUS_A_NODE} GPUs"
+        )
+    return [
+        template.model_copy(update={"base_url": f"http://{node}:{FIRST_PORT + number}/v1"})
+        for node in nodes
+        for number in range(GPUS_A_NODE // gpus_a_server)
+    ]
+
+
+def _hostnames(listed: str) -> list[str]:
+    command = ["scontrol", "show", "hostnames", listed]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"--slurm: {' '.join(command)} failed ({error}); it must be on the PATH") from error
+    return done.stdout.split()
+
+
+def _whole_number(variables: Mapping[str, str], name: str, *, default: int, least: int) -> int:
+    text = variables.get(name, str(default))
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"--slurm: {name}={text!r} must be a whole number of at least {least}")
+    return int(text)
+
+
+KEY_PREFIX = "/t/"
+
+KEY_VARIABLE = "ATROPOS_SESSION_KEY"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """How an environment serves its sessions."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    url: str = ""
+    """What agents reach this host and port by, where that is not what it is called here."""
+    temperature: float | None = None
+    """Replaces the temperature of agents' requests that are trained on."""
+    key_in_url: bool = False
+    """Whether addresses carry the key, for agents that are handed an address alone."""
+
+    @classmethod
+    def from_config(cls, config: BaseEnvConfig, *, key_in_url: bool = False) -> SessionSettings:
+        return cls(
+            host=config.session_host,
+            port=config.session_port,
+            url=config.session_url,
+            temperature=config.session_temperature,
+            key_in_url=key_in_url,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAddress:
+    """One session's way in: a base URL for clients of OpenAI's API, and the key that they send."""
+
+    root_url: str
+    name: str
+    key: str = field(repr=False)
+    key_in_url: bool
+
+    def url(self, *, with_key: bool | None = None) -> str:
+        prefix = f"{KEY_PREFIX}{self.key}" if (self.key_in_url if with_key is None else with_key) else ""
+        return f"{self.root_url}{prefix}/{self.name}/v1"

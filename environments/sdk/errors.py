@@ -76,3 +76,7 @@ def innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+class GoldMissing(EnvironmentsError):
+    """The environment offers nothing to check its rewards on."""

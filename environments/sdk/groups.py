@@ -1,16 +1,84 @@
-"""From what an environment returns to what the broker takes: missing parts added, unusable groups told apart."""
+"""The data that environments return, by Atropos' names.
+
+From what an environment returns to what the broker takes: missing parts added, unusable groups told apart.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NotRequired, TypedDict, cast
 
-from atropos_api.wire.groups import Group
-from environments.sdk.drops import EQUAL_SCORES, GROUP_SIZE, TOO_LONG, Rejection
-from environments.sdk.session.journal import Journal
-from environments.sdk.session.nodes import ESTIMATED, SequenceNode
-from environments.sdk.types import PER_SEQUENCE_KEYS, Message, ScoredDataGroup, ScoredDataItem
+from atropos_api.wire.groups import Group, Span
+from environments.sdk.reporting import EQUAL_SCORES, GROUP_SIZE, TOO_LONG, Rejection
+from environments.sdk.session.sequences import ESTIMATED, SampleLog, SequenceNode
+
+Item = Any
+"""What `get_next_item` returns: whatever the environment understands."""
+
+number = int | float
+
+UUID = str
+
+
+class Message(TypedDict):
+    """One turn of a chat; `content` is text or a list of OpenAI content parts."""
+
+    role: str
+    content: Any
+    reward: NotRequired[float | None]
+
+
+class ScoredDataItem(TypedDict, total=False):
+    """One scored rollout, as `collect_trajectory` returns it."""
+
+    tokens: list[int]
+    masks: list[int]
+    scores: float
+    inference_logprobs: list[float] | None
+    policy_versions: list[Span] | None
+    advantages: list[float] | None
+    ref_logprobs: list[float] | None
+    messages: list[Message] | None
+    group_overrides: dict[str, Any] | None
+    overrides: dict[str, Any] | None
+    images: Any
+    generation_params: dict[str, Any] | None
+    distill_token_ids: list[list[int]] | None
+    distill_logprobs: list[list[float]] | None
+
+
+class ScoredDataGroup(TypedDict, total=False):
+    """The rollouts of one item: lists over them, and two mappings that hold for the whole group."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    inference_logprobs: list[list[float]] | None
+    policy_versions: list[list[Span]] | None
+    advantages: list[list[float]] | None
+    ref_logprobs: list[list[float]] | None
+    messages: list[list[Message]] | None
+    generation_params: dict[str, Any] | None
+    group_overrides: dict[str, Any] | None
+    overrides: list[dict[str, Any] | None] | None
+    images: Any
+    distill_token_ids: list[list[list[int]]] | None
+    distill_logprobs: list[list[list[float]]] | None
+
+
+PER_SEQUENCE_KEYS = (
+    "inference_logprobs",
+    "policy_versions",
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "overrides",
+    "images",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+"""The optional keys that a group holds once a rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +154,7 @@ def group_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
     return cast("ScoredDataGroup", group)
 
 
-def to_wire(raw: Mapping[str, Any], journal: Journal) -> Group:
+def to_wire(raw: Mapping[str, Any], journal: SampleLog) -> Group:
     """The group as it is sent; what the environment left out is taken from the sequences it sampled."""
     tokens = raw["tokens"]
     fields = {key: _per_sequence(raw, key, len(tokens)) for key in PER_SEQUENCE_KEYS}
@@ -131,7 +199,7 @@ def _require_aligned(group: Group) -> None:
                 raise ValueError(f"rollout {index} has {len(tokens)} tokens but {len(values)} entries of {key}")
 
 
-def _complete(group: Group, journal: Journal) -> None:
+def _complete(group: Group, journal: SampleLog) -> None:
     """Add logprobs, versions and sampling from the journal, where every rollout is found in it."""
     nodes = [journal.find(tokens) for tokens in group.tokens]
     found = [node for node in nodes if node is not None]
@@ -143,3 +211,8 @@ def _complete(group: Group, journal: Journal) -> None:
         group.policy_versions = [node.policy_versions for node in found]
     if group.generation_params is None:
         group.generation_params = found[0].metadata["generation_params"]
+
+
+def as_groups(scored_data: Any) -> list[Mapping[str, Any] | None]:
+    """One group or several as a list; None stands for one that the environment dropped."""
+    return [scored_data] if scored_data is None or isinstance(scored_data, Mapping) else list(scored_data)

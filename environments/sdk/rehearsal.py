@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from atropos_api.common.vocabulary import fingerprint
-from environments.export.groups import read_groups
+from atropos_api.common.identity import fingerprint
+from environments.sdk.base_env import BaseEnv
 from environments.sdk.config import APIServerConfig, as_server_list
-from environments.sdk.env import BaseEnv
-from environments.sdk.evaluate import evaluate_alone
-from environments.sdk.inference.manager import ServerManager
-from environments.sdk.process import process
+from environments.sdk.group_files import read_groups
+from environments.sdk.runtime.commands import evaluate_alone, process
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess
 
 END = "<|end|>"

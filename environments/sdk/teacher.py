@@ -16,15 +16,14 @@ from typing import Any, ClassVar
 import anyio
 from pydantic import BaseModel, Field
 
-from environments.sdk.background import run_blocking
+from atropos_api.common.concurrency import run_blocking
+from environments.sdk.base_env import BaseEnv
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
-from environments.sdk.delivery import as_groups
-from environments.sdk.env import BaseEnv
 from environments.sdk.errors import EnvironmentsError, TokenizerMismatch, innermost
-from environments.sdk.inference.manager import ServerManager
-from environments.sdk.inference.vocabulary import vocabulary_of
+from environments.sdk.groups import Item, as_groups
+from environments.sdk.inference.server import vocabulary_of
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.tokenizer import load_tokenizer
-from environments.sdk.types import Item
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import anyio
 import msgspec
 
-from environments.sdk.inference.transport import OnPiece, Response
+from environments.sdk.inference.http_transport import OnPiece, Response
 
 Responder = Callable[[Sequence[int], int], list[int]]
 Scope = MutableMapping[str, Any]

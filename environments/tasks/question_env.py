@@ -1,4 +1,6 @@
-"""What environments with a list of questions share: loading and drawing them, resuming, and an evaluation over all.
+"""Prompt templates: text files in which `{question}` stands for the question, everything else for itself.
+
+What environments with a list of questions share: loading and drawing them, resuming, and an evaluation over all.
 
 A subclass says how a question is put to the model and what an answer is worth; see `gsm8k_server` for a short one.
 """
@@ -10,19 +12,58 @@ import sys
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import anyio
 from pydantic import Field
 
-from environments.rewards.accuracy import reference
-from environments.rewards.errors import GoldUnparsable
-from environments.rewards.gold import GoldItem
+from atropos_api.common.concurrency import run_blocking
+from atropos_api.common.errors import AtroposError
+from environments.rewards.gold_check import GoldItem
+from environments.rewards.math import reference
+from environments.rewards.protocol import GoldUnparsable
 from environments.sdk import BaseEnv, BaseEnvConfig, ItemDropped, ScoredDataGroup, SequenceNode
-from environments.sdk.background import run_blocking
-from environments.sdk.session.journal import current_split
+from environments.sdk.session.sequences import current_split
 from environments.tasks.data import DataFields, Draws, Question
+
+SHIPPED = Path(__file__).resolve().parent.parent / "prompts"
+
+PLACE = "{question}"
+
+
+class PromptTemplateUnusable(AtroposError):
+    """A template file that is not there, or that has no place for the question."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """A text with a place for a question. Braces elsewhere are kept, so LaTeX needs no escaping."""
+
+    text: str
+
+    def fill(self, question: str) -> str:
+        return self.text.replace(PLACE, question)
+
+
+def load_template(name: str) -> PromptTemplate:
+    """A template by path, or one of those shipped here by its name (`r1_zero` or `r1_zero.prompt`)."""
+    shipped = {path.stem: path for path in SHIPPED.glob("*.prompt")}
+    path = Path(name).expanduser()
+    if not path.is_file():
+        path = shipped.get(name.removesuffix(".prompt"), path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptTemplateUnusable(
+            f"prompt template {name}: cannot be read ({error}); give a file, or one of {', '.join(sorted(shipped))}"
+        ) from error
+    if PLACE not in text:
+        raise PromptTemplateUnusable(f"prompt template {name}: it has no {PLACE}, the place of the question")
+    return PromptTemplate(text)
+
 
 T = TypeVar("T")
 

@@ -1,5 +1,6 @@
-"""The objective as pure torch: advantages, packing, logprobs, losses and their metrics.
+"""What a step optimises: advantages, ratios, losses and their metrics, as pure torch.
 
-Nothing here knows of HTTP, processes, configuration files or weight bridges; every function takes
-tensors (or plain lists) and gives tensors back, so that each can be tested by its formula.
+In reading order: `advantages`, `ratios`, `losses`, `metrics`, `objective` (the choice of them for a run, with its
+reference policy); `cs336` is the same by the names of Stanford's course. Only `objective` knows a policy. It may
+import `model`, `modeling`, `config` and `errors`.
 """

@@ -2,6 +2,11 @@
 
 A group is all answers to one prompt. Its mean is the baseline; groups whose rewards are all alike carry
 no signal and are left out before the forward, so that they cost nothing and dilute no denominator.
+
+Answers that ran into the length limit: which they are, and a penalty that grows as they come near it.
+
+After DAPO (Yu et al. 2025, section 3.4): an answer that was cut off says little about its reasoning, so it is either
+left out of the loss or, before that, made a little worse the longer it is.
 """
 
 from __future__ import annotations
@@ -14,7 +19,9 @@ import torch
 from torch import Tensor
 
 SAMPLE_STD_EPS = 1e-4
+
 POPULATION_STD_FLOOR = 1e-8
+
 EQUAL_REWARDS_TOLERANCE = 1e-6
 
 
@@ -87,3 +94,30 @@ def _scale(values: Tensor, population: Tensor, form: str) -> Tensor:
     if len(population) < 2:
         return values / (1.0 + SAMPLE_STD_EPS)
     return values / (population.std(correction=1) + SAMPLE_STD_EPS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlongSettings:
+    """`limit` is the longest answer in tokens; without one nothing is overlong."""
+
+    limit: int | None = None
+    buffer: int = 0
+    """Tokens before the limit over which the penalty grows from 0 to its whole."""
+    penalty: float = 0.0
+    """Taken from the reward at the limit; 0: none."""
+    mask: bool = False
+    """Whether answers at the limit are left out of forward and denominators."""
+
+
+def is_truncated(length: int, settings: OverlongSettings) -> bool:
+    """Whether an answer of `length` tokens reached the limit; one that ended just there cannot be told apart."""
+    return settings.limit is not None and length >= settings.limit
+
+
+def overlong_penalty(length: int, settings: OverlongSettings) -> float:
+    """What is added to the reward of an answer of `length` tokens: 0 down to -`penalty` (DAPO's equation 13)."""
+    if settings.limit is None or not settings.penalty:
+        return 0.0
+    beyond = length - (settings.limit - settings.buffer)
+    share = 1.0 if length >= settings.limit else 0.0 if beyond <= 0 else beyond / settings.buffer
+    return -settings.penalty * share

@@ -14,10 +14,12 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from example_trainer.objective.distillation import DistillForm, forward_kl
-from example_trainer.objective.kl import KlEstimator, kl_estimates
 from example_trainer.objective.ratios import (
+    DistillForm,
+    KlEstimator,
     MismatchCorrection,
+    forward_kl,
+    kl_estimates,
     log_ratios,
     masked_weights,
     mismatch_weights,
@@ -243,3 +245,37 @@ def token_weights(
     else:
         weights = torch.full_like(per_sequence, 1.0 / (constant_length * max(len(per_sequence), 1)))
     return weights.float().repeat_interleave(trained_counts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Targets:
+    """Arrays `[N]` over all trained tokens of a batch."""
+
+    labels: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    temperatures: Tensor
+    sequences: Tensor
+    """Index of the token's row."""
+    versions: Tensor
+    """Policy version the token was sampled under; -1 where the group does not say."""
+    version_bounds: Tensor
+    """The same, with the version at arrival at the broker for unknown ones: a bound of the token's age."""
+    reference_logprobs: Tensor | None = None
+    """Of the reference policy; NaN where nobody has said them yet, None where none is needed or known."""
+    proximal_logprobs: Tensor | None = None
+    """Under the weights the batch began with, once the learner has scored them."""
+    truncated_sampling: Tensor | None = None
+    """Boolean, where a group was sampled with top-p or the like; None where none was."""
+    teacher_ids: Tensor | None = None
+    """[N, K] tokens that a teacher names; None where no sequence has one."""
+    teacher_logprobs: Tensor | None = None
+    """[N, K], -inf where there are fewer than K."""
+
+    def to(self, device: torch.device) -> Targets:
+        tensors = {name: getattr(self, name) for name in self.__slots__}
+        moved = {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
+        return Targets(**moved)
+
+    def __len__(self) -> int:
+        return len(self.labels)

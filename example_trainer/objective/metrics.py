@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from atropos_api.common import metric_names as names
-from example_trainer.objective.kl import kl_estimates
 from example_trainer.objective.losses import (
     LossInputs,
     LossSettings,
@@ -22,7 +21,7 @@ from example_trainer.objective.losses import (
     old_logprobs,
     surrogate_log_ratios,
 )
-from example_trainer.objective.ratios import log_ratios, off_policy_mask, sequence_means
+from example_trainer.objective.ratios import kl_estimates, log_ratios, off_policy_mask, sequence_means
 
 
 def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, float]:

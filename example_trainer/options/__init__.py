@@ -1,1 +1,5 @@
-"""The sections of `TrainingConfig`, a file each: fields, defaults and what each flag means."""
+"""The sections of the trainer's options: fields, defaults, help, and which combinations are refused. No torch.
+
+In reading order: `model` (policy, adapter, optimizer, batch), `objective`, `publish`, `run`, `presets`,
+`training_options` (all of them), `conflicts`. It may import `monitoring.health` and the broker's `common`.
+"""

@@ -1,6 +1,18 @@
 """Options of the policy: which model, in which precision, where its masters live.
 
 Part of `TrainingConfig`; importing it loads no torch.
+
+Options of adapters.
+
+Part of `TrainingConfig`; importing it loads no torch.
+
+Options of a step's size and layout.
+
+Part of `TrainingConfig`; importing it loads no torch.
+
+Options of the optimizer and its schedule.
+
+Part of `TrainingConfig`; importing it loads no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +21,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from example_trainer.options.naming import aliases
+from atropos_api.common.option_flags import aliases
 
 
 class ModelOptions(BaseModel):
@@ -43,3 +55,105 @@ class ModelOptions(BaseModel):
         False, description="Recompute activations in the backward: less memory, about a third more time."
     )
     debug_loading: bool = Field(False, description="Log each tensor while the model is loaded.")
+
+
+class LoraOptions(BaseModel):
+    """Adapters, for the lora_only and lora_restart modes."""
+
+    lora_r: int = Field(16, ge=1, description="LoRA rank.")
+    lora_alpha: int = Field(32, ge=1, description="LoRA scaling factor; the adapter counts alpha / r times.")
+    lora_dropout: float = Field(
+        0.05,
+        ge=0.0,
+        lt=1.0,
+        description="LoRA dropout probability, in forwards with gradients only. The sampler has none, so ratios are "
+        "exactly 1 at staleness 0 only with 0.",
+    )
+    lora_target_modules: list[str] | None = Field(
+        None,
+        description="Modules that get an adapter, by name (q_proj v_proj), or a preset: attention, mlp, all-linear. "
+        "Unset means q_proj v_proj.",
+    )
+    lora_layer_indices: str | None = Field(
+        None, description="Put adapters on these layers only: 20-31, 0-3,28-31, top-25% or last-12."
+    )
+    load_in_4bit: bool = Field(
+        False, description="QLoRA: hold the frozen base in 4 bits (nf4, by bitsandbytes) under the adapter."
+    )
+
+
+class BatchOptions(BaseModel):
+    """How much is trained per step and how it is laid out."""
+
+    training_steps: int = Field(
+        10,
+        ge=1,
+        description="Training steps; batch n is step n.",
+        json_schema_extra=aliases("n_grpo_steps"),
+    )
+    batch_size: int = Field(
+        2, ge=1, description="Micro-batch size in sequences.", json_schema_extra=aliases("mini_batch_size")
+    )
+    gradient_accumulation_steps: int = Field(
+        32, ge=1, description="Micro-batches per step: a step trains batch-size times this."
+    )
+    seq_len: int = Field(
+        2048,
+        ge=2,
+        description="Maximum sequence length in tokens. A longer one keeps its place in the group's baseline and is "
+        "counted; --overlong says what else.",
+    )
+    overlong: Literal["drop", "mask"] = Field(
+        "drop",
+        description="What becomes of a sequence longer than --seq-len: it is not trained on, or it is as far as that.",
+    )
+    pad_to: int | None = Field(
+        None,
+        ge=1,
+        description="Lay sequences out as rows padded to a multiple of this (64 in the published trainer), for models "
+        "that cannot pack; unset: packed where the model computes that right.",
+    )
+    token_budget: int | None = Field(
+        None, ge=1, description="Tokens per packed micro-batch; unset: batch-size x seq-len."
+    )
+    epochs_per_batch: int = Field(
+        1,
+        ge=1,
+        description="Passes over each batch.",
+        json_schema_extra=aliases("epochs_per_rollout_batch", "ppo_epochs"),
+    )
+    mini_batches: int = Field(1, ge=1, description="Optimizer steps per pass over a batch.")
+    reshard_after_forward: bool = Field(
+        True,
+        description="With several ranks: let go of a layer's gathered weights between forward and backward; less "
+        "memory, one more gathering.",
+    )
+    prefetch: bool = Field(True, description="Fetch batch n+1 while batch n trains.")
+    logprob_chunk_tokens: int = Field(
+        1024, ge=1, description="Tokens per chunk of the logprob head; bounds its memory."
+    )
+
+
+class OptimizerOptions(BaseModel):
+    """The optimizer and its schedule."""
+
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
+        "adamw_8bit",
+        description="adamw_8bit needs bitsandbytes. adafactor has an absolute rate and no --adam-* settings. bf16 with "
+        "stochastic rounding: any of them with --master-weights none.",
+    )
+    lr: float = Field(1e-5, ge=0.0, description="Learning rate.", json_schema_extra=aliases("learning_rate"))
+    adam_beta1: float = Field(0.9, ge=0.0, lt=1.0, description="First-moment decay.")
+    adam_beta2: float = Field(0.999, ge=0.0, lt=1.0, description="Second-moment decay.")
+    adam_eps: float = Field(1e-8, gt=0.0, description="Added to the root of the second moment.")
+    weight_decay: float = Field(
+        0.01, ge=0.0, description="Decoupled weight decay; of matrices, not of norms and biases."
+    )
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="How the rate falls to 0 after the warmup, over the run's optimizer steps."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Linear warmup of the rate; 0 turns it off.")
+    max_grad_norm: float = Field(1.0, ge=0.0, description="Clip the global gradient norm; 0 only measures it.")
+    max_nonfinite_steps: int = Field(
+        3, ge=1, description="Stop after this many steps in a row without a finite gradient."
+    )

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from example_trainer.options.naming import aliases
+from atropos_api.common.option_flags import aliases
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_with_baseline", "no_baseline"]
 

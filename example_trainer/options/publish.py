@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from atropos_api.common.addresses import Address, Host
-from atropos_api.common.secret_fields import SECRET
+from atropos_api.common.identity import Address, Host
+from atropos_api.common.secrets import SECRET
 
 BridgeMode = Literal["none", "shared_vllm", "lora_only", "lora_restart"]
 InFlight = Literal["drain", "recompute", "finish", "keep_kv"]

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common.malloc import return_freed_memory
 from example_trainer.serving.engine import EngineAdapter
-from example_trainer.serving.freed_memory import return_freed_memory
 from example_trainer.serving.problems import Problem
-from example_trainer.weights.adapter_payload import MEMORY_PATH, AdapterPayload
-from example_trainer.weights.versions import PolicyVersion
+from example_trainer.weight_protocol.adapter_payload import MEMORY_PATH, AdapterPayload
+from example_trainer.weight_protocol.shm_header import PolicyVersion
 
 logger = logging.getLogger(__name__)
 

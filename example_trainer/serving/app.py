@@ -1,4 +1,6 @@
-"""The running server: vLLM's application with our routes, warmed up before it is healthy, and stopped in order.
+"""The outermost ASGI layer: `/generate` is answered here, and vLLM's generating routes pass the same door.
+
+The running server: vLLM's application with our routes, warmed up before it is healthy, and stopped in order.
 
 vLLM builds its engine and its application; `serve` takes the place of vLLM's own function of that kind, which is
 the one seam used. It answers once the server before, where there is one, has handed over its connections. It stops in
@@ -15,45 +17,152 @@ import signal
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from example_trainer.serving import refusals
+from example_trainer.errors import CannotServe
+from example_trainer.processes.ports import ServerSockets
+from example_trainer.serving import startup
 from example_trainer.serving.adapters import Adapters
-from example_trainer.serving.bridge_routes import make_bridge_router, make_health_router
-from example_trainer.serving.broadcast_routes import make_broadcast_router
+from example_trainer.serving.auth import Sites, refuse_without_key
+from example_trainer.serving.bridge_routes import (
+    make_bridge_router,
+    make_broadcast_router,
+    make_health_router,
+    make_lora_router,
+)
 from example_trainer.serving.checkpoint_shapes import shapes_if_told
+from example_trainer.serving.client_errors import list_served_names, refuse_malformed_bodies, tell_unknown_routes
 from example_trainer.serving.config import ServerConfig
-from example_trainer.serving.door import Door
 from example_trainer.serving.engine import EngineAdapter
-from example_trainer.serving.errors import CannotServe
-from example_trainer.serving.fence import Fence
-from example_trainer.serving.front import Application, Front, keys_of, with_cors
-from example_trainer.serving.generate import GenerateHandler
-from example_trainer.serving.guard import Sites
+from example_trainer.serving.fence import AdmissionGate, Fence
+from example_trainer.serving.generate import GenerateHandler, Receive, Scope, Send
 from example_trainer.serving.handover import HandoverServer, hand_over, take_over
-from example_trainer.serving.lora_routes import make_lora_router
-from example_trainer.serving.malformed_bodies import refuse_malformed_bodies
 from example_trainer.serving.problems import Problem
-from example_trainer.serving.replies import Replies
-from example_trainer.serving.root_cause import how_ended
-from example_trainer.serving.sockets import ServerSockets
-from example_trainer.serving.starting import StartingAnswers
-from example_trainer.serving.state import ServerState
-from example_trainer.serving.unknown_names import list_served_names, tell_unknown_routes
-from example_trainer.serving.vllm_compat import end_engine, engine_processes
-from example_trainer.serving.warmup import warm_up
-from example_trainer.weights.manifest import BridgeManifest, process_start_time, write_manifest
-from example_trainer.weights.token_file import remove_token, write_token
-from example_trainer.weights.versions import SegmentHeader
+from example_trainer.serving.responses import Replies
+from example_trainer.serving.startup import StartingAnswers
+from example_trainer.serving.state import ServerState, warm_up
+from example_trainer.serving.vllm.compat import end_engine, engine_processes, how_ended
+from example_trainer.weight_protocol.manifest import (
+    BridgeManifest,
+    process_start_time,
+    remove_token,
+    write_manifest,
+    write_token,
+)
+from example_trainer.weight_protocol.shm_header import SegmentHeader
+
+_GENERATING = ("/v1/", "/v2/", "/inference/", "/invocations", "/generative_scoring", "/cohere/")
+
+_OPEN = frozenset({"/health", "/readyz", "/ping"})
+
+_LEFT_OUT = {
+    "/scale_elastic_ep": "this server has one engine",
+    "/is_scaling_elastic_ep": "this server has one engine",
+    "/inference/v1/abort_requests": "a client ends its own requests by closing their connections, and nobody else's",
+    "/abort_requests": "a client ends its own requests by closing their connections, and nobody else's",
+}
+"""Routes of vLLM's that are not answered, each with the reason."""
+
+_TAKEN_OVER = {f"/v1/{name}": f"/lora/{name}" for name in ("load_lora_adapter", "unload_lora_adapter")}
+
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Front:
+    """Wraps vLLM's application, which stays as it is.
+
+    Where there are API keys everything but health needs one. vLLM's own routes for adapters are ours: its way of
+    loading in place would read the adapter from its file in every step, and nobody would have to show a token.
+    """
+
+    def __init__(
+        self,
+        app: Application,
+        generate: GenerateHandler,
+        door: AdmissionGate,
+        *,
+        root_path: str,
+        keys: list[bytes],
+        sites: Sites,
+    ) -> None:
+        self._app = app
+        self._generate = generate
+        self._door = door
+        self._root_path = root_path.rstrip("/")
+        self._keys = keys
+        self._sites = sites
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in {"http", "websocket"} or scope.get("method") == "OPTIONS":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(self._root_path)
+        try:
+            if path not in _OPEN:
+                refuse_without_key(scope["headers"], self._keys)
+                self._sites.check(scope.get("method", "POST"), path, scope["headers"])
+            if scope["type"] == "websocket":
+                await self._app(scope, receive, send)
+                return
+            await self._answer(path, scope, receive, send)
+        except Problem as problem:
+            await problem.response()(scope, receive, send)
+
+    async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        posted = scope["method"] == "POST"
+        if path in {"/generate", "/generate/"}:
+            if not posted:
+                raise Problem(405, "method-not-allowed", f"/generate takes POST, not {scope['method']}", allow="POST")
+            await self._generate(scope, receive, send)
+        elif path in _LEFT_OUT:
+            raise Problem(404, "not-served", f"{path} is not answered: {_LEFT_OUT[path]}")
+        elif path in _TAKEN_OVER:
+            await self._app({**scope, "path": self._root_path + _TAKEN_OVER[path]}, receive, send)
+        elif posted and path.startswith(_GENERATING):
+            await self._through_door(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _through_door(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._door.enter()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._door.leave()
+
+
+def with_cors(front: Application, args: Any) -> Application:
+    """Let the pages that vLLM's `--allowed-origins` names read what is answered here too."""
+    if not args.allowed_origins:
+        return front
+    from starlette.middleware.cors import CORSMiddleware
+
+    return CORSMiddleware(
+        front,
+        allow_origins=args.allowed_origins,
+        allow_credentials=args.allow_credentials,
+        allow_methods=args.allowed_methods,
+        allow_headers=args.allowed_headers,
+    )
+
+
+def keys_of(args: Any, *, bridge_token: str) -> list[bytes]:
+    """The keys that vLLM asks for under `/v1`, and the bridge token, which may do more; none where there are none."""
+    from vllm import envs
+
+    keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+    return [key.encode() for key in (*keys, bridge_token)] if keys else []
+
 
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2
+
 _WATCH_SECONDS = 0.5
 
 
@@ -105,7 +214,7 @@ class Serving:
         token = self._config.token(os.environ) or secrets.token_urlsafe(24)
         manifest = await self._share(engine, token) if self._config.shares(os.environ) else None
         await warm_up(engine)
-        door = Door()
+        door = AdmissionGate()
         header = SegmentHeader(Path(manifest.header_path)) if manifest else None
         fence = Fence(engine, door, header=header, awaits_adapter=self._config.awaits_policy(os.environ))
         adapters = self._make_adapters(app, engine, fence)
@@ -118,7 +227,7 @@ class Serving:
             boot_id=self._boot_id,
             bridge_token=token,
             hostname=socket.gethostname(),
-            vllm_version=str(refusals.installed_vllm()),
+            vllm_version=str(startup.installed_vllm()),
             engine=engine,
             fence=fence,
             door=door,
@@ -145,8 +254,8 @@ class Serving:
 
     async def _share(self, engine: EngineAdapter, token: str) -> BridgeManifest:
         model_config = engine.async_llm.model_config
-        refusals.check_quantised_checkpoint(model_config.quantization)
-        refusals.check_shareable(model_config.hf_config.to_dict())
+        startup.check_quantised_checkpoint(model_config.quantization)
+        startup.check_shareable(model_config.hf_config.to_dict())
         told = await engine.call_worker("atropos_share", self._boot_id, model_config.model, model_config.revision)
         if told["unmapped"]:
             listed = "; ".join(told["unmapped"][:3]) + (" ..." if len(told["unmapped"]) > 3 else "")
@@ -162,7 +271,7 @@ class Serving:
             url=self._url(),
             bridge_token=token,
             dtype=str(model_config.dtype).removeprefix("torch."),
-            vllm_version=str(refusals.installed_vllm()),
+            vllm_version=str(startup.installed_vllm()),
             created_at=time.time(),
             **told,
         )

@@ -1,21 +1,36 @@
-"""`/bridge/*`: what a trainer asks and does. Reading is open; changing anything needs the bridge token."""
+"""`/bridge/*`: what a trainer asks and does. Reading is open; changing anything needs the bridge token.
+
+`/bridge/broadcast/*`: weights that arrive over a process group, from a trainer that may be on another host.
+
+A publish to several servers: each receives aside (`receive`), each is paused (`/bridge/publish/begin`), each loads
+(`load`), and each goes on under the new version (`/bridge/publish/end`) or, where one could not load, goes back to the
+old one (`/bridge/publish/abort`). Joining and receiving have names, so that either can be asked for again where its
+answer was lost. A server that has loaded and hears no more of its trainer cannot know whether the
+others have gone on, so it serves nothing until a whole publish reaches it.
+
+`/lora/*`: which adapters are loaded; sending one as tensors, loading one from a directory, and unloading.
+
+`/v1/load_lora_adapter` and `/v1/unload_lora_adapter` end here too: what they load is asked for by its own name.
+"""
 
 from __future__ import annotations
 
-import secrets
+import asyncio
+import logging
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from starlette.responses import Response
 
 from example_trainer.options.publish import InFlight
-from example_trainer.serving.guard import bearer, refuse_foreign_page
+from example_trainer.serving.auth import holds_token, require_token
 from example_trainer.serving.problems import Problem, engine_problems
-from example_trainer.serving.state import ServerState
+from example_trainer.serving.state import ServerState, State
 
 LARGEST_VERSION = 2**63 - 1
 
@@ -45,56 +60,6 @@ class Reload(BaseModel):
     path: str
     version: int = Field(ge=0, le=LARGEST_VERSION)
     drain_seconds: float = Field(0.5, ge=0, le=600)
-
-
-def state_of(request: Request) -> ServerState:
-    state: ServerState = request.app.state.atropos
-    return state
-
-
-State = Annotated[ServerState, Depends(state_of)]
-
-
-def require_token(request: Request, state: State) -> None:
-    """Refuse what comes without the token, or from another site's page."""
-    headers = request.scope["headers"]
-    refuse_foreign_page(headers)
-    if not holds_token(request, state):
-        detail = (
-            "changing weights needs 'Authorization: Bearer <bridge token>': "
-            "bridge_token in the manifest, or what --bridge-token was given"
-        )
-        raise Problem(401, "token-needed", detail)
-
-
-def holds_token(request: Request, state: ServerState) -> bool:
-    return secrets.compare_digest(bearer(request.scope["headers"]), state.bridge_token.encode())
-
-
-class ProblemRoute(APIRoute):
-    """Answers problems and bodies that do not fit by itself: the application's own handlers are vLLM's."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                with engine_problems():
-                    return await handle(request)
-            except Problem as problem:
-                return problem.response()
-            except RequestValidationError as error:
-                return Problem(422, "bad-request", explain_validation(error)).response()
-
-        return answer
-
-
-def explain_validation(error: RequestValidationError) -> str:
-    """All mistakes in a body, each with its field and what was sent."""
-    return "; ".join(
-        f"{'.'.join(map(str, mistake['loc'][1:])) or 'body'}: {mistake['msg']}, got {mistake.get('input')!r}"
-        for mistake in error.errors()
-    )
 
 
 def make_bridge_router() -> APIRouter:
@@ -208,3 +173,216 @@ def _add_switches(router: APIRouter) -> None:
     async def wake_up(state: State) -> dict[str, bool]:
         await state.wake_up()
         return {"is_sleeping": state.sleeping}
+
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.02
+
+
+class Join(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    address: str
+    port: int = Field(ge=1, le=65535)
+    rank: int = Field(ge=1)
+    world_size: int = Field(ge=2)
+    backend: Literal["gloo", "nccl"] = "gloo"
+    group_id: str = Field(min_length=1, max_length=64)
+
+
+class Load(PublishId):
+    version: int = Field(ge=0)
+
+
+class Receive(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    tensors: dict[str, tuple[list[int], str]]
+    transfer_id: str = Field(min_length=1, max_length=64)
+
+
+def make_broadcast_router() -> APIRouter:
+    router = APIRouter(prefix="/bridge/broadcast", tags=["bridge"], route_class=ProblemRoute)
+    guarded = [Depends(require_token)]
+
+    @router.post("/join", dependencies=guarded)
+    async def join(wanted: Join, state: State) -> dict[str, Any]:
+        place = (wanted.address, wanted.port, wanted.rank, wanted.world_size, wanted.backend)
+        return await _exchange(state, "atropos_join_broadcast", wanted.group_id, *place)
+
+    @router.post("/receive", dependencies=guarded)
+    async def receive(wanted: Receive, state: State) -> dict[str, Any]:
+        return await _exchange(state, "atropos_receive_broadcast", wanted.transfer_id, wanted.tensors)
+
+    @router.post("/load", dependencies=guarded)
+    async def load(wanted: Load, state: State) -> dict[str, Any]:
+        state.fence.overwrite(wanted.publish_id, wanted.version, LoadedWeights(state))
+        return await _call(state, "atropos_load_broadcast")
+
+    @router.post("/leave", dependencies=guarded)
+    async def leave(state: State) -> dict[str, Any]:
+        return await _call(state, "atropos_leave_broadcast")
+
+    return router
+
+
+class LoadedWeights:
+    """Implements `Change`: weights that the worker has loaded, with a copy of those before."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def keep(self) -> None:
+        await self._settle(keep=True)
+
+    async def take_back(self) -> bool:
+        return await self._settle(keep=False)
+
+    async def _settle(self, *, keep: bool) -> bool:
+        try:
+            await _call(self._state, "atropos_settle_broadcast", keep)
+        except Problem as problem:
+            logger.warning("%s", problem.detail)
+            return False
+        return True
+
+
+async def _exchange(state: ServerState, method: str, *arguments: object) -> dict[str, Any]:
+    """Begin something that waits for others, and come back when it has ended."""
+    await _call(state, method, *arguments)
+    while True:
+        told = await _call(state, "atropos_broadcast_progress")
+        if not told.get("running"):
+            return told
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _call(state: ServerState, method: str, *arguments: object) -> dict[str, Any]:
+    if state.manifest is not None or state.config.enable_lora:
+        raise Problem(409, "cannot-receive", "a server that shares its weights or serves adapters takes no broadcast")
+    try:
+        return dict(await state.engine.call_worker(method, *arguments))
+    except Exception as error:
+        raise Problem(503, "broadcast-failed", f"the broadcast did not succeed here: {error}", 1) from error
+
+
+_MEBIBYTE = 1 << 20
+
+
+class LoadAdapter(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, validation_alias=AliasChoices("name", "adapter_name"))
+    path: str = Field(validation_alias=AliasChoices("path", "adapter_path"))
+    version: int | None = Field(None, ge=0, le=LARGEST_VERSION)
+    activate: bool = True
+
+
+class LoadByPath(BaseModel):
+    """VLLM's own form; `load_inplace` changes nothing, as a name is never used for two adapters."""
+
+    lora_name: str = Field(min_length=1)
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadByName(BaseModel):
+    """VLLM's own form."""
+
+    lora_name: str
+
+
+class NamedAdapter(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+
+
+def make_lora_router() -> APIRouter:
+    router = APIRouter(prefix="/lora", tags=["lora"], route_class=ProblemRoute)
+    guarded = [Depends(require_token)]
+
+    @router.get("/status")
+    async def status(state: State) -> dict[str, Any]:
+        return state.adapters.status()
+
+    @router.post("/upload", dependencies=guarded)
+    async def upload(
+        request: Request,
+        state: State,
+        version: Annotated[int, Query(ge=0, le=LARGEST_VERSION)],
+        name: Annotated[str | None, Query(min_length=1)] = None,
+        activate: bool = True,
+    ) -> dict[str, Any]:
+        body = await read_limited(request, state.config.max_adapter_bytes)
+        return await state.adapters.upload(name or f"policy-v{version}", body, version, activate=activate)
+
+    @router.post("/load", dependencies=guarded)
+    async def load(wanted: LoadAdapter, state: State) -> dict[str, Any]:
+        return await state.adapters.load(wanted.name, wanted.path, wanted.version, activate=wanted.activate)
+
+    @router.post("/activate", dependencies=guarded)
+    async def activate(wanted: NamedAdapter, state: State) -> dict[str, Any]:
+        return await state.adapters.activate(wanted.name)
+
+    @router.post("/check", dependencies=guarded)
+    async def check(wanted: NamedAdapter, state: State) -> dict[str, Any]:
+        return await state.adapters.check(wanted.name)
+
+    @router.post("/unload", dependencies=guarded)
+    async def unload(wanted: NamedAdapter, state: State) -> dict[str, Any]:
+        return await state.adapters.unload(wanted.name)
+
+    @router.post("/load_lora_adapter", dependencies=guarded, include_in_schema=False)
+    async def load_by_path(wanted: LoadByPath, state: State) -> PlainTextResponse:
+        await state.adapters.load(wanted.lora_name, wanted.lora_path, None, activate=False)
+        return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' added successfully.")
+
+    @router.post("/unload_lora_adapter", dependencies=guarded, include_in_schema=False)
+    async def unload_by_name(wanted: UnloadByName, state: State) -> PlainTextResponse:
+        await state.adapters.unload(wanted.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.")
+
+    return router
+
+
+async def read_limited(request: Request, limit_bytes: int) -> bytes:
+    """The body; refused at its announced length already, and where it grows beyond the limit."""
+    too_large = Problem(
+        413, "body-too-large", f"the adapter has more than {limit_bytes // _MEBIBYTE} MiB; see --max-adapter-mib"
+    )
+    if int(request.headers.get("content-length") or 0) > limit_bytes:
+        raise too_large
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit_bytes:
+            raise too_large
+    return bytes(body)
+
+
+class ProblemRoute(APIRoute):
+    """Answers problems and bodies that do not fit by itself: the application's own handlers are vLLM's."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                with engine_problems():
+                    return await handle(request)
+            except Problem as problem:
+                return problem.response()
+            except RequestValidationError as error:
+                return Problem(422, "bad-request", explain_validation(error)).response()
+
+        return answer
+
+
+def explain_validation(error: RequestValidationError) -> str:
+    """All mistakes in a body, each with its field and what was sent."""
+    return "; ".join(
+        f"{'.'.join(map(str, mistake['loc'][1:])) or 'body'}: {mistake['msg']}, got {mistake.get('input')!r}"
+        for mistake in error.errors()
+    )

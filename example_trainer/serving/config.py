@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from atropos_api.common.cliconfig import load_config_with_rest
-from atropos_api.common.secret_fields import SECRET
+from atropos_api.common.secrets import SECRET
 
 NVIDIA_DEVICE = Path("/dev/nvidia0")
 

@@ -1,14 +1,144 @@
-"""vLLM's `AsyncLLM` as the rest of this package sees it: one call for each thing, private names kept in here."""
+"""The text of an output whose prompt ends inside a character, as one cut off at a length does.
+
+vLLM starts the decoding of an output's tokens from the prompt's. Where those end inside a character all of the
+prompt's text is still to come, so it came with the first token, and stop strings were found in it. Here the decoding
+starts from the prompt's complete characters.
+
+What every request has to keep to, whichever of the routes it came by: checked where vLLM takes it in.
+
+Some requests vLLM takes and then answers wrongly or with 500: here they are refused with the reason, as mistakes of the
+client's. And a request that cannot be passed on to the engine leaves nothing behind.
+
+vLLM's `AsyncLLM` as the rest of this package sees it: one call for each thing, private names kept in here.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
-from example_trainer.serving import admission, prompt_ends
-from example_trainer.serving.fence import Counters
+_INSTALLED = "atropos_installed"
+
+_INCOMPLETE = "�"
+
+_LOOK_BACK = 8
+"""Tokens decoded to see how the prompt ends."""
+
+_LONGEST_CHARACTER = 4
+"""Bytes, each of which may be a token of its own."""
+
+
+def install() -> None:
+    """Wrap vLLM's decoding of outputs, once a process."""
+    from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+
+    if hasattr(FastIncrementalDetokenizer, _INSTALLED):
+        return
+    setattr(FastIncrementalDetokenizer, _INSTALLED, True)
+    FastIncrementalDetokenizer.__init__ = _from_complete_characters(FastIncrementalDetokenizer.__init__)
+
+
+def _from_complete_characters(make: Any) -> Any:
+    def making(detokenizer: Any, tokenizer: Any, request: Any) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        make(detokenizer, tokenizer, request)
+        prompt = request.prompt_token_ids or []
+        complete = complete_characters(detokenizer.tokenizer, prompt)
+        if len(complete) < len(prompt):
+            detokenizer.stream = DecodeStream(ids=complete, skip_special_tokens=detokenizer.skip_special_tokens)
+
+    return making
+
+
+def complete_characters(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """The tokens without those of a character begun at their end; none if they end in bytes that are no text at all."""
+    for end in range(len(tokens), max(0, len(tokens) - _LONGEST_CHARACTER), -1):
+        if not tokenizer.decode(tokens[max(0, end - _LOOK_BACK) : end]).endswith(_INCOMPLETE):
+            return tokens[:end]
+    return []
+
+
+def check_sampling(params: Any, vocabulary: int) -> None:
+    """Refuse sampling parameters that leave an output without a seed or without any token to sample."""
+    from vllm.exceptions import VLLMValidationError
+
+    if params.seed is not None and params.n > 1 and params.seed <= -1 < params.seed + params.n:
+        raise VLLMValidationError(
+            f"seed: with {params.seed} one of the {params.n} outputs would have the seed -1, which means none; "
+            "use seeds from 0"
+        )
+    if leaves_nothing(params, vocabulary):
+        raise VLLMValidationError(
+            "allowed_token_ids, bad_words and the stop tokens that min_tokens forbids leave no token to sample"
+        )
+
+
+def leaves_nothing(params: Any, vocabulary: int) -> bool:
+    """Whether no token may come first. What only becomes impossible later shows in the answer."""
+    forbidden = {ids[0] for ids in params.bad_words_token_ids or () if len(ids) == 1}
+    if params.min_tokens and params.structured_outputs is None:
+        forbidden |= params.all_stop_token_ids
+    if params.allowed_token_ids is not None:
+        return forbidden.issuperset(params.allowed_token_ids)
+    return len(forbidden) >= vocabulary
+
+
+def refuse_what_cannot_be_sent(async_llm: Any) -> None:
+    """Tell the client of integers beyond 64 bits and of half characters, and forget the request that has them.
+
+    vLLM notes a request before it packs it for the engine, and would keep the note, with its adapter, for ever.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    send = async_llm.engine_core.add_request_async
+    add = async_llm._add_request  # noqa: SLF001  where vLLM has noted a request and not yet sent it
+
+    async def sending(request: Any) -> None:
+        try:
+            await send(request)
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise VLLMValidationError(f"the request holds what cannot be passed on: {error}") from error
+
+    async def adding(request: Any, *args: Any) -> None:
+        try:
+            await add(request, *args)
+        except BaseException:
+            with suppress(UnicodeEncodeError):  # a request of such a name is forgotten here, and was never sent
+                await async_llm.abort(request.request_id, internal=True)
+            raise
+
+    async_llm.engine_core.add_request_async = sending
+    async_llm._add_request = adding  # noqa: SLF001
+
+
+def blame_impossible_grammars(async_llm: Any) -> None:
+    """Where guided decoding fails, the grammar is at fault and not the server."""
+    generate = async_llm.generate
+
+    def generating(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        outputs: AsyncIterator[Any] = generate(prompt, sampling_params, *args, **kwargs)
+        return outputs if sampling_params.structured_outputs is None else _without_errors(outputs)
+
+    async_llm.generate = generating
+
+
+async def _without_errors(outputs: Any) -> AsyncIterator[Any]:
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        async for told in outputs:
+            if any(output.finish_reason == "error" for output in told.outputs):
+                raise VLLMValidationError(
+                    "structured_outputs: the grammar does not compile, or nothing satisfies it together with the other "
+                    "limits of the request"
+                )
+            yield told
+    finally:
+        await outputs.aclose()
 
 
 class EngineAdapter:
@@ -20,10 +150,10 @@ class EngineAdapter:
         self.serves_adapter: Callable[[str], bool] = lambda _: True
         """Whether an adapter of this name may be given to a new request."""
         self._numbers = itertools.count()
-        prompt_ends.install()
+        install()
         self._admit_everything()
-        admission.refuse_what_cannot_be_sent(async_llm)
-        admission.blame_impossible_grammars(async_llm)
+        refuse_what_cannot_be_sent(async_llm)
+        blame_impossible_grammars(async_llm)
 
     @property
     def most_characters(self) -> int:
@@ -104,7 +234,7 @@ class EngineAdapter:
             except (OverflowError, UnicodeEncodeError, TypeError) as error:
                 raise VLLMValidationError(f"the request holds what is no text or number: {error}") from error
             if request.sampling_params is not None:
-                admission.check_sampling(request.sampling_params, vocabulary)
+                check_sampling(request.sampling_params, vocabulary)
             adapter = request.lora_request
             if adapter is not None and not self.serves_adapter(adapter.lora_name):
                 raise VLLMValidationError(f"model: adapter {adapter.lora_name!r} is not served any more; ask again")
@@ -113,3 +243,6 @@ class EngineAdapter:
             return request
 
         processor.process_inputs = admit
+
+
+Counters = dict[str, int]

@@ -1,4 +1,9 @@
-"""The fence around a change of weights: no token is ever sampled from a mixture of two versions.
+"""The door that every request for tokens passes: it can be open, closed for a moment, or refuse.
+
+While it is closed requests wait outside, so that a publish finds only those already running. The door counts who is
+inside; "drained" means that nobody is.
+
+The fence around a change of weights: no token is ever sampled from a mixture of two versions.
 
 A publish closes the door, gives running requests a moment to end, pauses the rest and drops what they have computed;
 then the trainer writes, and the end of the publish stamps the new version, resumes and opens the door. The pause is a
@@ -19,14 +24,66 @@ from typing import Protocol
 
 from example_trainer.options.publish import InFlight
 from example_trainer.serving import problems
-from example_trainer.serving.door import Door
+from example_trainer.serving.engine import Counters
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.publish import Answer, Change, Lease, PastPublishes, Publish, lapsed
-from example_trainer.weights.versions import NO_VERSION, PolicyVersion, SegmentHeader
+from example_trainer.weight_protocol.shm_header import NO_VERSION, PolicyVersion, SegmentHeader
+
+
+class AdmissionGate:
+    """Counts the requests inside and holds back those outside. All calls come from one event loop."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self._closed = False
+        self._refusal: Problem | None = None
+        self._changed = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def enter(self) -> None:
+        """Go in, after waiting for a closed door; raises the refusal if there is one. Pair with `leave`."""
+        self.check()
+        while self._closed:
+            await self._changed.wait()
+            self.check()
+        self.inside += 1
+        self._empty.clear()
+
+    def check(self) -> None:
+        """Raise the refusal, if there is one. A door that is closed for a moment refuses nobody."""
+        if self._refusal is not None:
+            raise self._refusal
+
+    def leave(self) -> None:
+        self.inside -= 1
+        if self.inside == 0:
+            self._empty.set()
+
+    def open(self) -> None:
+        self._set(closed=False, refusal=None)
+
+    def close(self) -> None:
+        self._set(closed=True, refusal=None)
+
+    def refuse(self, refusal: Problem) -> None:
+        self._set(closed=True, refusal=refusal)
+
+    async def wait_until_empty(self, limit_seconds: float | None) -> bool:
+        """Whether everybody had left within the limit (None: wait as long as it takes)."""
+        try:
+            await asyncio.wait_for(self._empty.wait(), limit_seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def _set(self, *, closed: bool, refusal: Problem | None) -> None:
+        self._closed, self._refusal = closed, refusal
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
 
 logger = logging.getLogger(__name__)
-
-Counters = dict[str, int]
 
 
 class Engine(Protocol):
@@ -49,7 +106,7 @@ class Fence:
     """Which version is served and whether anything may be. `header` is None where no weights are shared."""
 
     def __init__(
-        self, engine: Engine, door: Door, *, header: SegmentHeader | None, awaits_adapter: bool = False
+        self, engine: Engine, door: AdmissionGate, *, header: SegmentHeader | None, awaits_adapter: bool = False
     ) -> None:
         self._engine = engine
         self._door = door

@@ -25,8 +25,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from example_trainer.serving.sockets import BEGUN_ANSWERS_SECONDS, DONE, ServerSockets
-from example_trainer.serving.starting import StartingAnswers
+from example_trainer.processes.ports import BEGUN_ANSWERS_SECONDS, DONE, ServerSockets
+from example_trainer.serving.startup import StartingAnswers
 
 logger = logging.getLogger(__name__)
 

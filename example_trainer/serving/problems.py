@@ -1,4 +1,11 @@
-"""Errors as the server's clients see them: problem+json with a stable type, the reason and what to do."""
+"""Errors as the server's clients see them: problem+json with a stable type, the reason and what to do.
+
+What is said of a model or a route that is not served: the names of those that are.
+
+Bodies that vLLM's own checks stumble over: mistakes of the client, which vLLM answers as errors of the server.
+
+A number where `structured_outputs` takes an object, for one: the check of the body raises another error than checks do.
+"""
 
 from __future__ import annotations
 

@@ -16,18 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atropos_api.common.logs import setup_logging
+from example_trainer.errors import CannotServe
+from example_trainer.processes.ports import ServerSockets, open_sockets
 from example_trainer.serving.config import ServerConfig, prepare_environment, read_config, vllm_arguments
-from example_trainer.serving.errors import CannotServe
-from example_trainer.serving.refusals import check_start
-from example_trainer.serving.root_cause import ask_for_cause, one_line, read_cause
-from example_trainer.serving.sockets import ServerSockets, open_sockets
-from example_trainer.serving.starting import StartingAnswers
-from example_trainer.weights.manifest import remove_manifest
-from example_trainer.weights.versions import remove_shared_files, sweep_stale_files
+from example_trainer.serving.startup import StartingAnswers, check_start
+from example_trainer.serving.vllm.compat import ask_for_cause, one_line, read_cause
+from example_trainer.weight_protocol.manifest import remove_manifest
+from example_trainer.weight_protocol.shm_header import remove_shared_files, sweep_stale_files
 
 logger = logging.getLogger(__name__)
 
-WORKER_EXTENSION = "example_trainer.serving.worker_extension.SharedWeightsWorker"
+WORKER_EXTENSION = "example_trainer.serving.vllm.worker.SharedWeightsWorker"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -69,22 +68,22 @@ def _serve(
     gc.disable()  # a fifth of the time the imports take; what they make stays for good
     import uvloop
 
-    from example_trainer.serving import vllm_compat
+    from example_trainer.serving.vllm import compat
 
-    on_cpu = vllm_compat.on_cpu()
-    args = vllm_compat.parse_arguments(vllm_arguments(config, rest, on_cpu=on_cpu))
+    on_cpu = compat.on_cpu()
+    args = compat.parse_arguments(vllm_arguments(config, rest, on_cpu=on_cpu))
     if args.worker_extension_cls:
         raise CannotServe(
             f"--worker-extension-cls {args.worker_extension_cls}: the server needs that place for its own"
         )
     args.worker_extension_cls = WORKER_EXTENSION
-    vllm_compat.check_internals()
+    compat.check_internals()
     if config.enable_lora:
-        vllm_compat.leave_out_launch_overlap_on_blackwell()
+        compat.leave_out_launch_overlap_on_blackwell()
     if on_cpu:
-        vllm_compat.import_for_fork()
-        vllm_compat.inspect_models_here()
-        vllm_compat.fork_engine_core()
+        compat.import_for_fork()
+        compat.inspect_models_here()
+        compat.fork_engine_core()
 
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -96,7 +95,7 @@ def _serve(
     logger.info("imports took %.1f s", time.monotonic() - began)
     serving = Serving(config, sockets, starting, boot_id=boot_id)
     entry.serve_http = serving.serve
-    vllm_compat.use_socket(sockets.listening)
+    compat.use_socket(sockets.listening)
     try:
         uvloop.run(entry.run_server(args))
     except (ValueError, OSError, RuntimeError, EngineDeadError) as error:

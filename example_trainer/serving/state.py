@@ -1,4 +1,7 @@
-"""What the running server knows about itself, shared by all routes through `app.state.atropos`."""
+"""What the running server knows about itself, shared by all routes through `app.state.atropos`.
+
+The first batches of an engine are slow; they are run before the server says that it is healthy.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,23 @@ import time
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from atropos_api.common.vocabulary import fingerprint
+from fastapi import Depends, Request
+
+from atropos_api.common.identity import fingerprint
 from example_trainer.serving import problems
 from example_trainer.serving.adapters import Adapters
 from example_trainer.serving.checkpoint_shapes import CheckpointUnreadable, Shapes, check_replacement
 from example_trainer.serving.config import SHARING_HOW_TO, ServerConfig
-from example_trainer.serving.door import Door
 from example_trainer.serving.engine import EngineAdapter
-from example_trainer.serving.fence import Fence
+from example_trainer.serving.fence import AdmissionGate, Fence
 from example_trainer.serving.problems import Problem
-from example_trainer.serving.warmup import sample_tokens
-from example_trainer.weights.manifest import BridgeManifest
-from example_trainer.weights.versions import PolicyVersion
+from example_trainer.weight_protocol.manifest import BridgeManifest
+from example_trainer.weight_protocol.shm_header import PolicyVersion
 
 _PROOF_SECONDS = 30.0
+
 _RELOAD_SECONDS = 600.0
 
 
@@ -37,7 +41,7 @@ class ServerState:
     vllm_version: str
     engine: EngineAdapter
     fence: Fence
-    door: Door
+    door: AdmissionGate
     adapters: Adapters
     manifest: BridgeManifest | None = None
     manifest_path: Path | None = None
@@ -167,3 +171,36 @@ class ServerState:
             await self.engine.async_llm.wake_up()
             self.sleeping = False
             await self.fence.release()
+
+
+_SEQUENCES = 32
+
+_TOKENS = 8
+
+
+async def warm_up(engine: EngineAdapter) -> None:
+    """Decode a few tokens for many sequences, sampled with logprobs as training requests are."""
+    model_config = engine.async_llm.model_config
+    vocabulary = model_config.get_vocab_size()
+    tokens = max(1, min(_TOKENS, model_config.max_model_len - 2))
+    await asyncio.gather(*(sample_tokens(engine, [number % vocabulary], tokens) for number in range(_SEQUENCES)))
+
+
+async def sample_tokens(engine: EngineAdapter, prompt: list[int], count: int) -> None:
+    """Have the engine sample `count` tokens and throw them away."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        max_tokens=count, logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, ignore_eos=True
+    )
+    async for _ in engine.generate(prompt, params):
+        pass
+
+
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.atropos
+    return state
+
+
+State = Annotated[ServerState, Depends(state_of)]

@@ -1,12 +1,36 @@
-"""An engine without vLLM, for tests of the fence and of what stands behind it."""
+"""An engine without vLLM, for tests of the fence and of what stands behind it.
+
+A server without vLLM, for tests of starting, replacing and stopping servers.
+
+`python -m example_trainer.serving.testing` takes flags of the inference server and answers its policy version on
+every route. How it listens, loads, takes over, hands over and ends is the inference server's own code.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-from collections.abc import Callable
+import hashlib
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
 
-from example_trainer.serving.fence import Counters
-from example_trainer.serving.replies import UNLABELLED
+import uvicorn
+
+from example_trainer.errors import CannotServe
+from example_trainer.processes.ports import ServerSockets, open_sockets
+from example_trainer.serving import problems
+from example_trainer.serving.engine import Counters
+from example_trainer.serving.fence import AdmissionGate
+from example_trainer.serving.handover import HandoverServer, hand_over, take_over
+from example_trainer.serving.problems import Problem
+from example_trainer.serving.responses import UNLABELLED
+from example_trainer.serving.startup import StartingAnswers
 
 Spans = list[list[int | None]]
 
@@ -79,3 +103,114 @@ class StubEngine:
 
     def _counters(self) -> Counters:
         return {"generated_tokens_total": self.generated_tokens, "recomputed_tokens_total": 0}
+
+
+Scope = MutableMapping[str, Any]
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_PIECES = 5
+
+
+class VersionServer:
+    """Answers its version: at once, after a while as if it decoded, or in a stream of pieces."""
+
+    def __init__(self, version: int | None, *, answer_seconds: float) -> None:
+        self.door = AdmissionGate()
+        self._answer_seconds = answer_seconds
+        self._told = {"policy_version": version, "boot_id": secrets.token_hex(8), "model": "m", "max_model_len": 64}
+        self._told["lora"] = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["method"] in {"GET", "HEAD"}:
+                await _answer(send, [self._told])
+                return
+            body = await _read_body(receive)
+            told = self._told | {"digest": hashlib.blake2b(body, digest_size=16).hexdigest()}
+            await self.door.enter()
+            try:
+                await self._decode(json.loads(body), told, send)
+            finally:
+                self.door.leave()
+        except Problem as problem:
+            await problem.response()(scope, receive, send)
+
+    async def _decode(self, asked: dict[str, Any], told: dict[str, Any], send: Send) -> None:
+        if not asked.get("stream"):
+            await asyncio.sleep(asked.get("seconds", self._answer_seconds))
+            await _answer(send, [told])
+            return
+        await _answer(send, [told], more=True)
+        for _ in range(_PIECES):
+            await asyncio.sleep(asked.get("seconds", self._answer_seconds) / _PIECES)
+            await send({"type": "http.response.body", "body": json.dumps(told).encode() + b"\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _read_body(receive: Receive) -> bytes:
+    body = b""
+    more = True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
+
+
+async def _answer(send: Send, lines: Sequence[dict[str, Any]], *, more: bool = False) -> None:
+    body = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    length = [] if more else [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": length})
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def serve(app: VersionServer, sockets: ServerSockets, starting: StartingAnswers | None, drain: float) -> None:
+    """Serve until told to stop, then hand over or end."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+    config.load()
+    server = HandoverServer(config)
+    arrived = await take_over(sockets, starting, stop)
+    if arrived is None:
+        return
+    server.arrived = arrived
+    serving = asyncio.ensure_future(server.serve(sockets=[sockets.listening]))
+    await stop.wait()
+    server.stop_accepting()
+    app.door.close()
+    if sockets.successor is not None:
+        connections = server.server_state.connections
+        await hand_over(connections, sockets.successor, drain_seconds=drain, is_drained=lambda: app.door.inside == 0)
+    app.door.refuse(problems.stopping())
+    await app.door.wait_until_empty(drain)
+    server.should_exit = True
+    await serving
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--policy-version", type=int)
+    parser.add_argument("--drain-seconds", type=float, default=0.0)
+    parser.add_argument("--load-seconds", type=float, default=0.0)
+    parser.add_argument("--answer-seconds", type=float, default=0.05)
+    given, _ = parser.parse_known_args(argv)
+    try:
+        sockets = open_sockets(given.host, given.port, os.environ)
+    except CannotServe as error:
+        sys.stderr.write(f"testing_server: error: {error}\n")
+        return 2
+    starting = StartingAnswers(sockets.listening) if sockets.predecessor is None else None
+    time.sleep(given.load_seconds)
+    app = VersionServer(given.policy_version, answer_seconds=given.answer_seconds)
+    asyncio.run(serve(app, sockets, starting, given.drain_seconds))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

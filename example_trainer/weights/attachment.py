@@ -16,20 +16,19 @@ from urllib.parse import urlsplit
 
 import torch
 
-from example_trainer.model import Policy
-from example_trainer.weights.errors import CannotShare, ProofFailed, ServerRefused, ServerUnavailable
-from example_trainer.weights.manifest import (
+from example_trainer.errors import CannotShare, ProofFailed, ServerRefused, ServerUnavailable
+from example_trainer.modeling.policy import Policy
+from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, check_host, wait_for
+from example_trainer.weight_protocol.manifest import (
     BridgeManifest,
     ManifestMissing,
     ManifestStale,
     find_manifest,
     load_manifest,
 )
-from example_trainer.weights.segment import make_segment
-from example_trainer.weights.server_client import ServerClient, ServerInfo
+from example_trainer.weight_protocol.segment import make_segment
+from example_trainer.weight_protocol.shm_header import NO_VERSION, SegmentHeader
 from example_trainer.weights.tensor_map import map_parameters
-from example_trainer.weights.versions import NO_VERSION, SegmentHeader
-from example_trainer.weights.waiting import NotYet, check_host, wait_for
 
 logger = logging.getLogger(__name__)
 

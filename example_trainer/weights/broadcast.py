@@ -21,20 +21,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from example_trainer.errors import PublishFailed
-from example_trainer.model import Policy, PolicyOptions, load_policy
+from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.policy import Policy
 from example_trainer.options.publish import InFlight
-from example_trainer.running.ports import free_port
-from example_trainer.weights.bridge import PublishReport, WeightBridge
-from example_trainer.weights.broadcast_group import Backend, BroadcastGroup, Rendezvous, describe
-from example_trainer.weights.budget import SyncBudget
-from example_trainer.weights.errors import ProofFailed, ServerRefused, ServerUnavailable
-from example_trainer.weights.open_publish import begin_after_others
-from example_trainer.weights.proof import Difference, prove
-from example_trainer.weights.server_client import Fence, ServerClient, ServerInfo
-from example_trainer.weights.sync_check import SyncCheck
-from example_trainer.weights.token_file import read_token
-from example_trainer.weights.waiting import NotYet, check_host, wait_for
+from example_trainer.processes.ports import free_port
+from example_trainer.weight_protocol.broadcast_group import Backend, BroadcastGroup, Rendezvous, describe
+from example_trainer.weight_protocol.client import Fence, NotYet, ServerClient, ServerInfo, check_host, wait_for
+from example_trainer.weight_protocol.manifest import read_token
+from example_trainer.weights.base import PublishReport, SyncBudget, SyncCheck, WeightBridge
+from example_trainer.weights.logprob_parity import Difference, prove
+from example_trainer.weights.shared_vllm import begin_after_others
 
 logger = logging.getLogger(__name__)
 

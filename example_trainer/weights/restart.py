@@ -20,16 +20,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from example_trainer.errors import PublishFailed
-from example_trainer.model import Policy, PolicyOptions, load_policy
+from example_trainer.errors import PublishFailed, ServerExited, ServerRefused, ServerUnavailable, WaitTimedOut
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.policy import Policy
 from example_trainer.vllm_manager import VllmManager, VllmOptions
-from example_trainer.weights.adapter_payload import AdapterPayload
-from example_trainer.weights.bridge import PublishReport, WeightBridge
-from example_trainer.weights.errors import ServerExited, ServerRefused, ServerUnavailable, WaitTimedOut
-from example_trainer.weights.foreign import write_adapter
-from example_trainer.weights.proof import Difference, prove
-from example_trainer.weights.server_client import ServerClient, ServerInfo
-from example_trainer.weights.sync_check import SyncCheck
+from example_trainer.weight_protocol.adapter_payload import AdapterPayload
+from example_trainer.weight_protocol.client import ServerClient, ServerInfo
+from example_trainer.weights.adapter_target import write_adapter
+from example_trainer.weights.base import PublishReport, SyncCheck, WeightBridge
+from example_trainer.weights.logprob_parity import Difference, prove
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from example_trainer.weights.checkpoint_names import checkpoint_names, merged_parameters
-from example_trainer.weights.errors import CannotShare
-from example_trainer.weights.layout import Piece, TensorMap
+from example_trainer.errors import CannotShare
+from example_trainer.modeling.loading import checkpoint_names, merged_parameters
+from example_trainer.weight_protocol.shm_header import Piece, TensorMap
 
 if TYPE_CHECKING:
-    from example_trainer.weights.manifest import BridgeManifest
+    from example_trainer.weight_protocol.manifest import BridgeManifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,15 @@
-"""A stand-in for the vLLM server, for tests: its shared tensors, its fence and bridge protocol, without vLLM.
+"""Weights laid out as vLLM lays them out, for the stand-in server: fused, padded and transposed, each piece traced.
+
+A stand-in for the vLLM server, for tests: its shared tensors, its fence and bridge protocol, without vLLM.
 
 Weights are laid out as vLLM lays them out (fused qkv and gate_up, padded vocabulary, transposed
 Conv1D) in a real shared-memory segment, and logprobs come from a Hugging Face forward that reads
 them there, so that a wrong slice or a torn write shows as it would with the real server. The fence
 is the server's own, over an engine that decodes step by step: leases, lapses and aborts are real.
+
+A bridge to nowhere: loads the policy and serves it to nobody.
+
+For training on recorded batches and for tests of the loop, where no server is in sight.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,19 +29,64 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from example_trainer.model import PolicyOptions, load_policy
-from example_trainer.serving.door import Door
-from example_trainer.serving.fence import Fence
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.policy import Policy
+from example_trainer.serving.fence import AdmissionGate, Fence
 from example_trainer.serving.problems import PROBLEM_PREFIX, Problem
 from example_trainer.serving.testing import StubEngine
-from example_trainer.weights.layout import ParamMapping
-from example_trainer.weights.manifest import BridgeManifest, process_start_time, write_manifest
-from example_trainer.weights.segment import PosixSegment
+from example_trainer.weight_protocol.manifest import BridgeManifest, process_start_time, write_manifest
+from example_trainer.weight_protocol.segment import PosixSegment
+from example_trainer.weight_protocol.shm_header import ParamMapping, Piece, SegmentHeader, SharedFile, TensorMap
+from example_trainer.weights.base import PublishReport, WeightBridge
 from example_trainer.weights.tensor_map import map_parameters
-from example_trainer.weights.testing_layout import lay_out_as_vllm, trace
-from example_trainer.weights.versions import SegmentHeader, SharedFile
+
+_FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
+
+_VOCABULARY_PADDING = 64
+
+
+def lay_out_as_vllm(
+    weights: Mapping[str, torch.Tensor], transposed: set[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, tuple[str, int]]]:
+    """The parameters as vLLM has them, and for each checkpoint tensor the parameter and row where it begins."""
+    gathered: dict[str, list[torch.Tensor]] = {}
+    sources: dict[str, tuple[str, int]] = {}
+    for name, weight in weights.items():
+        parameter = name
+        for fused, parts in _FUSED:
+            for part in parts:
+                parameter = parameter.replace(part, fused)
+        rows = gathered.setdefault(parameter, [])
+        sources[name] = (parameter, sum(len(row) for row in rows))
+        rows.append(weight.t().contiguous() if name in transposed else weight)
+    parameters = {name: torch.cat(rows) for name, rows in gathered.items()}
+    vocabulary = {name for name in parameters if name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight"))}
+    parameters.update({name: _pad_rows(parameters[name]) for name in vocabulary})
+    return parameters, sources
+
+
+def _pad_rows(weight: torch.Tensor) -> torch.Tensor:
+    missing = -len(weight) % _VOCABULARY_PADDING
+    return torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])])
+
+
+def trace(weight: torch.Tensor, offset: int, stride: tuple[int, ...], first_row: int, transposed: bool) -> TensorMap:
+    source = weight.t() if transposed else weight
+    piece = Piece(
+        storage="0",
+        offset=offset + first_row * stride[0],
+        shape=list(source.shape),
+        stride=list(stride),
+        source_offset=0,
+        source_shape=list(source.shape),
+        source_stride=list(source.stride()),
+    )
+    return TensorMap(pieces=[piece], shape=list(weight.shape), dtype=str(weight.dtype).removeprefix("torch."))
+
 
 Moment = Literal["request", "answer"]
+
 T = TypeVar("T")
 
 WHOLE_OUTPUT = 1 << 20
@@ -98,7 +149,7 @@ class FakeServer:
         storages = {storage.id: self._segment.attach(storage.handle) for storage in self.manifest.storages}
         self._model.attach(map_parameters(self._model.module, self.manifest, storages), forwards_from_masters=False)
         self._thread = LoopThread()
-        self._door = Door()
+        self._door = AdmissionGate()
         self.engine, self.fence = self._thread.call(self._make_fence(step_tokens, step_seconds))
 
     @property
@@ -324,3 +375,30 @@ def served_fake(model: Path, manifest_dir: Path, **settings: Any) -> Iterator[Se
         yield served
     finally:
         served.close()
+
+
+class LocalBridge(WeightBridge):
+    """Implements `WeightBridge` without a server; a publish only counts."""
+
+    def __init__(self, options: PolicyOptions) -> None:
+        self._options = options
+        self.published_versions: list[int] = []
+
+    def prepare(self) -> Policy:
+        return load_policy(self._options)
+
+    def publish(self, version: int) -> PublishReport:
+        self.published_versions.append(version)
+        return PublishReport(version=version, seconds=0.0)
+
+    def highest_version(self) -> int:
+        return max(self.published_versions, default=0)
+
+    def should_publish(self, steps_since_publish: int) -> bool:
+        return steps_since_publish > 0
+
+    def needs_publish(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        return None

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from example_trainer.running.process_tree import is_alive, wait_until
+from example_trainer.processes.tree import is_alive, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDIN_LAUNCHER = Path(__file__).with_name("launch_standins.py")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from atropos_api.common.cliconfig import run_cli
+from example_trainer.launcher.launch import plan_launch
+from example_trainer.launcher.plan import Programs
+from example_trainer.launcher.run_file import read_settings
 from example_trainer.run import carry_out
-from example_trainer.running.launcher import plan_launch
-from example_trainer.running.plan import Programs
-from example_trainer.running.run_file import read_settings
 
 STANDINS = str(Path(__file__).with_name("standins.py"))
 

@@ -22,11 +22,11 @@ from typing import Any
 import psutil
 import pytest
 
-from example_trainer.running.leftovers import SHARED_MEMORY, mapped_files
-from example_trainer.running.process_tree import is_alive, wait_until
-from example_trainer.weights.manifest import load_manifest
-from example_trainer.weights.server_client import ServerClient
-from example_trainer.weights.versions import SegmentHeader
+from example_trainer.processes.cleanup import SHARED_MEMORY, mapped_files
+from example_trainer.processes.tree import is_alive, wait_until
+from example_trainer.weight_protocol.client import ServerClient
+from example_trainer.weight_protocol.manifest import load_manifest
+from example_trainer.weight_protocol.shm_header import SegmentHeader
 
 from .conftest import Launched
 

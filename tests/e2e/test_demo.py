@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from example_trainer.running.process_tree import is_alive, wait_until
+from example_trainer.processes.tree import is_alive, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "configs/demo.yaml")

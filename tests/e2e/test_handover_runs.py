@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from example_trainer.running.process_tree import wait_until
+from example_trainer.processes.tree import wait_until
 from tests.integration.weights.plain_clients import PlainClients
 
 STEPS = int(os.environ.get("ATROPOS_HANDOVER_STEPS", "0"))

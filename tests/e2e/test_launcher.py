@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from example_trainer.running.ports import free_port
-from example_trainer.running.process_tree import wait_until
+from example_trainer.processes.ports import free_port
+from example_trainer.processes.tree import wait_until
 
 LIMIT_SECONDS = 10.0
 RESTART_SECONDS = 30.0

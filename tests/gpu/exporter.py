@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import torch
 
-from example_trainer.weights.segment import make_segment
+from example_trainer.weight_protocol.segment import make_segment
 
 ROWS = 8
 

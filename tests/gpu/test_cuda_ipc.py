@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from example_trainer.weights.segment import make_segment
+from example_trainer.weight_protocol.segment import make_segment
 from example_trainer.weights.tensor_map import Place, view_at
 
 SMALL = (2, 256, 512)

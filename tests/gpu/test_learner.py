@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from example_trainer.model import Policy, PolicyOptions, Sharding
-from example_trainer.objective.attention import install
-from example_trainer.objective.logprobs import head_of, token_logprobs
-from example_trainer.objective.packing import Row, forward_hidden, pack_rows
+from example_trainer.modeling.attention import install
+from example_trainer.modeling.loading import PolicyOptions, Sharding
+from example_trainer.modeling.logprobs import head_of, token_logprobs
+from example_trainer.modeling.micro_batches import Row, forward_hidden, pack_rows
+from example_trainer.modeling.policy import Policy
 
 TOKEN_BUDGET = 16_384
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}

@@ -19,9 +19,9 @@ import httpx
 import psutil
 import pytest
 
-from example_trainer.running.leftovers import SHARED_MEMORY, mapped_files
-from example_trainer.weights.manifest import BridgeManifest, load_manifest
-from example_trainer.weights.versions import SegmentHeader
+from example_trainer.processes.cleanup import SHARED_MEMORY, mapped_files
+from example_trainer.weight_protocol.manifest import BridgeManifest, load_manifest
+from example_trainer.weight_protocol.shm_header import SegmentHeader
 
 from . import publishing
 
@@ -232,7 +232,7 @@ class VllmServer:
 def attach(manifest: BridgeManifest) -> dict[str, Any]:
     import torch
 
-    from example_trainer.weights.segment import make_segment
+    from example_trainer.weight_protocol.segment import make_segment
 
     segment = make_segment(manifest.device)
     storages = {storage.id: segment.attach(storage.handle) for storage in manifest.storages}

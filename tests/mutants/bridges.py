@@ -4,36 +4,35 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-_FOLDER = "example_trainer/weights/"
-_SHARED = f"{_FOLDER}shared.py"
-_ATTACHMENT = f"{_FOLDER}attachment.py"
-_PROOF = f"{_FOLDER}proof.py"
-_MANIFEST = f"{_FOLDER}manifest.py"
-_TOKEN = f"{_FOLDER}token_file.py"
-_VERSIONS = f"{_FOLDER}versions.py"
-_SEGMENT = f"{_FOLDER}segment.py"
-_MAP = f"{_FOLDER}tensor_map.py"
-_HOTSWAP = f"{_FOLDER}lora_hotswap.py"
-_SWAPPABLE = f"{_FOLDER}swappable.py"
-_PAYLOAD = f"{_FOLDER}adapter_payload.py"
-_FOREIGN = f"{_FOLDER}foreign.py"
-_RESTART = f"{_FOLDER}restart.py"
-_BROADCAST = f"{_FOLDER}broadcast.py"
-_BUDGET = f"{_FOLDER}budget.py"
+_SHARED = "example_trainer/weights/shared_vllm.py"
+_ATTACHMENT = "example_trainer/weights/attachment.py"
+_PROOF = "example_trainer/weights/logprob_parity.py"
+_MANIFEST = "example_trainer/weight_protocol/manifest.py"
+_TOKEN = "example_trainer/weight_protocol/manifest.py"
+_VERSIONS = "example_trainer/weight_protocol/shm_header.py"
+_SEGMENT = "example_trainer/weight_protocol/segment.py"
+_MAP = "example_trainer/weights/tensor_map.py"
+_HOTSWAP = "example_trainer/weights/lora_only.py"
+_SWAPPABLE = "example_trainer/weights/adapter_target.py"
+_PAYLOAD = "example_trainer/weight_protocol/adapter_payload.py"
+_FOREIGN = "example_trainer/weights/adapter_target.py"
+_RESTART = "example_trainer/weights/restart.py"
+_BROADCAST = "example_trainer/weights/broadcast.py"
+_BUDGET = "example_trainer/weights/base.py"
 
-_PUBLISHED = "unit/weights/test_shared_bridge.py::test_"
+_PUBLISHED = "unit/weights/test_shared_vllm.py::test_"
 _IN_PLACE = "unit/weights/test_served_masters.py::test_"
 _ATTACHED = "unit/weights/test_attachment.py::test_"
-_PROVEN = "unit/weights/test_proof.py::test_"
+_PROVEN = "unit/weights/test_logprob_parity.py::test_"
 _FOUND = "unit/serving/test_manifest.py::test_"
 _PRIVATE = "unit/weights/test_bridge_token.py::test_"
-_FILES = "unit/serving/test_shared_files.py::test_"
+_FILES = "unit/serving/test_shm_header.py::test_"
 _MAPPED = "unit/weights/test_tensor_map.py::test_"
-_SWAPPED = "unit/weights/test_hotswap_bridge.py::test_"
+_SWAPPED = "unit/weights/test_lora_only.py::test_"
 _SENT = "unit/weights/test_adapter_payload.py::test_"
-_STOCK = "unit/weights/test_foreign_server.py::test_"
-_RESTARTED = "unit/weights/test_restart_bridge.py::test_"
-_ALL = "unit/weights/test_broadcast_bridge.py::test_"
+_STOCK = "unit/weights/test_adapter_target.py::test_"
+_RESTARTED = "unit/weights/test_restart.py::test_"
+_ALL = "unit/weights/test_broadcast.py::test_"
 _SPACED = "unit/weights/test_budget.py::test_"
 
 BRIDGES: tuple[Mutant, ...] = (
@@ -126,14 +125,14 @@ BRIDGES: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a lease is not kept while a long copy runs",
-        f"{_FOLDER}open_publish.py",
+        "example_trainer/weights/shared_vllm.py",
         "        self._lease.enter_context(client.lease(self.publish_id, lease_seconds))\n",
         "",
         f"{_PUBLISHED}the_lease_is_renewed_while_a_long_copy_runs",
     ),
     Mutant(
         "a server's word that its weights are torn is not heard",
-        f"{_FOLDER}server_client.py",
+        "example_trainer/weight_protocol/client.py",
         'torn=bool(answer.get("torn", False))',
         "torn=False",
         f"{_PUBLISHED}r26_a_trainer_that_dies_mid_publish_leaves_torn_weights_that_a_whole_publish_mends",
@@ -461,7 +460,7 @@ BRIDGES: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a sync is never proven again",
-        f"{_FOLDER}sync_check.py",
+        "example_trainer/weights/base.py",
         "if self.every == 0 or self._since < self.every:",
         "if self.every == 0 or self._since <= self.every:",
         f"{_SWAPPED}every_nth_sync_is_proven",
@@ -471,6 +470,6 @@ BRIDGES: tuple[Mutant, ...] = (
         _RESTART,
         "steps_since_publish >= self._options.restart_interval",
         "steps_since_publish > self._options.restart_interval",
-        "unit/weights/test_make_bridge.py::test_mode_none_starts_its_own_server_in_the_run_directory",
+        "unit/weights/test_factory.py::test_mode_none_starts_its_own_server_in_the_run_directory",
     ),
 )

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-_FOLDER = "atropos_api/broker/"
-_INTAKE = f"{_FOLDER}intake.py"
-_BATCHES = f"{_FOLDER}batches.py"
-_RUNS = f"{_FOLDER}runs.py"
-_SUCCESSION = f"{_FOLDER}succession.py"
-_LIVENESS = f"{_FOLDER}liveness.py"
-_HOLDS = f"{_FOLDER}holds.py"
-_REPEATS = f"{_FOLDER}repeats.py"
-_PACING = f"{_FOLDER}pacing.py"
-_QUEUE = f"{_FOLDER}queue.py"
-_DOOR = "atropos_api/http/door.py"
+_INTAKE = "atropos_api/broker/submissions.py"
+_BATCHES = "atropos_api/broker/batches.py"
+_RUNS = "atropos_api/broker/runs.py"
+_SUCCESSION = "atropos_api/broker/run_succession.py"
+_LIVENESS = "atropos_api/broker/runs.py"
+_HOLDS = "atropos_api/broker/policy_holds.py"
+_REPEATS = "atropos_api/broker/submissions.py"
+_PACING = "atropos_api/broker/pacing.py"
+_QUEUE = "atropos_api/broker/queue.py"
+_DOOR = "atropos_api/http/auth.py"
 
 _LIMITS = "unit/broker/rules/test_limits.py::test_"
 _MINIMA = "unit/broker/rules/test_minima.py::test_"
-_SUCCESSIONS = "unit/broker/rules/test_successions.py::test_"
-_AGAIN = "unit/broker/test_legacy_repeats.py::test_"
+_SUCCESSIONS = "unit/broker/rules/test_run_succession.py::test_"
+_AGAIN = "unit/broker/test_v0_repeats.py::test_"
 _V1 = "integration/broker/test_v1.py::test_"
 _HELD = "integration/broker/test_policy_holds.py::test_"
-_ENTERED = "integration/broker/test_door.py::test_"
+_ENTERED = "integration/broker/test_auth.py::test_"
 
 BROKER: tuple[Mutant, ...] = (
     # What is taken in
@@ -91,7 +90,7 @@ BROKER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a lost key is kept over a loss of power",
-        f"{_FOLDER}recovery.py",
+        "atropos_api/broker/recovery.py",
         "keys.withdraw(cut_short)",
         "pass",
         "unit/broker/test_damage.py::test_a_submission_cut_short_by_the_power_is_as_if_it_never_was",
@@ -183,7 +182,7 @@ BROKER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "silent environments are waited for",
-        f"{_FOLDER}census.py",
+        "atropos_api/broker/environments.py",
         "if row.connected and now - row.seen_at <= timeout_seconds]",
         "if row.connected]",
         f"{_MINIMA}the_minimum_of_a_silent_environment_is_void_at_once",
@@ -198,7 +197,7 @@ BROKER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a superseded trainer ends the run",
-        f"{_FOLDER}broker.py",
+        "atropos_api/broker/broker.py",
         "self.state.runs.find(run_id, epoch)",
         "self.state.runs.find(run_id)",
         f"{_V1}a_takeover_supersedes_the_older_trainer",
@@ -258,14 +257,14 @@ BROKER: tuple[Mutant, ...] = (
         _HOLDS,
         "secrets.compare_digest(row.hold_id.encode(), hold_id.encode())",
         "row.hold_id.startswith(hold_id)",
-        "unit/broker/rules/test_holds.py::test_a_hold_is_released_and_renewed_by_its_whole_id_alone",
+        "unit/broker/rules/test_policy_holds.py::test_a_hold_is_released_and_renewed_by_its_whole_id_alone",
     ),
     Mutant(
         "a hold that ran out is renewed",
         _HOLDS,
         "for row in self.alive(run):\n            if",
         "for row in run.holds:\n            if",
-        "unit/broker/rules/test_holds.py::test_a_hold_that_ran_out_is_not_renewed",
+        "unit/broker/rules/test_policy_holds.py::test_a_hold_that_ran_out_is_not_renewed",
     ),
     Mutant(
         "every hold was heeded",
@@ -297,7 +296,7 @@ BROKER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "dropped groups count twice",
-        f"{_FOLDER}drops.py",
+        "atropos_api/broker/counters.py",
         "before = known.groups if known is not None and known.session == report.session else {}",
         "before = {}",
         "integration/broker/test_drops.py::test_reports_may_come_twice_or_late_and_restarted_environments_count_on",

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-_FOLDER = "example_trainer/serving/"
-_FENCE = f"{_FOLDER}fence.py"
-_DOOR = f"{_FOLDER}door.py"
-_HELD = f"{_FOLDER}held_outputs.py"
-_HANDOVER = f"{_FOLDER}handover.py"
-_GUARD = f"{_FOLDER}guard.py"
-_FRONT = f"{_FOLDER}front.py"
-_VERSIONS = "example_trainer/weights/versions.py"
+_FENCE = "example_trainer/serving/fence.py"
+_DOOR = "example_trainer/serving/fence.py"
+_HELD = "example_trainer/serving/vllm/engine_core.py"
+_HANDOVER = "example_trainer/serving/handover.py"
+_GUARD = "example_trainer/serving/auth.py"
+_FRONT = "example_trainer/serving/app.py"
+_VERSIONS = "example_trainer/weight_protocol/shm_header.py"
 
 _STATES = "unit/serving/test_fence.py::test_"
 _LAPSES = "unit/serving/test_fence_lapses.py::test_"
-_FILES = "unit/serving/test_shared_files.py::test_"
+_FILES = "unit/serving/test_shm_header.py::test_"
 _OUTPUTS = "unit/serving/test_held_outputs.py::test_"
 _OVER = "unit/serving/test_handover.py::test_"
-_ASKED = "unit/serving/test_guard.py::test_"
-_OUTERMOST = "unit/serving/test_front.py::test_"
+_ASKED = "unit/serving/test_auth.py::test_"
+_OUTERMOST = "unit/serving/test_app.py::test_"
 
 FENCE: tuple[Mutant, ...] = (
     # Which version is served
@@ -132,7 +131,7 @@ FENCE: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a renewed lease lapses all the same",
-        f"{_FOLDER}publish.py",
+        "example_trainer/serving/publish.py",
         "        self.stop()\n        self._timer = asyncio",
         "        self._timer = asyncio",
         f"{_STATES}a_renewed_lease_holds",

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-_RUNNING = "example_trainer/running/"
-_SUPERVISOR = f"{_RUNNING}supervisor.py"
-_TREE = f"{_RUNNING}process_tree.py"
-_LEFTOVERS = f"{_RUNNING}leftovers.py"
-_CREDENTIALS = f"{_RUNNING}credentials.py"
-_RUN_DIR = f"{_RUNNING}run_dir.py"
-_RUN_FILE = f"{_RUNNING}run_file.py"
-_COMMON = "atropos_api/common/"
+_SUPERVISOR = "example_trainer/launcher/supervisor.py"
+_TREE = "example_trainer/processes/tree.py"
+_LEFTOVERS = "example_trainer/processes/cleanup.py"
+_CREDENTIALS = "example_trainer/launcher/endpoints.py"
+_RUN_DIR = "example_trainer/launcher/run_dir.py"
+_RUN_FILE = "example_trainer/launcher/run_file.py"
 _CHECKPOINTS = "example_trainer/checkpointing.py"
 
 _TESTS = "unit/launcher/"
@@ -29,14 +27,14 @@ LAUNCHER: tuple[Mutant, ...] = (
     # Secrets
     Mutant(
         "others may read what is private",
-        f"{_COMMON}private_files.py",
+        "atropos_api/common/files.py",
         "        Path(beside).replace(path)",
         "        Path(beside).chmod(0o644)\n        Path(beside).replace(path)",
         f"{_REDACTED}a_private_file_is_its_owner_s_alone_also_where_one_was_open_to_all",
     ),
     Mutant(
         "others may read the logs",
-        f"{_RUNNING}program_log.py",
+        "example_trainer/processes/child.py",
         "os.O_APPEND, 0o600)",
         "os.O_APPEND, 0o644)",
         f"{_SECRETS}a_secret_reaches_a_program_in_a_private_file_that_goes_with_the_run",
@@ -92,35 +90,35 @@ LAUNCHER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a password in an address is shown",
-        f"{_COMMON}redaction.py",
+        "atropos_api/common/secrets.py",
         """(re.compile(r"(?<=://)([^/\\s:@'\\"]*):[^/\\s@'\\"]*(?=@)"), rf"\\1:{MASK}"),""",
         "",
         f"{_REDACTED}a_text_is_shown_without_the_secrets_that_its_form_gives_away",
     ),
     Mutant(
         "a token in a path is shown",
-        f"{_COMMON}redaction.py",
+        "atropos_api/common/secrets.py",
         """(re.compile(r"(://[^/\\s'\\"]+/t/)[^/\\s'\\"?#]+"), rf"\\1{MASK}"),""",
         "",
         f"{_REDACTED}a_text_is_shown_without_the_secrets_that_its_form_gives_away",
     ),
     Mutant(
         "only the first of several secrets is hidden",
-        f"{_COMMON}redaction.py",
+        "atropos_api/common/secrets.py",
         "return any(_is_secret(key, inner) for inner in value)",
         "return False",
         f"{_REDACTED}a_record_leaves_out_what_nobody_declared_and_names_itself_a_secret",
     ),
     Mutant(
         "arguments of strangers are shown",
-        f"{_COMMON}redaction.py",
+        "atropos_api/common/secrets.py",
         "words = list(command[:1])",
         "words = list(command)",
         f"{_REDACTED}of_another_process_only_its_program_is_named",
     ),
     Mutant(
         "a token file in the middle of its replacement counts",
-        f"{_COMMON}token_file.py",
+        "atropos_api/common/secrets.py",
         "        except TokenUnreadable:\n",
         "        except TokenAmbiguous:\n",
         f"{_TOKENS}a_file_is_read_again_and_what_it_lacks_meanwhile_changes_nothing",
@@ -128,7 +126,7 @@ LAUNCHER: tuple[Mutant, ...] = (
     # Programs and their processes
     Mutant(
         "a server that exits 0 has not failed",
-        _SUPERVISOR,
+        "example_trainer/processes/child.py",
         "not (code == 0 and self.spec.ends_by_itself)",
         "code != 0",
         f"{_CHILDREN}a_server_that_exits_0_has_failed",
@@ -164,14 +162,14 @@ LAUNCHER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "children outlive a killed launcher",
-        f"{_RUNNING}guardian.py",
+        "example_trainer/processes/cleanup.py",
         "end_processes(lambda: find_tree((), mark), grace_seconds=GRACE_SECONDS)",
         "pass",
         f"{_CHILDREN}what_a_killed_launcher_leaves_is_cleaned_up_for_it",
     ),
     Mutant(
         "a killed launcher's memory stays",
-        f"{_RUNNING}guardian.py",
+        "example_trainer/processes/cleanup.py",
         "        sweep(shared_memory)",
         "        pass",
         f"{_CHILDREN}what_a_killed_launcher_leaves_is_cleaned_up_for_it",
@@ -200,14 +198,14 @@ LAUNCHER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a taken port is free",
-        f"{_RUNNING}ports.py",
+        "example_trainer/processes/ports.py",
         "    held.bind((host, port))",
         "    held.bind((host, 0))",
         f"{_SWEPT}a_taken_port_is_told_with_its_holder",
     ),
     Mutant(
         "a port above the last",
-        f"{_RUNNING}ports.py",
+        "example_trainer/processes/ports.py",
         "if not 1 <= port <= LAST_PORT:",
         "if not 1 <= port:",
         f"{_TESTS}test_starts_that_fail.py::test_a_port_that_is_none_is_told",
@@ -229,7 +227,7 @@ LAUNCHER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "half a line is a row",
-        f"{_RUNNING}feed.py",
+        "example_trainer/monitoring/trackers.py",
         'complete, newline, _ = grown.rpartition(b"\\n")',
         'complete, newline, _ = grown, b"", b""',
         f"{_TESTS}test_feed_and_progress.py::test_a_row_still_being_written_is_left_for_the_next_look",
@@ -251,14 +249,14 @@ LAUNCHER: tuple[Mutant, ...] = (
     # What a run keeps
     Mutant(
         "a command's file is not forced to the disk",
-        f"{_COMMON}whole_files.py",
+        "atropos_api/common/files.py",
         "            os.fsync(self._file.fileno())",
         "            pass",
         f"{_WHOLE}what_is_written_is_on_the_disk_before_it_has_its_name",
     ),
     Mutant(
         "a file that appeared meanwhile is lost",
-        f"{_COMMON}whole_files.py",
+        "atropos_api/common/files.py",
         "            os.link(self.part, self.path)",
         "            shutil.copyfile(self.part, self.path)",
         f"{_WHOLE}a_file_that_appears_meanwhile_is_not_lost",

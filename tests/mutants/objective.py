@@ -6,20 +6,20 @@ from .mutant import Mutant
 
 _LOSSES = "example_trainer/objective/losses.py"
 _RATIOS = "example_trainer/objective/ratios.py"
-_KL = "example_trainer/objective/kl.py"
-_DISTILLATION = "example_trainer/objective/distillation.py"
+_KL = "example_trainer/objective/ratios.py"
+_DISTILLATION = "example_trainer/objective/ratios.py"
 _ADVANTAGES = "example_trainer/objective/advantages.py"
-_LOGPROBS = "example_trainer/objective/logprobs.py"
-_PACKING = "example_trainer/objective/packing.py"
-_ATTENTION = "example_trainer/objective/attention.py"
+_LOGPROBS = "example_trainer/modeling/logprobs.py"
+_PACKING = "example_trainer/modeling/micro_batches.py"
+_ATTENTION = "example_trainer/modeling/attention.py"
 _METRICS = "example_trainer/objective/metrics.py"
-_OVERLONG = "example_trainer/objective/overlong.py"
-_COURSE = "example_trainer/objective/course.py"
+_OVERLONG = "example_trainer/objective/advantages.py"
+_COURSE = "example_trainer/objective/cs336.py"
 _DATA = "example_trainer/data.py"
 _TRAINING = "example_trainer/training.py"
-_SHARES = "example_trainer/learning/shares.py"
-_REFERENCE = "example_trainer/learning/reference.py"
-_OBJECTIVE = "example_trainer/learning/objective.py"
+_SHARES = "example_trainer/distributed/rank_shares.py"
+_REFERENCE = "example_trainer/objective/objective.py"
+_OBJECTIVE = "example_trainer/objective/objective.py"
 
 _CLIP_TABLE = "unit/trainer/test_losses.py::test_the_clip_stops_gradients_exactly_where_ppo_does"
 _TWO_SIDES = "unit/trainer/test_losses.py::test_the_two_sides_of_the_clip_can_differ"
@@ -36,7 +36,7 @@ _HEAD_ENTROPY = (
 )
 _ALIGNED = "unit/trainer/test_data.py::test_labels_logprobs_and_positions_belong_to_the_same_token"
 _SPLIT = "unit/trainer/test_training.py::test_p2_the_micro_batch_split_and_the_layout_change_no_gradient"
-_PACKED = "unit/trainer/test_packing.py"
+_PACKED = "unit/trainer/test_micro_batches.py"
 
 OBJECTIVE: tuple[Mutant, ...] = (
     # The clip
@@ -441,6 +441,6 @@ OBJECTIVE: tuple[Mutant, ...] = (
         _COURSE,
         "advantages = groups - groups.mean(1, keepdim=True)",
         "advantages = groups - groups.mean()",
-        "unit/trainer/test_course.py::test_group_rewards_are_centred_and_scaled_within_consecutive_groups",
+        "unit/trainer/test_cs336.py::test_group_rewards_are_centred_and_scaled_within_consecutive_groups",
     ),
 )

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import os
 
-from environments.tasks.sandbox import cgroups
+from environments.sandbox import limits
 
 from .mutant import Mutant
 
-_FOLDER = "environments/tasks/sandbox/"
-_BUBBLEWRAP = f"{_FOLDER}bubblewrap.py"
-_NAMESPACES = f"{_FOLDER}namespaces.py"
-_SUPERVISOR = f"{_FOLDER}supervisor.py"
-_RUNNER = f"{_FOLDER}runner.py"
-_LAUNCH = f"{_FOLDER}launch.py"
-_CALLS = f"{_FOLDER}system_calls.py"
-_GROUPS = f"{_FOLDER}cgroups.py"
-_MATH = "environments/rewards/math_child.py"
+_BUBBLEWRAP = "environments/sandbox/isolation.py"
+_NAMESPACES = "environments/sandbox/isolation.py"
+_SUPERVISOR = "environments/sandbox/supervisor.py"
+_RUNNER = "environments/sandbox/runner.py"
+_LAUNCH = "environments/sandbox/launch.py"
+_CALLS = "environments/sandbox/system_calls.py"
+_GROUPS = "environments/sandbox/limits.py"
+_MATH = "environments/rewards/math_worker.py"
 
 _TESTS = "unit/environments/sandbox/"
 _TOOL = "unit/environments/test_python_tool.py::"
@@ -46,7 +45,13 @@ _EVERYWHERE = (
     Mutant("files in memory", _CALLS, '"memfd_create": (319, 279),', "", f"{_ESCAPES}[namespaces]"),
     Mutant("new namespaces", _CALLS, "_NEW_NAMESPACES = 0x7E020000", "_NEW_NAMESPACES = 0", f"{_ESCAPES}[namespaces]"),
     Mutant("datagrams", _CALLS, "(_IF_EQUAL, 1, 0, _SOCK_STREAM)", "(_IF_EQUAL, 1, 1, 0)", f"{_ESCAPES}[namespaces]"),
-    Mutant("all of /etc", f"{_FOLDER}view.py", '("/etc/alternatives", "/etc/ld.so.cache")', '("/etc",)', _ESCAPES),
+    Mutant(
+        "all of /etc",
+        "environments/sandbox/launch.py",
+        '("/etc/alternatives", "/etc/ld.so.cache")',
+        '("/etc",)',
+        _ESCAPES,
+    ),
     Mutant("input that can be changed", _LAUNCH, "fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)", "del seals", _ESCAPES),
     Mutant("a shared network", _BUBBLEWRAP, '"--unshare-net", ', "", _OWN),
     Mutant("shared IPC", _BUBBLEWRAP, '"--unshare-ipc", ', "", _OWN),
@@ -96,7 +101,7 @@ _EVERYWHERE = (
     ),
     Mutant(
         "shared pages count for each",
-        f"{_FOLDER}process_tree.py",
+        "environments/sandbox/limits.py",
         "if memory > enough_bytes:",
         "if False:",
         f"{_COUNTED}memory_that_processes_share_is_counted_once",
@@ -164,7 +169,7 @@ _EVERYWHERE = (
     # What is asked for
     Mutant(
         "open by default",
-        "environments/tasks/python_tool.py",
+        "environments/sandbox/python_tool.py",
         "require_isolation: bool = True",
         "require_isolation: bool = False",
         f"{_TOOL}test_where_isolation_is_impossible_the_tool_does_not_run_unless_told_to",
@@ -178,7 +183,7 @@ _EVERYWHERE = (
     ),
     Mutant(
         "a supervisor with secrets",
-        f"{_FOLDER}client.py",
+        "environments/sandbox/python_tool.py",
         "env=environment,",
         "env=None,",
         f"{_TOOL}test_the_environment_of_the_tool_is_not_the_codes",
@@ -261,5 +266,5 @@ _WITH_GROUPS = (
 SANDBOX: tuple[Mutant, ...] = (
     *_EVERYWHERE,
     *(_AS_ROOT if os.geteuid() == 0 else ()),
-    *(_WITH_GROUPS if cgroups.find() is not None else ()),
+    *(_WITH_GROUPS if limits.find() is not None else ()),
 )

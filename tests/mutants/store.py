@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-_FOLDER = "atropos_api/store/"
-_SEGMENTS = f"{_FOLDER}segments.py"
-_JOURNAL = f"{_FOLDER}journal.py"
-_JOURNALED = f"{_FOLDER}ledger_journaled.py"
-_SQLITE = f"{_FOLDER}ledger_sqlite.py"
-_PENDING = f"{_FOLDER}pending.py"
-_DIRECTORY = f"{_FOLDER}directory.py"
+_SEGMENTS = "atropos_api/store/segments.py"
+_JOURNAL = "atropos_api/store/journal.py"
+_JOURNALED = "atropos_api/store/journaled_ledger.py"
+_SQLITE = "atropos_api/store/sqlite_ledger.py"
+_PENDING = "atropos_api/store/journal.py"
+_DIRECTORY = "atropos_api/store/directory.py"
 
 _LOG = "unit/broker/test_store.py::test_"
 _RECORDS = "unit/broker/test_journal.py::test_"
@@ -22,7 +21,7 @@ STORE: tuple[Mutant, ...] = (
     # What is refused leaves nothing behind
     Mutant(
         "bodies of a refused write stay",
-        "atropos_api/broker/intake.py",
+        "atropos_api/broker/submissions.py",
         "            state.bodies.discard(refs)\n            raise",
         "            raise",
         f"{_CONTRACT}bodies_of_refused_ledger_writes_take_no_space[memory]",

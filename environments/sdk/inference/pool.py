@@ -11,10 +11,9 @@ import anyio
 
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import RequestRefused
-from environments.sdk.inference.channel import Elsewhere, ServerOut
-from environments.sdk.inference.generation import OnTokens, PromptLogprobs, Sample, Split
-from environments.sdk.inference.sampling import Sampling, count_of
+from environments.sdk.inference.sampling import Failover, OnTokens, PromptLogprobs, Sample, Sampling, Split, count_of
 from environments.sdk.inference.server import HttpServer
+from environments.sdk.inference.server_channel import ServerUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +33,9 @@ class ServerPool:
         usable = [server for server in self.servers if server.channel.worth_trying and server not in avoid]
         return min(usable or self.servers, key=lambda server: server.in_flight)
 
-    def pinned(self, base_url: str | None = None) -> Pinned:
+    def pinned(self, base_url: str | None = None) -> StickyServer:
         """For calls that belong together, which find their prefix in the cache of one server: that one, if named."""
-        return Pinned(self if base_url is None else self._narrowed_to(self.named(base_url)))
+        return StickyServer(self if base_url is None else self._narrowed_to(self.named(base_url)))
 
     def named(self, base_url: str) -> HttpServer:
         """The server with this address."""
@@ -58,7 +57,7 @@ class ServerPool:
         )
 
     async def ask(
-        self, server: HttpServer, call: Callable[[HttpServer, Elsewhere], Awaitable[T]]
+        self, server: HttpServer, call: Callable[[HttpServer, Failover], Awaitable[T]]
     ) -> tuple[HttpServer, T]:
         """`call` on `server`, or on another when it is out; which one it was, and the result."""
         deadline = time.monotonic() + self._wait_timeout_seconds
@@ -68,14 +67,14 @@ class ServerPool:
             server.in_flight += 1
             try:
                 return server, await call(server, None if must_stay else self._elsewhere(server))
-            except ServerOut:
+            except ServerUnavailable:
                 avoided.append(server)
                 logger.debug("%s is out; a request goes to another server", server.config.root_url)
             finally:
                 server.in_flight -= 1
             server = self.least_loaded(avoided)
 
-    def _elsewhere(self, server: HttpServer) -> Elsewhere:
+    def _elsewhere(self, server: HttpServer) -> Failover:
         return lambda: any(other is not server and other.channel.up for other in self.servers)
 
     async def split(self, config: APIServerConfig, n: int, ask: Callable[[int], Awaitable[list[T]]]) -> list[T]:
@@ -93,7 +92,7 @@ class ServerPool:
         return found[:n]
 
 
-class Pinned:
+class StickyServer:
     """An `InferenceServer` that stays with one server of a pool for as long as that one answers.
 
     The server is chosen with the first request: what a rollout does before it may take long.
@@ -119,7 +118,7 @@ class Pinned:
         sampling: Sampling,
         split: Split,
         *,
-        elsewhere: Elsewhere = None,  # noqa: ARG002 - the pool knows
+        elsewhere: Failover = None,  # noqa: ARG002 - the pool knows
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
         asked = 0
@@ -143,7 +142,7 @@ class Pinned:
         top_k: int,
         split: Split,
         *,
-        elsewhere: Elsewhere = None,  # noqa: ARG002 - the pool knows
+        elsewhere: Failover = None,  # noqa: ARG002 - the pool knows
     ) -> PromptLogprobs:
         self._chosen, found = await self._pool.ask(
             self._server, lambda server, other: server.prompt_logprobs(prompt_tokens, top_k, split, elsewhere=other)
@@ -165,7 +164,7 @@ class Pinned:
     async def _openai_form(
         self,
         kwargs: dict[str, Any],
-        call: Callable[[dict[str, Any]], Callable[[HttpServer, Elsewhere], Awaitable[dict[str, Any]]]],
+        call: Callable[[dict[str, Any]], Callable[[HttpServer, Failover], Awaitable[dict[str, Any]]]],
     ) -> dict[str, Any]:
         """One answer with all choices, however many requests they took."""
         answers: list[dict[str, Any]] = []

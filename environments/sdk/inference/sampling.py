@@ -1,21 +1,32 @@
-"""What is asked of an inference server for one prompt, and whether a trainer can recompute its distribution."""
+"""What is asked of an inference server for one prompt, and whether a trainer can recompute its distribution.
+
+What an inference server sampled for one prompt, in one form for every kind of server.
+
+What is asked of reasoning models behind a chat route: how hard to think, in the words each provider knows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
+from atropos_api.wire.groups import Span
+from environments.sdk.config import APIServerConfig, BaseEnvConfig, ReasoningEffort
 from environments.sdk.errors import RequestRefused, SamplingNotTrainable
 
 LENGTH_NAMES = ("max_tokens", "max_completion_tokens", "max_new_tokens")
+
 # Arguments of OpenAI's library about the call itself; no server is told them.
 OPENAI_ONLY = frozenset({"split", "skip_reasoning", "extra_body", "extra_headers", "extra_query", "timeout", "stream"})
+
 # Fields of its chat API that say nothing about which tokens are sampled.
 CHAT_ONLY = frozenset(
     {"user", "metadata", "store", "top_logprobs", "parallel_tool_calls", "stream_options", "service_tier", "reasoning"}
     | {"reasoning_effort", "modalities", "prompt_cache_key", "safety_identifier", "verbosity", "echo", "best_of"}
 )
+
 NOT_SENT = OPENAI_ONLY | CHAT_ONLY | {"model", "logprobs", "n", "temperature", "stop", *LENGTH_NAMES}
 
 # Fields that change the distribution sampled from, with the values that leave it alone.
@@ -33,6 +44,7 @@ TRUNCATING: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (None,),
     "response_format": (None, {"type": "text"}),
 }
+
 UNSENT = (None, {"type": "text"})  # the last is what `response_format` asks for by default
 
 
@@ -127,3 +139,126 @@ def count_of(kwargs: Mapping[str, Any]) -> int:
     if n is not None and int(n) < 1:
         raise RequestRefused(f"n is {n}: one sample is the least", param="n")
     return 1 if n is None else int(n)
+
+
+Split = Literal["train", "eval"]
+
+OnTokens = Callable[[int, list[int], list[float]], None]
+"""Handed the number of a sample and its next tokens and logprobs, while the server goes on sampling."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One completion: exactly the tokens that came back, never text encoded again."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """One a token; empty when the server tells none, and then nothing of it can be trained on."""
+    finish_reason: str
+    versions: list[Span]
+    """Spans over `tokens` alone, counted from 0; empty when the server tells none."""
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """What a model thinks of each token of a given text; the first position has no entries."""
+
+    prompt_tokens: list[int]
+    token_ids: list[list[int]]
+    """At each position the most likely tokens, best first; the given token alone where none were asked for."""
+    logprobs: list[list[float]]
+
+    def as_mapping(self) -> dict[str, Any]:
+        """By Atropos' names."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_topk_token_ids": self.token_ids,
+            "prompt_topk_logprobs": self.logprobs,
+        }
+
+
+class InferenceServer(Protocol):
+    """One server, or several behind one object, that samples from prompts of tokens."""
+
+    @property
+    def config(self) -> APIServerConfig: ...
+
+    async def generate(
+        self,
+        prompt_tokens: list[int],
+        sampling: Sampling,
+        split: Split,
+        *,
+        elsewhere: Failover = None,
+        on_tokens: OnTokens | None = None,
+    ) -> list[Sample]:
+        """Sample from a prompt of tokens; raises `TokensUnavailable` where the server gives none.
+
+        A server that streams hands tokens to `on_tokens` as they come; one that does not never calls it.
+        """
+        ...
+
+    async def prompt_logprobs(
+        self, prompt_tokens: list[int], top_k: int, split: Split, *, elsewhere: Failover = None
+    ) -> PromptLogprobs:
+        """The logprobs of the prompt itself."""
+        ...
+
+
+TOKENS_BY_EFFORT: Mapping[ReasoningEffort, int] = {
+    "none": 1024,
+    "minimal": 3200,
+    "low": 6400,
+    "medium": 16000,
+    "high": 25600,
+    "xhigh": 30400,
+}
+
+OPENAI_HOST = "api.openai.com"
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How much thinking to ask for; an effort wins over a number of tokens, and either turns it on."""
+
+    enabled: bool = False
+    effort: ReasoningEffort | None = None
+    max_tokens: int | None = None
+
+    @classmethod
+    def from_config(cls, config: BaseEnvConfig) -> Reasoning:
+        asked = config.thinking_mode or config.reasoning_effort is not None or config.max_reasoning_tokens is not None
+        return cls(asked, config.reasoning_effort, config.max_reasoning_tokens)
+
+    def applied(self, fields: dict[str, Any], base_url: str) -> dict[str, Any]:
+        """A chat request with reasoning asked for; what the request says itself stays."""
+        if not self.enabled:
+            return fields
+        if urlsplit(base_url).hostname == OPENAI_HOST:
+            return self._for_openai(fields)
+        amount: dict[str, Any] = {}
+        if self.effort is not None:
+            amount = {"effort": self.effort}
+        elif self.max_tokens is not None:
+            amount = {"max_tokens": self.max_tokens}
+        return {"reasoning": {"enabled": True, **amount}, **fields}
+
+    def _for_openai(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """OpenAI's own models take an effort, no other temperature than 1 and the newer name of the length limit."""
+        changed = {"reasoning_effort": self._nearest_effort(), **fields, "temperature": 1.0}
+        if "max_tokens" in changed:
+            limit = changed.pop("max_tokens")
+            changed.setdefault("max_completion_tokens", limit)
+        return changed
+
+    def _nearest_effort(self) -> ReasoningEffort:
+        if self.effort is not None:
+            return self.effort
+        if self.max_tokens is None:
+            return "medium"
+        wanted = self.max_tokens
+        return min(TOKENS_BY_EFFORT, key=lambda effort: abs(TOKENS_BY_EFFORT[effort] - wanted))
+
+
+Failover = Callable[[], bool] | None
+"""Whether another server could take the request; None where it must be this one."""

@@ -8,9 +8,7 @@ import msgspec
 
 from atropos_api.wire.groups import Span
 from environments.sdk.errors import InferenceRefused
-from environments.sdk.inference.channel import Elsewhere
-from environments.sdk.inference.generation import OnTokens, PromptLogprobs, Sample, Split
-from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.sampling import Failover, OnTokens, PromptLogprobs, Sample, Sampling, Split
 from environments.sdk.inference.server import HttpServer
 
 Triple = tuple[float | None, int, str | None]
@@ -44,14 +42,14 @@ class SglangServer(HttpServer):
         sampling: Sampling,
         split: Split,
         *,
-        elsewhere: Elsewhere = None,
+        elsewhere: Failover = None,
         on_tokens: OnTokens | None = None,  # noqa: ARG002 - it is asked for the whole
     ) -> list[Sample]:
         outputs = await self._ask(prompt_tokens, _parameters(sampling), {}, split, elsewhere)
         return [self._sample(output.meta_info) for output in outputs]
 
     async def prompt_logprobs(
-        self, prompt_tokens: list[int], top_k: int, split: Split, *, elsewhere: Elsewhere = None
+        self, prompt_tokens: list[int], top_k: int, split: Split, *, elsewhere: Failover = None
     ) -> PromptLogprobs:
         more = {"logprob_start_len": 0, "top_logprobs_num": max(0, top_k)}
         parameters = {"max_new_tokens": 1, "temperature": 0.0}
@@ -80,7 +78,7 @@ class SglangServer(HttpServer):
         parameters: dict[str, Any],
         more: dict[str, Any],
         split: Split,
-        elsewhere: Elsewhere,
+        elsewhere: Failover,
     ) -> list[Output]:
         fields = {
             "input_ids": prompt_tokens,

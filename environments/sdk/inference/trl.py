@@ -12,9 +12,7 @@ from typing import Any
 import msgspec
 
 from environments.sdk.errors import InferenceRefused
-from environments.sdk.inference.channel import Elsewhere
-from environments.sdk.inference.generation import OnTokens, Sample, Split
-from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.sampling import Failover, OnTokens, Sample, Sampling, Split
 from environments.sdk.inference.server import HttpServer, refuse_for_training
 
 DEFAULT_MAX_TOKENS = 1024
@@ -37,7 +35,7 @@ class TrlServer(HttpServer):
         sampling: Sampling,
         split: Split,
         *,
-        elsewhere: Elsewhere = None,
+        elsewhere: Failover = None,
         on_tokens: OnTokens | None = None,  # noqa: ARG002 - it is asked for the whole
     ) -> list[Sample]:
         if self.decode is None:
@@ -51,7 +49,7 @@ class TrlServer(HttpServer):
             for tokens, known in zip(reply.completion_ids, logprobs, strict=True)
         ]
 
-    async def _ask(self, prompt: str, sampling: Sampling, split: Split, elsewhere: Elsewhere) -> TrlReply:
+    async def _ask(self, prompt: str, sampling: Sampling, split: Split, elsewhere: Failover) -> TrlReply:
         more = sampling.more
         fields: dict[str, Any] = {
             "prompts": [prompt],

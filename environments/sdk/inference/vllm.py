@@ -13,13 +13,9 @@ import msgspec
 from atropos_api.wire.groups import Span
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceRefused
-from environments.sdk.inference.channel import Elsewhere
-from environments.sdk.inference.event_stream import PlainEvents, PlainReply, SampleEvents
-from environments.sdk.inference.generation import OnTokens, PromptLogprobs, Sample, Split
-from environments.sdk.inference.sampling import Sampling
-from environments.sdk.inference.server import HttpServer
-from environments.sdk.inference.transport import Transport
-from environments.sdk.inference.vocabulary import compare_vocabulary
+from environments.sdk.inference.http_transport import PlainEvents, PlainReply, SampleEvents, Transport
+from environments.sdk.inference.sampling import Failover, OnTokens, PromptLogprobs, Sample, Sampling, Split
+from environments.sdk.inference.server import HttpServer, compare_vocabulary
 
 Dialect = Literal["compact", "atropos", "plain"]
 
@@ -72,7 +68,7 @@ class VllmServer(HttpServer):
         sampling: Sampling,
         split: Split,
         *,
-        elsewhere: Elsewhere = None,
+        elsewhere: Failover = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
         dialect = self._dialect or await self._get_to_know(elsewhere)
@@ -87,14 +83,14 @@ class VllmServer(HttpServer):
         return self._read(body)
 
     async def _stream(
-        self, fields: dict[str, Any], events: SampleEvents, split: Split, elsewhere: Elsewhere
+        self, fields: dict[str, Any], events: SampleEvents, split: Split, elsewhere: Failover
     ) -> list[Sample]:
         body = self._encoder.encode({**fields, "stream": True})
         await self.channel.post(self._url, body, split, elsewhere=elsewhere, on_piece=events.feed)
         return events.finished()
 
     async def prompt_logprobs(
-        self, prompt_tokens: list[int], top_k: int, split: Split, *, elsewhere: Elsewhere = None
+        self, prompt_tokens: list[int], top_k: int, split: Split, *, elsewhere: Failover = None
     ) -> PromptLogprobs:
         fields = {
             "prompt": {"prompt_token_ids": prompt_tokens},
@@ -122,7 +118,7 @@ class VllmServer(HttpServer):
         bases = [entry for entry in listed if isinstance(entry, dict) and not entry.get("parent")]
         return str(bases[0].get("root") or bases[0].get("id")) if bases else None
 
-    async def _get_to_know(self, elsewhere: Elsewhere) -> Dialect:
+    async def _get_to_know(self, elsewhere: Failover) -> Dialect:
         """Before the first request: which protocol the server speaks, and whether its tokens are ours."""
         async with self._asking:
             if self._dialect is None:
@@ -133,7 +129,7 @@ class VllmServer(HttpServer):
                 self._dialect = dialect
             return self._dialect
 
-    async def _dialect_of(self, info: Mapping[str, Any], elsewhere: Elsewhere) -> Dialect:
+    async def _dialect_of(self, info: Mapping[str, Any], elsewhere: Failover) -> Dialect:
         """Only our server tells a boot id; a plain vLLM describes its routes, and `/generate` is none of them."""
         if "boot_id" in info:
             return "compact"
@@ -145,7 +141,7 @@ class VllmServer(HttpServer):
         prompt_tokens: list[int],
         sampling: Sampling,
         split: Split,
-        elsewhere: Elsewhere,
+        elsewhere: Failover,
         on_tokens: OnTokens | None,
     ) -> list[Sample]:
         """The name that was asked for says which version has answered."""

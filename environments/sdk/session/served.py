@@ -1,22 +1,149 @@
-"""Sessions that are reached over HTTP: their ids and keys, the rollouts that they belong to, and when they end."""
+"""What can go wrong with a request to a session, in the form of OpenAI's errors.
+
+Access to served sessions: with a key, and never for a page of another site.
+
+A page that somebody visits on this machine reaches loopback addresses like any program here. It is known by what its
+browser says of it: the host name that it asked for, its origin, and a content type that needs no permission.
+
+Sessions that are reached over HTTP: their ids and keys, the rollouts that they belong to, and when they end.
+
+The HTTP server of an environment's sessions, in the environment's own event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import ipaddress
+import secrets
+import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
+import uvicorn
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from environments.sdk.errors import InferenceUnavailable
-from environments.sdk.session.access import new_secret
+from environments.sdk.config import KEY_PREFIX, SessionSettings
+from environments.sdk.errors import (
+    EnvironmentsError,
+    InferenceRefused,
+    InferenceUnavailable,
+    RequestRefused,
+    SamplingNotTrainable,
+    ToolParserUnknown,
+)
 from environments.sdk.session.session import ManagedSession
+
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def problem_of(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """The status and the body that an error is answered with."""
+    if isinstance(error, HTTPException):
+        return error.status_code, _problem(error.status_code, str(error.detail))
+    status = _status_of(error)
+    message = str(error) if isinstance(error, EnvironmentsError) else f"{type(error).__name__} in the environment"
+    return status, _problem(status, message, error.param if isinstance(error, RequestRefused) else None)
+
+
+def problem_response(error: BaseException) -> Response:
+    status, body = problem_of(error)
+    return JSONResponse(body, status, headers={"WWW-Authenticate": "Bearer"} if status == 401 else None)
+
+
+async def answer_problem(_: Request, error: Exception) -> Response:
+    return problem_response(error)
+
+
+PROBLEM_HANDLERS: Mapping[Any, Callable[[Request, Exception], Any]] = {
+    HTTPException: answer_problem,
+    EnvironmentsError: answer_problem,
+    Exception: answer_problem,  # the framework raises it again, so that it is logged
+}
+
+
+def _status_of(error: BaseException) -> int:
+    if isinstance(error, InferenceUnavailable):
+        return 503
+    return (
+        400 if isinstance(error, InferenceRefused | RequestRefused | SamplingNotTrainable | ToolParserUnknown) else 500
+    )
+
+
+def _problem(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "code": status, "param": param}}
+
+
+OWN_SITES = frozenset({"same-origin", "none"})
+
+
+def new_secret() -> str:
+    """An id or a key that cannot be guessed: 192 random bits."""
+    return secrets.token_urlsafe(24)
+
+
+def refuse_foreign_host(headers: Headers, names: frozenset[str]) -> None:
+    """Refuse a name that somebody may have pointed at this machine."""
+    host = headers.get("host", "")
+    if not _is_own(host, names):
+        raise HTTPException(403, f"the host {host[:80]!r} is no name of this server; --env.session_url names one")
+
+
+def refuse_foreign_page(headers: Headers) -> None:
+    """Refuse requests that a page of another site has caused."""
+    host = headers.get("host", "")
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+    if (origin is not None and urlsplit(origin).netloc != host) or (site is not None and site not in OWN_SITES):
+        raise HTTPException(403, f"pages of another site ({origin or site}) may not use sessions")
+
+
+def refuse_other_content(method: str, headers: Headers) -> None:
+    """Refuse bodies that are not said to be JSON: those a page may send anywhere without asking."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if method == "POST" and kind != "application/json":
+        raise HTTPException(415, f"the content type must be application/json, not {kind[:80] or 'missing'}")
+
+
+def split_key(path: str, headers: Headers) -> tuple[str, str]:
+    """The key of a request, from its header or from `/t/KEY/` before the path, and the path without it."""
+    if path.startswith(KEY_PREFIX):
+        key, _, rest = path.removeprefix(KEY_PREFIX).partition("/")
+        return key, f"/{rest}"
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return (key.strip() if scheme.lower() == "bearer" else ""), path
+
+
+def require_key(given: str, *accepted: str) -> None:
+    if not any(secrets.compare_digest(given.encode(), key.encode()) for key in accepted):
+        raise HTTPException(401, "a session asks for its key: send Authorization: Bearer KEY, the api_key of a client")
+
+
+def _is_own(host: str, names: frozenset[str]) -> bool:
+    """An address, a loopback name, or one of `names`; HTTP without a host is no browser's."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    if not name or name == "localhost" or name.endswith(".localhost") or name in names:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
 
 IDLE_SECONDS = 1800.0
 """How long a session that was opened from outside may be left alone before it ends."""
+
 MOST_OPENED_OUTSIDE = 1024
 
 
@@ -99,3 +226,83 @@ def result_of(task: asyncio.Task[Any]) -> Any:
     if task.cancelled():
         raise InferenceUnavailable("the session was closed meanwhile")
     return task.result()
+
+
+WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
+
+BACKLOG = 512
+
+KEEP_ALIVE_SECONDS = 300
+"""How long an idle connection is kept. Tools of agents take longer than the usual 5 seconds, and a client that sends
+just as its connection is closed gets an error."""
+
+
+class SessionsNotServed(EnvironmentsError):
+    """The address where sessions are to be served cannot be bound."""
+
+
+class QuietServer(uvicorn.Server):
+    """Leaves signals to the environment, and tells when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.listening.set()
+
+
+class Listener:
+    """Serves an application at the address that the settings name, a free loopback port by default."""
+
+    def __init__(self, app: Any, settings: SessionSettings) -> None:
+        self._settings = settings
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            interface="asgi3",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+        self._server = QuietServer(config)
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Listen from now on; the root of the addresses by which agents reach it."""
+        listener = self._bind()
+        self._running = asyncio.create_task(self._server.serve(sockets=[listener]), context=contextvars.Context())
+        await self._server.listening.wait()
+        return self._settings.url.rstrip("/") or f"http://{self._name()}:{listener.getsockname()[1]}"
+
+    async def aclose(self) -> None:
+        if self._running is not None:
+            self._server.should_exit = self._server.force_exit = True
+            await self._running
+            self._running = None
+
+    def _bind(self) -> socket.socket:
+        host, port = self._settings.host, self._settings.port
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise SessionsNotServed(
+                f"sessions cannot be served at {host} port {port}: {error.strerror or error}; "
+                "choose another with --env.session_host and --env.session_port (0: a free port)"
+            ) from error
+        return listener
+
+    def _name(self) -> str:
+        host = self._settings.host
+        if host in WILDCARDS:
+            return socket.gethostname()
+        return f"[{host}]" if ":" in host else host

@@ -3,19 +3,26 @@
 Each call adds sequences or, when its prompt continues one, extends it. A continued sequence keeps the very tokens that
 were sampled: only the text that the next turn adds is encoded, and never with an end token that is already there.
 A second call that goes on from the same place becomes a branch: a sequence of its own, with the same tokens before it.
+
+Sessions with a server that tells text alone: evaluations by any provider, and trials of an environment without vLLM.
+
+The tokens are what the tokenizer makes of the text, which need not be what was sampled, and there are no logprobs. So
+they are refused for training, unless `allow_estimated_tokens` is set; then their groups are marked and say no logprobs.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, cast
 
-from environments.sdk.errors import RequestRefused
-from environments.sdk.inference.generation import InferenceServer, Sample, Split
-from environments.sdk.inference.sampling import Sampling
+from environments.sdk.config import SessionAddress
+from environments.sdk.errors import RequestRefused, TokensUnavailable
+from environments.sdk.inference.sampling import InferenceServer, Sample, Sampling, Split
 from environments.sdk.inference.server import refuse_for_training
-from environments.sdk.session.address import SessionAddress
-from environments.sdk.session.answers import (
+from environments.sdk.session.openai_requests import SessionRequest
+from environments.sdk.session.openai_types import (
+    AssistantMessage,
     ChatChoice,
     ChatCompletion,
     Completion,
@@ -23,16 +30,14 @@ from environments.sdk.session.answers import (
     TokenLogprob,
     Usage,
     chat_logprobs,
+    read_openai_chat,
+    read_openai_completion,
     text_logprobs,
 )
-from environments.sdk.session.codec import Codec
-from environments.sdk.session.deltas import DeltaWriter, OnDelta
-from environments.sdk.session.drift import DriftLog
-from environments.sdk.session.journal import current_split, record
-from environments.sdk.session.nodes import SequenceNode
-from environments.sdk.session.prompts import Chat, Prompt, Prompter
-from environments.sdk.session.requests import SessionRequest
-from environments.sdk.session.turns import SampleReader, Turn
+from environments.sdk.session.prefix_matching import Chat, DriftLog, Prompt, Prompter
+from environments.sdk.session.sequences import ESTIMATED, SequenceNode, current_split, record
+from environments.sdk.session.turns import DeltaWriter, OnDelta, SampleReader, Turn
+from environments.sdk.tokenizer import Codec
 from environments.sdk.tools import ToolParser, expected_call, tool_parser
 
 
@@ -305,3 +310,66 @@ class ManagedSession:
 def _usage(turn: Turn, nodes: Sequence[SequenceNode]) -> Usage:
     prompt = len(turn.prompt.tokens)
     return Usage(prompt, sum(len(node.tokens) - prompt for node in nodes))
+
+
+class TextServer(InferenceServer, Protocol):
+    """What answers in OpenAI's form."""
+
+    async def chat(self, messages: list[dict[str, Any]], kwargs: dict[str, Any], split: Split) -> dict[str, Any]: ...
+
+    async def complete(self, prompt: str, kwargs: dict[str, Any], split: Split) -> dict[str, Any]: ...
+
+
+class TextSession(ManagedSession):
+    """A managed session whose tokens are an estimate."""
+
+    reads_text_alone = False
+
+    def __init__(self, *arguments: Any, allow_estimated_tokens: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._allowed = allow_estimated_tokens
+
+    async def _generate(self, turn: Turn) -> list[Sample]:
+        self._do_without_logprobs(turn)  # before the provider is paid for an answer that is refused
+        turn.generation_params[ESTIMATED] = True
+        server = cast("TextServer", self._server)
+        fields = {name: value for name, value in turn.sampling.payload().items() if value is not None}
+        chat = turn.prompt.chat
+        if chat is None:
+            texts = read_openai_completion(await server.complete(turn.prompt.text, fields, turn.split)).choices
+            return [self._sample_of(choice.text, choice.finish_reason) for choice in texts]
+        if chat.tools:
+            fields |= {"tools": chat.tools, "tool_choice": turn.tool_choice}
+        answers = read_openai_chat(await server.chat(chat.as_given, fields, turn.split)).choices
+        return [self._sample_of(written(choice.message), choice.finish_reason) for choice in answers]
+
+    def _refuse_for_training(self) -> None:
+        if not self._allowed:
+            config = self._server.config
+            raise TokensUnavailable(
+                f"server_type {config.server_type} ({config.base_url}) returns no token ids and logprobs, which "
+                "training needs; set --openai.server_type vllm and --openai.base_url to a server with /generate, "
+                "or try the environment with --env.allow_estimated_tokens true"
+            )
+
+    def _sample_of(self, text: str, reason: str) -> Sample:
+        tokens = self._codec.encode_part(text)
+        end = self._codec.tokenizer.eos_token_id
+        ended = reason != "length" and end is not None
+        return Sample([*tokens, end] if ended else tokens, [], "stop" if ended else reason, [])
+
+
+def written(message: AssistantMessage) -> str:
+    """An answer as a model would have written it, tool calls in the form of Hermes."""
+    calls = [
+        json.dumps({"name": call.function.name, "arguments": _parsed(call.function.arguments)}, ensure_ascii=False)
+        for call in message.tool_calls or []
+    ]
+    return (message.content or "") + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except json.JSONDecodeError:
+        return arguments

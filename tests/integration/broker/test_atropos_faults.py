@@ -13,10 +13,10 @@ import pytest
 
 from atropos_api.broker import Broker
 from atropos_api.config import BrokerConfig
-from atropos_api.http.app import create_app
-from atropos_api.store.opening import open_store
+from atropos_api.server.app import create_app
+from atropos_api.store.factory import open_store
 from atropos_api.testing import serve_in_thread, served_broker
-from atropos_api.wire.payload import check_group, decode_fields, seal
+from atropos_api.wire.group_json import check_group, decode_fields, seal
 
 WIRE_KEYS = [
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs",

@@ -75,7 +75,7 @@ def test_long_polls_watchers_and_stuck_readers_do_not_hold_up_the_end():
 
 def test_reload_serves_the_changed_source_from_the_same_store(tmp_path):
     shutil.copytree(Path(atropos_api.__file__).parent, tmp_path / "atropos_api")
-    page = tmp_path / "atropos_api" / "http" / "ops.py"
+    page = tmp_path / "atropos_api" / "routes" / "ops.py"
     with running("--store", "data", "--reload", cwd=tmp_path) as (url, process), contextlib.ExitStack() as stack:
         run = {"name": "kept", "batch_size": 4, "max_token_length": 9, "num_steps": 3}
         httpx.post(f"{url}/v1/runs", json=run)

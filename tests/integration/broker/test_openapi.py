@@ -25,11 +25,10 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from atropos_api.errors import BrokerError
-from atropos_api.http import parameters
-from atropos_api.http.contract import SECTIONS
-from atropos_api.http.contract.answers import Status
-from atropos_api.http.openapi import errors_of, known_problems
+from atropos_api.http import request
 from atropos_api.http.problems import STATUS_BY_KIND, TYPE_PREFIX
+from atropos_api.routes.docs import SECTIONS, errors_of, known_problems
+from atropos_api.routes.schema import Status
 from atropos_api.testing import make_memory_app, serve_in_thread
 from atropos_api.wire.columns import MEDIA_TYPE
 
@@ -83,7 +82,7 @@ def name_of(operation):
 def url():
     with pytest.MonkeyPatch.context() as patch:
         # Nobody has a minute for each wait that is made up.
-        patch.setattr(parameters, "LONGEST_WAIT_SECONDS", 0.01)
+        patch.setattr(request, "LONGEST_WAIT_SECONDS", 0.01)
         with serve_in_thread(app) as served:
             yield served
 

@@ -9,7 +9,7 @@ import pytest
 
 from atropos_api.broker import Broker
 from atropos_api.config import BrokerConfig
-from atropos_api.http.app import create_app
+from atropos_api.server.app import create_app
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.testing import serve_in_thread
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from atropos_api.client import BrokerClient
-from atropos_api.common.token_file import TokenSource
+from atropos_api.common.secrets import TokenSource
 
 COMMAND = [sys.executable, "-m", "atropos_api", "--store", "memory"]
 FIRST, SECOND = "the-first-token", "the-second-token"

@@ -7,10 +7,10 @@ from atropos_api.testing import memory_broker
 from atropos_api.wire.messages import RunRequest
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, scored_group
 from environments.sdk.config import EvalHandlingEnum, ServerBaseline
-from environments.sdk.inference.manager import ServerManager
-from environments.sdk.metrics import KEPT_TIMINGS, RolloutMetrics
+from environments.sdk.reporting import KEPT_TIMINGS, RolloutMetrics
+from environments.sdk.runtime.worker import EnvironmentWorker
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess, sampled_tokens
-from environments.sdk.worker import EnvironmentWorker
 
 pytestmark = pytest.mark.anyio
 

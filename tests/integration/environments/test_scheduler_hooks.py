@@ -5,11 +5,12 @@ import pytest
 
 from atropos_api.testing import memory_broker
 from atropos_api.wire.messages import RunRequest
-from environments.compat.base import BaseEnv, BaseEnvConfig, SchedulerReplaced
+from environments.compat.envs import BaseEnv, SchedulerReplaced
+from environments.compat.servers import BaseEnvConfig
 from environments.sdk.config import APIServerConfig
-from environments.sdk.inference.manager import ServerManager
+from environments.sdk.runtime.worker import EnvironmentWorker
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess, sampled_tokens
-from environments.sdk.worker import EnvironmentWorker
 
 pytestmark = pytest.mark.anyio
 

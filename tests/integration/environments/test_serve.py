@@ -12,9 +12,9 @@ from atropos_api.wire.messages import PolicyUpdate, RunRequest
 from environments.arithmetic_server import ArithmeticEnv, ArithmeticEnvConfig
 from environments.sdk import BaseEnv
 from environments.sdk.config import APIServerConfig
-from environments.sdk.inference.manager import ServerManager
+from environments.sdk.runtime.worker import EnvironmentWorker
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess, sampled_tokens
-from environments.sdk.worker import EnvironmentWorker
 
 pytestmark = pytest.mark.anyio
 

@@ -15,9 +15,9 @@ from atropos_api.wire.groups import Group
 from environments.gsm8k_server import GSM8kEnv, GSM8kEnvConfig
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import TokenizerMismatch
-from environments.sdk.inference.manager import ServerManager
-from environments.sdk.inference.vocabulary import compare_vocabulary
-from environments.sdk.process import process
+from environments.sdk.inference.server import compare_vocabulary
+from environments.sdk.runtime.commands import process
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm]

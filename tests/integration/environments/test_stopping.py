@@ -18,7 +18,7 @@ WAITING = """
 import sys, time
 from pathlib import Path
 from environments.sdk import BaseEnv, preparing
-from environments.sdk.background import run_blocking
+from atropos_api.common.concurrency import run_blocking
 
 def wait(*_):
     Path({marker!r}).touch()

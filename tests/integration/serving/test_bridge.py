@@ -135,7 +135,7 @@ def test_r26_a_renewed_lease_does_not_lapse(shared_server):
 
 
 def test_r26_a_trainer_that_wakes_after_its_lease_may_not_write(shared_server):
-    from example_trainer.weights.versions import WriteRefused
+    from example_trainer.weight_protocol.shm_header import WriteRefused
 
     version = shared_server.version
     shared_server.begin(lease_seconds=0.1, drain_seconds=0)

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from example_trainer.model import PolicyOptions
-from example_trainer.weights.errors import ProofFailed
-from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
+from example_trainer.errors import ProofFailed
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
 
 pytestmark = pytest.mark.vllm
 
@@ -111,7 +111,7 @@ def test_unbroken_the_same_server_passes(mutant_server, reference, mutation, err
 
 def test_kill_dash_nine_of_the_server_takes_its_engine_along(mutant_server):
     """Last in this file: it ends the server."""
-    from example_trainer.weights.versions import sweep_stale_files
+    from example_trainer.weight_protocol.shm_header import sweep_stale_files
 
     family = psutil.Process(mutant_server.process.pid).children(recursive=True)
     boot_id = mutant_server.info()["boot_id"]

@@ -17,8 +17,9 @@ from atropos_api.wire import EnvironmentRequest, Group
 from example_trainer.api import BrokerSession
 from example_trainer.cli import run_trackers
 from example_trainer.config import TrainingConfig
-from example_trainer.model import PolicyOptions, load_policy
-from example_trainer.running.trackers import read_metrics
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.monitoring.trackers import read_metrics
 from example_trainer.testing import Reward, Sampler, ServingBridge, make_tiny_model
 from example_trainer.trainers import Trainer
 

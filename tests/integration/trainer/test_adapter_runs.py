@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from example_trainer.learning.adapters import adapter_options
+from example_trainer.modeling.lora import adapter_options
 from example_trainer.testing import RolloutThread, Sampler, ServingBridge
-from example_trainer.weights.bridge import policy_options
+from example_trainer.weights.factory import policy_options
 
 from .conftest import GROUP_SIZE, Workbench, even_tokens
 

@@ -20,7 +20,7 @@ import torch
 
 from atropos_api.testing import served_broker
 from atropos_api.wire import Group
-from example_trainer.running.trackers import read_metrics
+from example_trainer.monitoring.trackers import read_metrics
 from example_trainer.testing import train_recorded
 
 from .conftest import Workbench
@@ -91,8 +91,8 @@ def kill_after(config: Any, step: int, delay_seconds: float) -> bool:
 
 def state_at_the_end(directory: Path) -> dict[str, Any]:
     """Everything in the last checkpoint's tensors, and the small state that is not a matter of the attempt."""
+    from example_trainer.checkpoint_model_files import read_tensors
     from example_trainer.checkpointing import read_state
-    from example_trainer.learning.model_files import read_tensors
 
     latest = directory / "latest"
     saved = torch.load(latest / "trainer_state.pt", weights_only=True)

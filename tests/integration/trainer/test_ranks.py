@@ -11,8 +11,8 @@ import torch
 
 from atropos_api.testing import served_broker
 from atropos_api.wire import Group
-from example_trainer.learning.model_files import read_tensors
-from example_trainer.running.trackers import read_metrics
+from example_trainer.checkpoint_model_files import read_tensors
+from example_trainer.monitoring.trackers import read_metrics
 from example_trainer.testing import train_recorded
 
 from .conftest import Workbench

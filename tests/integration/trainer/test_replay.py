@@ -12,10 +12,10 @@ import torch
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.testing import served_broker
 from atropos_api.wire import Batch, Group
+from example_trainer.api import encode_batch, read_batch, write_batch
 from example_trainer.cli import prepare_directories, record_config
+from example_trainer.commands.replay import reproducible, run
 from example_trainer.errors import BadBatch
-from example_trainer.running.batch_files import encode_batch, read_batch, write_batch
-from example_trainer.running.replay import reproducible, run
 
 from .conftest import Workbench
 

@@ -10,7 +10,7 @@ import pytest
 from example_trainer.checkpointing import list_checkpoints
 from example_trainer.testing import ServingBridge
 from example_trainer.trainers import Trainer
-from example_trainer.weights.bridge import PublishReport
+from example_trainer.weights.base import PublishReport
 
 from .conftest import Workbench
 

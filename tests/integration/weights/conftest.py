@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from example_trainer.model import PolicyOptions
+from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weights.restart import RestartBridge, RestartOptions
-from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
+from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
 
 
 @pytest.fixture

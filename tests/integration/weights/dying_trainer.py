@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import torch
 
-from example_trainer.model import PolicyOptions
-from example_trainer.weights import proof
-from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.weights import logprob_parity
+from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
 
 LEASE_SECONDS = 0.5
 """Of a publish that nobody will end; others have time, however busy the machine is."""
@@ -76,7 +76,7 @@ def publish(bridge, policy, version, weights, point):
 
 def main(model, url, manifest):
     torch.set_num_threads(1)
-    proof._PROMPT_LENGTHS, proof._OUTPUTS_PER_PROMPT = (4, 33), 2
+    logprob_parity._PROMPT_LENGTHS, logprob_parity._OUTPUTS_PER_PROMPT = (4, 33), 2
     bridges = {}
     for masters in ("fp32", "none"):
         options = PolicyOptions(model_name=model, dtype="float32", master_weights=masters)

@@ -12,10 +12,9 @@ import anyio
 import torch
 
 from environments.sdk.config import APIServerConfig
-from environments.sdk.inference.generation import Sample
-from environments.sdk.inference.sampling import Sampling
+from environments.sdk.inference.sampling import Sample, Sampling
 from environments.sdk.inference.vllm import VllmServer
-from example_trainer.model import Policy
+from example_trainer.modeling.policy import Policy
 
 ROWS_AT_ONCE = 32
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-from example_trainer.weights.errors import ServerUnavailable
-from example_trainer.weights.server_client import ServerClient
+from example_trainer.errors import ServerUnavailable
+from example_trainer.weight_protocol.client import ServerClient
 
 
 @contextmanager

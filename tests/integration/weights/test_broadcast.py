@@ -13,14 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from example_trainer.errors import PublishFailed
-from example_trainer.model import PolicyOptions
-from example_trainer.running.ports import free_port
+from example_trainer.errors import PublishFailed, ServerRefused, ServerUnavailable
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.processes.ports import free_port
+from example_trainer.weight_protocol.broadcast_group import TIMEOUT_SECONDS, BroadcastGroup
+from example_trainer.weight_protocol.client import ServerClient
 from example_trainer.weights.broadcast import BroadcastBridge, BroadcastOptions
-from example_trainer.weights.broadcast_group import TIMEOUT_SECONDS, BroadcastGroup
-from example_trainer.weights.errors import ServerRefused, ServerUnavailable
-from example_trainer.weights.proof import _checked, _request, compare, probe_prompts
-from example_trainer.weights.server_client import ServerClient
+from example_trainer.weights.logprob_parity import _checked, _request, compare, probe_prompts
 
 from .lost_exchange import losing
 
@@ -32,8 +31,8 @@ MAX_ERROR, MEAN_ERROR = 1e-4, 5e-6
 FAULTY = """
 import sys
 from pathlib import Path
-from example_trainer.serving.broadcast_worker import BroadcastWorker
-from example_trainer.weights.broadcast_group import BroadcastGroup
+from example_trainer.serving.vllm.broadcast_worker import BroadcastWorker
+from example_trainer.weight_protocol.broadcast_group import BroadcastGroup
 
 fault = Path(sys.argv.pop(1))
 receive_one, load = BroadcastGroup._broadcast, BroadcastWorker.atropos_load_broadcast

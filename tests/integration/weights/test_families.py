@@ -11,7 +11,7 @@ import shutil
 import pytest
 import torch
 
-from example_trainer.weights.proof import _checked, _request, compare, probe_prompts
+from example_trainer.weights.logprob_parity import _checked, _request, compare, probe_prompts
 
 pytestmark = pytest.mark.vllm
 

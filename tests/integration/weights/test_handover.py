@@ -22,13 +22,13 @@ import psutil
 import pytest
 
 from example_trainer import vllm_manager
+from example_trainer.errors import ServerExited, ServerUnavailable
 from example_trainer.vllm_manager import VllmManager, VllmOptions
-from example_trainer.weights.errors import ServerExited, ServerUnavailable
-from example_trainer.weights.server_client import ServerClient
+from example_trainer.weight_protocol.client import ServerClient
 
 from .plain_clients import PlainClients
 
-PROGRAM = (sys.executable, "-m", "example_trainer.serving.testing_server")
+PROGRAM = (sys.executable, "-m", "example_trainer.serving.testing")
 
 
 def free_port():

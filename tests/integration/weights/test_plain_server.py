@@ -20,15 +20,15 @@ from atropos_api.client import AsyncBrokerClient, BrokerClient
 from atropos_api.testing import served_broker
 from atropos_api.wire import EnvironmentRequest, RunRequest
 from environments.sdk.config import APIServerConfig
-from environments.sdk.inference.manager import ServerManager
 from environments.sdk.inference.sampling import Sampling
-from environments.sdk.link import BrokerLink
+from environments.sdk.runtime.broker_session import BrokerConnection
+from environments.sdk.server_manager import ServerManager
 from example_trainer.api import BrokerSession
-from example_trainer.learning.adapters import AdapterOptions
-from example_trainer.model import PolicyOptions
-from example_trainer.running.ports import free_port
-from example_trainer.weights.lora_hotswap import HotswapOptions, LoraHotswapBridge
-from example_trainer.weights.proof import _Sample, compare
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.lora import AdapterOptions
+from example_trainer.processes.ports import free_port
+from example_trainer.weights.logprob_parity import _Sample, compare
+from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
 
 pytestmark = [
     pytest.mark.vllm,
@@ -116,7 +116,7 @@ async def test_r23_environments_sample_from_each_new_adapter_under_the_name_that
         )
         async with AsyncBrokerClient(broker_url) as asked, anyio.create_task_group() as group:
             request = EnvironmentRequest(name="e", group_size=4, max_token_length=512)
-            link = BrokerLink(asked, request, wait_timeout_seconds=10)
+            link = BrokerConnection(asked, request, wait_timeout_seconds=10)
             link.on_policy = lambda pacing: servers.follow(pacing.policy_name, pacing.policy_version)
             await link.register()
             group.start_soon(link.keep_pacing)

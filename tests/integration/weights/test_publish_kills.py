@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from example_trainer.weights.errors import ServerRefused
-from example_trainer.weights.server_client import ServerClient
+from example_trainer.errors import ServerRefused
+from example_trainer.weight_protocol.client import ServerClient
 from example_trainer.weights.testing import served_fake
 
 from .dying_trainer import variant

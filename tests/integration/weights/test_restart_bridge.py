@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from example_trainer import vllm_manager
-from example_trainer.errors import PublishFailed
-from example_trainer.learning.adapters import AdapterOptions
-from example_trainer.weights.errors import ServerUnavailable
-from example_trainer.weights.proof import _checked, _request, compare, probe_prompts
-from example_trainer.weights.server_client import ServerClient
+from example_trainer.errors import PublishFailed, ServerUnavailable
+from example_trainer.modeling.lora import AdapterOptions
+from example_trainer.weight_protocol.client import ServerClient
+from example_trainer.weights.logprob_parity import _checked, _request, compare, probe_prompts
 
 from .load import Load, differences
 from .lost_exchange import losing

@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 
-from example_trainer.learning.adapters import AdapterOptions
+from example_trainer.modeling.lora import AdapterOptions
 
 from .load import Load, differences
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 import torch
 
-from example_trainer.running.optimizers import OptimizerSettings, make_optimizer
-from example_trainer.weights.budget import SyncBudget
-from example_trainer.weights.errors import ProofFailed
-from example_trainer.weights.proof import TOLERANCES, _checked, _request, compare, probe_prompts
+from example_trainer.errors import ProofFailed
+from example_trainer.modeling.optimizers import OptimizerSettings, make_optimizer
+from example_trainer.weights.base import SyncBudget
+from example_trainer.weights.logprob_parity import TOLERANCES, _checked, _request, compare, probe_prompts
 
 pytestmark = pytest.mark.vllm
 

@@ -12,20 +12,20 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from example_trainer.model import PolicyOptions
+from example_trainer.errors import ServerUnavailable
+from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.vllm_manager import VllmOptions
-from example_trainer.weights import lora_hotswap
-from example_trainer.weights.errors import ServerUnavailable
-from example_trainer.weights.lora_hotswap import HotswapOptions, LoraHotswapBridge
+from example_trainer.weights import lora_only
+from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
 
-PROGRAM = (sys.executable, "-m", "example_trainer.serving.testing_server")
+PROGRAM = (sys.executable, "-m", "example_trainer.serving.testing")
 
 
 @pytest.fixture
 def bridge_to(tmp_path, monkeypatch):
     """A function that makes a bridge to a port, which starts a server there if it finds none."""
     made = []
-    monkeypatch.setattr(lora_hotswap, "load_policy", lambda options: SimpleNamespace(options=options))
+    monkeypatch.setattr(lora_only, "load_policy", lambda options: SimpleNamespace(options=options))
 
     def make(port):
         vllm = VllmOptions(
@@ -78,13 +78,13 @@ def test_a_server_that_is_starting_is_waited_for_and_no_second_one_started(bridg
 
 
 def test_of_two_that_find_no_server_the_one_that_is_late_uses_the_others(bridge_to, starting, monkeypatch, tmp_path):
-    look, looks = lora_hotswap.is_served, []
+    look, looks = lora_only.is_served, []
 
     def look_too_early(url):
         looks.append(url)
         return len(looks) > 1 and look(url)
 
-    monkeypatch.setattr(lora_hotswap, "is_served", look_too_early)
+    monkeypatch.setattr(lora_only, "is_served", look_too_early)
     bridge = bridge_to(starting)
     bridge.prepare()
     assert bridge.highest_version() == 7

@@ -10,7 +10,7 @@ import reference
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from atropos_api.broker import Broker, BrokerSettings
-from atropos_api.broker.legacy import LegacyContract, LegacyRegistration
+from atropos_api.broker.v0 import AtroposContract, LegacyRegistration
 from atropos_api.errors import (
     BatchOutOfOrder,
     CommittedBatch,
@@ -22,7 +22,7 @@ from atropos_api.errors import (
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest, PolicyUpdate, RunRequest
-from atropos_api.wire.payload import check_group, decode_fields
+from atropos_api.wire.group_json import check_group, decode_fields
 
 SIZES = st.lists(st.sampled_from([1, 1, 2, 2, 3, 4]), min_size=1, max_size=4)
 LAGS = st.sampled_from([None, 0, 0, 1, 3, -1])
@@ -81,7 +81,7 @@ class BrokerMachine(RuleBasedStateMachine):
 
     def start_broker(self):
         self.broker = Broker(self.ledger, self.bodies, settings=self.settings, clock=lambda: self.now)
-        self.legacy = LegacyContract(self.broker)
+        self.legacy = AtroposContract(self.broker)
 
     # Environments
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 
 from atropos_api.errors import BrokerError
 from atropos_api.wire import Group
+from atropos_api.wire.group_json import check_group, decode_fields, seal
+from atropos_api.wire.group_json_small import check_body
 from atropos_api.wire.groups import WIRE_KEYS
-from atropos_api.wire.payload import check_group, decode_fields, seal
-from atropos_api.wire.small import check_body
 
 EXAMPLES = int(os.environ.get("ATROPOS_ACCEPTED_EXAMPLES", "300"))
 GROUP = {

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from atropos_api.store.directory import open_directory
-from atropos_api.store.opening import open_store
-from atropos_api.testing_redis import RedisServer, running_redis
+from atropos_api.store.factory import open_store
+from atropos_api.testing import RedisServer, running_redis
 
 
 def load(name):

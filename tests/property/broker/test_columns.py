@@ -13,9 +13,8 @@ from atropos_api.errors import InvalidGroup, InvalidRequest
 from atropos_api.testing import make_group
 from atropos_api.wire.columns import COLUMN_ORDER, decode_head, pack_body, split_columns, unpack_body, unpack_record
 from atropos_api.wire.columns_check import check_record, check_submission
-from atropos_api.wire.columns_groups import encode_submission
-from atropos_api.wire.payload import check_group, decode_fields, seal
-from atropos_api.wire.transcode import columns_to_json, json_to_columns
+from atropos_api.wire.columns_groups import columns_to_json, encode_submission, json_to_columns
+from atropos_api.wire.group_json import check_group, decode_fields, seal
 
 EXAMPLES = int(os.environ.get("ATROPOS_PROPERTY_EXAMPLES", "100"))
 

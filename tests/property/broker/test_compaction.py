@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from atropos_api.broker import Broker, BrokerSettings
 from atropos_api.store.directory import open_directory
 from atropos_api.wire import EnvironmentRequest, RunRequest
-from atropos_api.wire.payload import CheckedGroup
+from atropos_api.wire.group_json import CheckedGroup
 
 EXAMPLES = int(os.environ.get("ATROPOS_PROPERTY_EXAMPLES", "40")) // 2
 SEGMENT_BYTES = 2000

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from environments.sdk.config import APIServerConfig
 from environments.sdk.inference.vllm import VllmServer
-from environments.sdk.session.nodes import NO_LOGPROB, NOT_TRAINED
+from environments.sdk.session.sequences import NO_LOGPROB, NOT_TRAINED
 from environments.sdk.session.session import ManagedSession
 from environments.sdk.testing import FakeInference, InProcess, logprob_of
-from environments.sdk.testing_chats import TEMPLATES, make_chat_tokenizer
+from environments.sdk.testing_servers import TEMPLATES, make_chat_tokenizer
 
 PIECES = ["ab", "abab", " ", "\n", "12", "ell", "é", "{", '"', "<think>", "</think>", "\n\n", "x' "]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "text": "it\'s"}}\n</tool_call>'

@@ -11,13 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from example_trainer.config import TrainingConfig
-from example_trainer.data import Targets, TrainingBatch
-from example_trainer.learning.distributed import Ranks
-from example_trainer.learning.layout import choose_layout
-from example_trainer.learning.objective import make_objective
-from example_trainer.learning.shares import plan_mini_batches
-from example_trainer.model import Policy, PolicyOptions, load_policy
-from example_trainer.objective.packing import LayoutKind, Row
+from example_trainer.data import TrainingBatch
+from example_trainer.distributed.rank_shares import plan_mini_batches
+from example_trainer.distributed.ranks import Ranks
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.micro_batches import LayoutKind, Row
+from example_trainer.modeling.model_support import choose_layout
+from example_trainer.modeling.policy import Policy
+from example_trainer.objective.losses import Targets
+from example_trainer.objective.objective import make_objective
 from example_trainer.testing import make_tiny_model
 from example_trainer.training import Learner, learner_settings
 

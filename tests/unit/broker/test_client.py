@@ -17,7 +17,7 @@ from atropos_api.client import (
     BrokerRefused,
     BrokerUnreachable,
 )
-from atropos_api.common.token_file import TokenSource
+from atropos_api.common.secrets import TokenSource
 from atropos_api.testing import make_group, memory_broker
 from atropos_api.wire import EnvironmentRequest, RunRequest
 

@@ -15,9 +15,16 @@ from atropos_api.testing import make_group
 from atropos_api.wire import Group
 from atropos_api.wire.columns import pack_body, unpack_body
 from atropos_api.wire.columns_check import check_submission
-from atropos_api.wire.columns_groups import NotColumnar, decode_batch, decode_group, encode_group, encode_submission
-from atropos_api.wire.payload import check_group, decode_fields, seal
-from atropos_api.wire.transcode import columns_to_json, json_to_columns
+from atropos_api.wire.columns_groups import (
+    NotColumnar,
+    columns_to_json,
+    decode_batch,
+    decode_group,
+    encode_group,
+    encode_submission,
+    json_to_columns,
+)
+from atropos_api.wire.group_json import check_group, decode_fields, seal
 
 DESCRIPTION = Path(__file__).parents[3] / "docs/reference/columns.md"
 TOKENS, MASKS, LOGPROBS = [1, 2, 3], [-100, 2, 3], [1.0, -0.5, -0.25]

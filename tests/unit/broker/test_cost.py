@@ -8,12 +8,12 @@ import tracemalloc
 import pytest
 
 from atropos_api.broker import Broker
-from atropos_api.broker.legacy import LegacyContract, LegacyEnvironment, LegacyRegistration
-from atropos_api.http.delivery import coalesce
+from atropos_api.broker.v0 import AtroposContract, LegacyEnvironment, LegacyRegistration
+from atropos_api.http.streaming import coalesce
 from atropos_api.store.directory import open_directory
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
-from atropos_api.wire import rows
-from atropos_api.wire.payload import check_group, decode_fields
+from atropos_api.wire import json_arrays
+from atropos_api.wire.group_json import check_group, decode_fields
 
 
 def group_text(size, length):
@@ -26,7 +26,7 @@ def group_text(size, length):
 
 
 def contract_over(ledger, bodies):
-    contract = LegacyContract(Broker(ledger, bodies))
+    contract = AtroposContract(Broker(ledger, bodies))
     contract.register(
         LegacyRegistration(
             wandb_group="", wandb_project="", batch_size=64, max_token_len=64, checkpoint_dir="",
@@ -66,7 +66,7 @@ def test_no_number_of_a_large_group_becomes_an_object(monkeypatch):
     text = group_text(8, 2048)
     fields = decode_fields(text)
     for name in ("_judge_rows", "_decoded_lengths", "_exponents_fit", "_loads"):
-        monkeypatch.setattr(rows, name, refuse)
+        monkeypatch.setattr(json_arrays, name, refuse)
     group = check_group(fields)
     assert (group.size, group.token_count) == (8, 8 * 2048)
     for key in ("tokens", "inference_logprobs"):
@@ -87,7 +87,7 @@ def test_taking_a_large_group_costs_a_fraction_of_decoding_it():
     assert 4 * cpu_seconds(lambda: check_group(decode_fields(text))) < cpu_seconds(lambda: json.dumps(json.loads(text)))
 
 
-@pytest.mark.parametrize("ask", [lambda contract: contract.status.status_env(0), LegacyContract.next_batch])
+@pytest.mark.parametrize("ask", [lambda contract: contract.status.status_env(0), AtroposContract.next_batch])
 def test_polls_and_batches_cost_the_same_however_long_the_queue(ask):
     fields = decode_fields(group_text(4, 2))
     contract = contract_over(MemoryLedger(), MemoryBodyLog())

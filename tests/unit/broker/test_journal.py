@@ -9,7 +9,7 @@ import pytest
 from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.base import Answers, BodyRef, EnvironmentRow, Event, GroupRow, KeyRow, PolicyRow
 from atropos_api.store.journal import Journal
-from atropos_api.store.ledger_journaled import MOST_PENDING, JournaledLedger
+from atropos_api.store.journaled_ledger import MOST_PENDING, JournaledLedger
 
 
 def make_row(seq, **changes):
@@ -172,7 +172,7 @@ def journal_bytes(directory):
 
 
 def test_records_leave_the_journal_once_the_database_is_safe(ledger, directory, monkeypatch):
-    monkeypatch.setattr("atropos_api.store.ledger_journaled.MOST_PENDING", 4)
+    monkeypatch.setattr("atropos_api.store.journaled_ledger.MOST_PENDING", 4)
     sizes = []
     for seq in range(1, 30):
         submit(ledger, seq)
@@ -189,7 +189,7 @@ def test_records_leave_the_journal_once_the_database_is_safe(ledger, directory, 
 
 
 def test_the_journal_is_bounded_without_any_sync(ledger, directory, monkeypatch):
-    monkeypatch.setattr("atropos_api.store.ledger_journaled.MOST_BYTES", 20_000)
+    monkeypatch.setattr("atropos_api.store.journaled_ledger.MOST_BYTES", 20_000)
     sizes = []
     for seq in range(1, 6 * MOST_PENDING):
         submit(ledger, seq)
@@ -199,8 +199,8 @@ def test_the_journal_is_bounded_without_any_sync(ledger, directory, monkeypatch)
 
 
 def test_a_full_journal_is_emptied_only_once_the_database_is_on_the_disk(ledger, directory, monkeypatch):
-    monkeypatch.setattr("atropos_api.store.ledger_journaled.MOST_BYTES", 1000)
-    monkeypatch.setattr("atropos_api.store.ledger_journaled.MOST_PENDING", 4)
+    monkeypatch.setattr("atropos_api.store.journaled_ledger.MOST_BYTES", 1000)
+    monkeypatch.setattr("atropos_api.store.journaled_ledger.MOST_PENDING", 4)
     wal = directory / "ledger.sqlite-wal"
     forced, left = {}, []
     force, truncate = os.fdatasync, os.ftruncate
@@ -258,7 +258,7 @@ def test_a_transaction_of_which_the_database_alone_can_make_a_part_is_whole_or_n
 
 
 def test_a_database_that_takes_nothing_costs_nothing_that_was_kept(ledger, directory, monkeypatch):
-    monkeypatch.setattr("atropos_api.store.ledger_journaled.MOST_PENDING", 4)
+    monkeypatch.setattr("atropos_api.store.journaled_ledger.MOST_PENDING", 4)
     ledger._db.execute("PRAGMA query_only = ON")
     submit(ledger, 1, 2)
     with pytest.raises(StoreUnavailable):
@@ -270,7 +270,7 @@ def test_a_database_that_takes_nothing_costs_nothing_that_was_kept(ledger, direc
 
 
 def test_the_write_that_makes_it_many_takes_them_to_the_database_so_that_no_batch_has_to(ledger, monkeypatch):
-    monkeypatch.setattr("atropos_api.store.ledger_journaled.MOST_PENDING", 4)
+    monkeypatch.setattr("atropos_api.store.journaled_ledger.MOST_PENDING", 4)
     submit(ledger, 1, 2)
     assert ledger._db.execute("SELECT count(*) FROM groups").fetchone() == (2,)
 

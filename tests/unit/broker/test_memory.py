@@ -14,7 +14,7 @@ from atropos_api.store.directory import open_directory
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest
-from atropos_api.wire.payload import check_group, decode_fields
+from atropos_api.wire.group_json import check_group, decode_fields
 
 FIRST, COUNT = 300, 2000
 if sys.argv[1] == "memory":

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from atropos_api.client import BrokerClient
-from atropos_api.client.errors import BrokerRefused
+from atropos_api.client.calls import BrokerRefused
 from atropos_api.testing import served_broker
 from atropos_api.wire import EnvironmentRequest, PolicyUpdate, RunRequest
 

@@ -10,13 +10,12 @@ from atropos_api.broker import Broker
 from atropos_api.errors import StoreUnavailable, StoreUnsafe
 from atropos_api.store.base import KEPT_EVENTS, LOST, Answers, BodyRef, EnvironmentRow, GroupRow, KeyRow, PolicyRow
 from atropos_api.store.directory import open_directory
+from atropos_api.store.factory import open_held, open_session
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
-from atropos_api.store.opening import open_held, open_session
 from atropos_api.store.redis_session import RedisSession
-from atropos_api.testing import make_group
-from atropos_api.testing_redis import RedisServer, running_redis
+from atropos_api.testing import RedisServer, make_group, running_redis
 from atropos_api.wire import EnvironmentRequest, RunRequest
-from atropos_api.wire.payload import check_group, decode_fields
+from atropos_api.wire.group_json import check_group, decode_fields
 
 ENVIRONMENT = EnvironmentRequest(name="env", group_size=4, max_token_length=9)
 

@@ -4,7 +4,7 @@ import pytest
 
 from atropos_api.common.errors import AtroposError
 from atropos_api.config import BrokerConfig
-from atropos_api.store.opening import open_store
+from atropos_api.store.factory import open_store
 
 
 def occupied(path, name, *, folder=False):

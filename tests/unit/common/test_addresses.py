@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from atropos_api.common.addresses import require_address, require_host
 from atropos_api.common.cliconfig import ConfigError, load_config
+from atropos_api.common.identity import require_address, require_host
 from environments.sdk.config import APIServerConfig, BaseEnvConfig
 from example_trainer.config import TrainingConfig
 

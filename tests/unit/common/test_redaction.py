@@ -14,15 +14,22 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
 from atropos_api.common.errors import AtroposError
+from atropos_api.common.files import write_private
 from atropos_api.common.logs import setup_logging
-from atropos_api.common.options import list_options
-from atropos_api.common.private_files import write_private
-from atropos_api.common.redaction import names_secret, program_words, redact, redact_arguments, redact_text
-from atropos_api.common.secret_fields import SECRET, public_settings
+from atropos_api.common.option_flags import list_options
+from atropos_api.common.secrets import (
+    SECRET,
+    names_secret,
+    program_words,
+    public_settings,
+    redact,
+    redact_arguments,
+    redact_text,
+)
 from atropos_api.config import BrokerConfig
 from environments.sdk.config import APIServerConfig, BaseEnvConfig
+from example_trainer.commands.top import TopConfig
 from example_trainer.config import TrainingConfig
-from example_trainer.running.top import TopConfig
 from example_trainer.serving.config import ServerConfig
 
 SECRET_VALUE = "s3cret-value"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_api.common.token_file import TokenAmbiguous, TokenSource, TokenUnreadable, read_token_file
+from atropos_api.common.secrets import TokenAmbiguous, TokenSource, TokenUnreadable, read_token_file
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atropos_api.common.version import DISTRIBUTION, NOT_INSTALLED, package_version, version_line
+from atropos_api.common.identity import DISTRIBUTION, NOT_INSTALLED, package_version, version_line
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -20,7 +20,7 @@ MODULES = (
     "atropos_api",
     "environments.arithmetic_server",
     "environments.compat",
-    "environments.installed",
+    "environments.commands",
     "environments.scaffold",
     "example_trainer.grpo",
     "example_trainer.run",

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from atropos_api.common.whole_files import FileInTheWay, OutputFile, free_path, replace_whole, write_whole
+from atropos_api.common.files import FileInTheWay, OutputFile, free_path, replace_whole, write_whole
 
 
 def names(folder):

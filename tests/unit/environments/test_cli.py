@@ -11,10 +11,9 @@ import yaml
 from atropos_api.common.cliconfig import ConfigError
 from environments.arithmetic_server import ArithmeticEnv
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ServerBaseline
-from environments.sdk.cli import read_command, run_verb
 from environments.sdk.errors import TokensUnavailable
-from environments.sdk.evaluate import NoEvaluation
-from environments.sdk.preparing import PathUnusable
+from environments.sdk.runtime.cli import read_command, run_verb
+from environments.sdk.runtime.commands import NoEvaluation, PathUnusable
 
 SERVER = Path(__file__).parents[3] / "environments" / "arithmetic_server.py"
 

@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from environments.compat import advantages, evals, history, rewards, servers, tokenizing, tool_calls
-from environments.compat.base import BaseEnv, BaseEnvConfig
-from environments.compat.finder import AliasFinder, give_lists, install
-from environments.compat.names import ALIASES
-from environments.compat.page import generate_html
+from environments.compat import envs, rewards, servers, utils
+from environments.compat.envs import BaseEnv
+from environments.compat.runner import ALIASES, AliasFinder, give_lists, install
+from environments.compat.servers import BaseEnvConfig
+from environments.compat.utils import generate_html
 from environments.sdk.testing import FakeInference, InProcess
-from environments.sdk.testing_chats import make_chat_tokenizer
+from environments.sdk.testing_servers import make_chat_tokenizer
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_every_alias_can_be_imported_and_nothing_is_left_of_it_without_the_hook(
         importlib.import_module(name)
     from atroposlib.envs.base import BaseEnv
 
-    from environments.compat.base import BaseEnv as Ours
+    from environments.compat.envs import BaseEnv as Ours
 
     assert BaseEnv is Ours
     with pytest.raises(ModuleNotFoundError, match="not provided"):
@@ -70,7 +70,7 @@ CHAT = [
 
 
 def test_tokens_of_a_chat_are_masked_up_to_the_last_answer(tokenizer):
-    out = tokenizing.tokenize_for_trainer(tokenizer, CHAT, include_messages=True)
+    out = utils.tokenize_for_trainer(tokenizer, CHAT, include_messages=True)
     assert out["messages"] == CHAT
     trained = [value for value in out["masks"] if value != -100]
     assert out["tokens"][-len(trained) :] == trained
@@ -78,7 +78,7 @@ def test_tokens_of_a_chat_are_masked_up_to_the_last_answer(tokenizer):
 
 
 def test_tokens_of_every_answer_are_trained_where_asked(tokenizer):
-    out = tokenizing.tokenize_for_trainer(tokenizer, CHAT, train_on_all_assistant_turns=True)
+    out = utils.tokenize_for_trainer(tokenizer, CHAT, train_on_all_assistant_turns=True)
     text = tokenizer.decode([value for value in out["masks"] if value != -100])
     assert "4" in text
     assert "yes" in text
@@ -86,47 +86,47 @@ def test_tokens_of_every_answer_are_trained_where_asked(tokenizer):
 
 
 def test_a_chat_that_was_cut_off_has_no_end_token(tokenizer):
-    whole = tokenizing.tokenize_for_trainer(tokenizer, CHAT)["tokens"]
-    cut = tokenizing.tokenize_for_trainer(tokenizer, CHAT, finish_reason="length")["tokens"]
+    whole = utils.tokenize_for_trainer(tokenizer, CHAT)["tokens"]
+    cut = utils.tokenize_for_trainer(tokenizer, CHAT, finish_reason="length")["tokens"]
     assert cut == (whole[:-1] if whole[-1] == tokenizer.eos_token_id else whole)
 
 
 def test_apostrophes_survive_the_parsing_of_a_tool_call():
     call = {"name": "say", "arguments": {"text": 'it\'s "here"'}}
     text = f"<tool_call>{json.dumps(call)}</tool_call>"
-    assert tool_calls.parse_tool_call(text, [{"name": "say"}]) == ("say", call["arguments"], False)
-    assert tool_calls.parse_tool_call(f"<tool_call>{call!r}</tool_call>") == ("say", call["arguments"], False)
-    assert tool_calls.parse_tool_call(text, [{"name": "other"}])[2] is True
-    assert tool_calls.parse_tool_call("no call") == ("-ERROR-", {}, True)
+    assert utils.parse_tool_call(text, [{"name": "say"}]) == ("say", call["arguments"], False)
+    assert utils.parse_tool_call(f"<tool_call>{call!r}</tool_call>") == ("say", call["arguments"], False)
+    assert utils.parse_tool_call(text, [{"name": "other"}])[2] is True
+    assert utils.parse_tool_call("no call") == ("-ERROR-", {}, True)
 
 
 def test_thoughts_are_shortened_to_the_last_paragraph_that_fits(tokenizer):
     text = "<think>one two three\n\nfour</think>ended"
-    short = history.truncate_thinking(text, tokenizer, 5)
+    short = utils.truncate_thinking(text, tokenizer, 5)
     assert "four" in short
     assert "one" not in short
     assert short.endswith("</think>ended")
-    assert history.truncate_thinking(text, tokenizer, 500).count("one") == 1
-    assert history.strip_thinking(f"a{text}") == "aended"
+    assert utils.truncate_thinking(text, tokenizer, 500).count("one") == 1
+    assert utils.strip_thinking(f"a{text}") == "aended"
 
 
 def test_a_trajectory_loses_its_oldest_turns_or_the_step(tokenizer):
     long = [CHAT[0], *CHAT[:2] * 6, CHAT[2], CHAT[3]]
-    out = tokenizing.tokenize_for_trainer(tokenizer, long)
+    out = utils.tokenize_for_trainer(tokenizer, long)
     step = {"messages": [long], "tokens": [out["tokens"]], "masks": [out["masks"]], "scores": [1.0], "seed": 3}
     most = len(out["tokens"]) - 4
-    (kept,) = history.ensure_trajectory_token_limit([step], tokenizer, most)
+    (kept,) = utils.ensure_trajectory_token_limit([step], tokenizer, most)
     assert len(kept["tokens"][0]) <= most
     assert kept["messages"][0][0] == CHAT[0]
     assert kept["messages"][0][-1] == CHAT[3]
     assert kept["seed"] == 3
-    assert history.ensure_trajectory_token_limit([step], tokenizer, 2) == []
+    assert utils.ensure_trajectory_token_limit([step], tokenizer, 2) == []
 
 
 def test_the_best_is_chosen_by_the_first_scores_then_the_second():
-    assert history.select_best_index([1, 3, 3], [0, 5, 2]) == 2
-    assert history.select_best_index([1, 3, 3], [0, 2, 2]) == 1
-    assert history.select_best_index([1, 3, 3], [0, 2, 2], primary_higher_is_better=False) == 0
+    assert utils.select_best_index([1, 3, 3], [0, 5, 2]) == 2
+    assert utils.select_best_index([1, 3, 3], [0, 2, 2]) == 1
+    assert utils.select_best_index([1, 3, 3], [0, 2, 2], primary_higher_is_better=False) == 0
 
 
 def test_a_reward_that_fails_is_an_error_and_not_a_score_of_nothing():
@@ -157,14 +157,14 @@ async def test_rewards_of_this_package_answer_to_atropos_names():
 
 
 def test_pass_at_k():
-    assert evals.pass_at_k(4, 4, 1) == 1.0
-    assert evals.pass_at_k(4, 1, 1) == pytest.approx(0.25)
-    assert evals.pass_at_k(4, 2, 2) == pytest.approx(1 - 1 / 6)
+    assert envs.pass_at_k(4, 4, 1) == 1.0
+    assert envs.pass_at_k(4, 1, 1) == pytest.approx(0.25)
+    assert envs.pass_at_k(4, 2, 2) == pytest.approx(1 - 1 / 6)
 
 
 def test_returns_are_discounted():
-    assert advantages.compute_discounted_returns([1, 0, 2], 0.5).tolist() == [1.5, 1.0, 2.0]
-    assert advantages.compute_stats([[1, 2], [3]])["mean"] == 2
+    assert utils.compute_discounted_returns([1, 0, 2], 0.5).tolist() == [1.5, 1.0, 2.0]
+    assert utils.compute_stats([[1, 2], [3]])["mean"] == 2
 
 
 @pytest.fixture

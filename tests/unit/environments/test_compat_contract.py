@@ -12,15 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from environments.compat import advantages, servers
-from environments.compat.base import BaseEnv, BaseEnvConfig
-from environments.compat.finder import install
-from environments.compat.page import create_html_for_group
-from environments.compat.reasoning import ReasoningConfig
-from environments.compat.runner import main
-from environments.compat.servers import APIServer, APIServerConfig, ManagedServer, ServerClassUnused, ServerManager
-from environments.sdk.inference.manager import ServerManager as OurManager
-from environments.sdk.session.nodes import NOT_TRAINED
+from environments.compat import servers, utils
+from environments.compat.envs import BaseEnv
+from environments.compat.runner import install, main
+from environments.compat.servers import (
+    APIServer,
+    APIServerConfig,
+    BaseEnvConfig,
+    ManagedServer,
+    ReasoningConfig,
+    ServerClassUnused,
+    ServerManager,
+)
+from environments.compat.utils import create_html_for_group
+from environments.sdk.server_manager import ServerManager as OurManager
+from environments.sdk.session.sequences import NOT_TRAINED
 from environments.sdk.testing import FakeInference, InProcess
 from environments.sdk.tools import FunctionCall, ToolCall
 
@@ -131,23 +137,23 @@ def test_servers_of_an_environments_own_class_are_refused_and_not_replaced_in_si
 
 
 def test_advantages_are_arrays():
-    returns = advantages.compute_discounted_returns([1.0, 0.0, 2.0], 0.5)
+    returns = utils.compute_discounted_returns([1.0, 0.0, 2.0], 0.5)
     assert (returns * 2).tolist() == [3.0, 2.0, 4.0]
-    assert advantages.compute_discounted_returns(np.array([1, 1]), 0.5).tolist() == [1.5, 1.0]
-    assert advantages.allclose_to_first([[1.0, 2.0], [1.0, 2.0 + 1e-12]]) is True
-    assert advantages.allclose_to_first([1.0, 1.1], return_vector=True).tolist() == [True, False]
-    assert advantages.allclose_to_first([float("nan")] * 2) is False
-    assert advantages.allclose_to_first([float("nan")] * 2, equal_nan=True) is True
+    assert utils.compute_discounted_returns(np.array([1, 1]), 0.5).tolist() == [1.5, 1.0]
+    assert utils.allclose_to_first([[1.0, 2.0], [1.0, 2.0 + 1e-12]]) is True
+    assert utils.allclose_to_first([1.0, 1.1], return_vector=True).tolist() == [True, False]
+    assert utils.allclose_to_first([float("nan")] * 2) is False
+    assert utils.allclose_to_first([float("nan")] * 2, equal_nan=True) is True
 
 
 def test_advantages_of_steps_are_what_is_still_to_come_against_the_group():
-    first, second = advantages.compute_grpo_process_supervision_advantages([[1, 2, 3], [4, 5]])
+    first, second = utils.compute_grpo_process_supervision_advantages([[1, 2, 3], [4, 5]])
     assert first == pytest.approx(np.array([-3, -1, 0]) / np.sqrt(2))
     assert second == pytest.approx(np.array([3, 2]) / np.sqrt(2))
-    first, _ = advantages.compute_grpo_process_supervision_advantages([[1, 2, 3], [4, 5]], gamma=0.9)
+    first, _ = utils.compute_grpo_process_supervision_advantages([[1, 2, 3], [4, 5]], gamma=0.9)
     assert first == pytest.approx(np.array([-2.9, -1, 0]) / np.sqrt(2))
     with pytest.raises(ValueError, match="none is better"):
-        advantages.compute_grpo_process_supervision_advantages([[1, 1, 1]])
+        utils.compute_grpo_process_supervision_advantages([[1, 1, 1]])
 
 
 class FourMethods:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from environments.sdk import BaseEnv
-from environments.sdk.cli import read_command
+from environments.sdk.runtime.cli import read_command
 from example_trainer.run import run
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError
-from environments.tasks.convert import convert_data, restore_data
+from environments.commands import convert_data, restore_data
 from environments.tasks.data import DataUnusable, Question, read_questions
-from example_trainer.running.umbrella import run
+from example_trainer.commands.main import run
 
 
 @pytest.fixture

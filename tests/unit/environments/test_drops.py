@@ -5,13 +5,12 @@ import logging
 import pytest
 
 from atropos_api.wire.groups import Group
+from environments.sdk.base_env import BaseEnv
 from environments.sdk.config import BaseEnvConfig
-from environments.sdk.delivery import Delivery
-from environments.sdk.drops import DroppedGroups, Rejection, last_answer
-from environments.sdk.env import BaseEnv
 from environments.sdk.errors import ItemDropped
 from environments.sdk.groups import GroupRules
-from environments.sdk.rollouts import Collector
+from environments.sdk.reporting import DroppedGroups, Rejection, last_answer
+from environments.sdk.runtime.rollouts import Delivery, RolloutRunner
 
 pytestmark = pytest.mark.anyio
 
@@ -31,7 +30,7 @@ def clock():
 
 @pytest.fixture
 def lines(caplog):
-    caplog.set_level(logging.INFO, "environments.sdk.drops")
+    caplog.set_level(logging.INFO, "environments.sdk.reporting")
     return lambda: caplog.records
 
 
@@ -135,7 +134,7 @@ def collector(tokenizer_folder):
     )
     env = Numbers(config, [])
     rules = GroupRules(group_size=2, max_token_length=16, ensure_scores_are_not_same=True)
-    return Collector(env, Delivery(env, lambda: rules, send=lambda _: None))
+    return RolloutRunner(env, Delivery(env, lambda: rules, send=lambda _: None))
 
 
 @pytest.mark.parametrize(

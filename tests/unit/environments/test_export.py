@@ -13,15 +13,24 @@ import pytest
 
 from atropos_api.client import BrokerClient
 from atropos_api.common.cliconfig import ConfigError
-from atropos_api.common.whole_files import FileInTheWay
+from atropos_api.common.files import FileInTheWay
 from atropos_api.testing import served_broker
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import EnvironmentRequest
-from environments.export.datasets import DpoOptions, SftOptions, dpo_lines, run_dpo, run_sft, sft_lines
-from environments.export.groups import GroupsUnreadable, read_groups
-from environments.export.page import render, write_page
-from environments.export.view import ViewOptions, latest_of_broker, latest_of_file, make_server
-from environments.export.view import run as run_view
+from environments.export import (
+    DpoOptions,
+    SftOptions,
+    ViewOptions,
+    dpo_lines,
+    latest_of_broker,
+    latest_of_file,
+    make_server,
+    run_dpo,
+    run_sft,
+    sft_lines,
+)
+from environments.export import run as run_view
+from environments.sdk.group_files import GroupsUnreadable, read_groups, render, write_page
 
 HOSTILE = '</pre><script>alert(1)</script><img src=x onerror="alert(2)"><a href="javascript:alert(3)">x</a>'
 

@@ -4,10 +4,9 @@ import pytest
 
 from atropos_api.wire.columns_groups import encode_submission
 from environments.sdk.config import BaseEnvConfig
-from environments.sdk.drops import EQUAL_SCORES, Rejection
 from environments.sdk.groups import GroupRules, group_items, to_wire
-from environments.sdk.session.journal import Journal
-from environments.sdk.session.nodes import SequenceNode
+from environments.sdk.reporting import EQUAL_SCORES, Rejection
+from environments.sdk.session.sequences import SampleLog, SequenceNode
 
 RULES = GroupRules(group_size=2, max_token_length=16, ensure_scores_are_not_same=True)
 
@@ -17,7 +16,7 @@ def raw(scores=(0.0, 1.0), length=3, **more):
 
 
 def convert(**more):
-    return to_wire(raw(**more), Journal("train"))
+    return to_wire(raw(**more), SampleLog("train"))
 
 
 def test_a_usable_group_is_not_rejected():
@@ -40,8 +39,8 @@ def test_a_sequence_as_long_as_the_trainers_limit_is_rejected():
 def test_group_overrides_change_the_size_expected():
     """R38: a group may say that it is of another size."""
     three = {"tokens": [[5]] * 3, "masks": [[5]] * 3, "scores": [0, 1, 2]}
-    assert "3 rollouts where 2 were expected" in RULES.why_rejected(to_wire(three, Journal("train"))).why
-    told = to_wire({**three, "group_overrides": {"group_size": 3}}, Journal("train"))
+    assert "3 rollouts where 2 were expected" in RULES.why_rejected(to_wire(three, SampleLog("train"))).why
+    told = to_wire({**three, "group_overrides": {"group_size": 3}}, SampleLog("train"))
     assert RULES.why_rejected(told) is None
 
 
@@ -64,7 +63,7 @@ def test_empty_lists_mean_nothing_was_given():
 )
 def test_a_misaligned_group_is_told_with_the_rollout(broken, words):
     with pytest.raises(ValueError, match=words):
-        to_wire({**raw(), **broken}, Journal("train"))
+        to_wire({**raw(), **broken}, SampleLog("train"))
 
 
 def test_what_was_left_out_comes_from_the_rollouts_own_samples():
@@ -80,7 +79,7 @@ def test_what_was_left_out_comes_from_the_rollouts_own_samples():
         for token in (6, 7)
     ]
     group = to_wire(
-        {"tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [0, 1]}, Journal("train", nodes)
+        {"tokens": [[5, 6], [5, 7]], "masks": [[-100, 6], [-100, 7]], "scores": [0, 1]}, SampleLog("train", nodes)
     )
     assert group.policy_versions == [[(1, 2, 9)], [(1, 2, 9)]]
     assert group.inference_logprobs == [[1.0, -0.5]] * 2
@@ -123,7 +122,7 @@ def test_a_schedule_that_is_none_is_refused_with_its_form(text):
 
 
 def of_size(size):
-    return to_wire({"tokens": [[5]] * size, "masks": [[5]] * size, "scores": [0] * size}, Journal("train"))
+    return to_wire({"tokens": [[5]] * size, "masks": [[5]] * size, "scores": [0] * size}, SampleLog("train"))
 
 
 def test_groups_of_any_scheduled_size_may_be_sent_and_of_no_other():

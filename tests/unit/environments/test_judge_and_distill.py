@@ -9,13 +9,12 @@ import pytest
 
 from environments.distill_server import DistillEnv, DistillEnvConfig
 from environments.judge_server import JudgeEnv, JudgeEnvConfig, VerdictUnreadable
-from environments.sdk.cli import read_command
 from environments.sdk.config import APIServerConfig
-from environments.sdk.evaluate import evaluate_alone
-from environments.sdk.inference.manager import ServerManager
-from environments.sdk.process import process
+from environments.sdk.errors import GoldMissing
+from environments.sdk.runtime.cli import read_command
+from environments.sdk.runtime.commands import evaluate_alone, process, validate
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess
-from environments.sdk.validate import GoldMissing, validate
 
 pytestmark = pytest.mark.anyio
 
@@ -129,7 +128,7 @@ async def test_the_judges_key_comes_from_the_environment_alone(tokenizer_folder,
 
 
 async def test_a_teachers_logprobs_stand_beside_every_token(tokenizer_folder, tmp_path, math_verifier, monkeypatch):
-    monkeypatch.setattr("environments.rewards.accuracy.MathVerifier", lambda: math_verifier)
+    monkeypatch.setattr("environments.rewards.math.MathVerifier", lambda: math_verifier)
     data, path = tmp_path / "data.jsonl", tmp_path / "groups.jsonl"
     data.write_text(json.dumps({"question": "6 * 7?", "answer": "42"}) + "\n")
     config = DistillEnvConfig(

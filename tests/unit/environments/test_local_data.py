@@ -13,7 +13,7 @@ from environments.distill_server import DistillEnv
 from environments.gsm8k_server import GSM8kEnv
 from environments.judge_server import JudgeEnv
 from environments.math_server_zero import MathZeroEnv
-from environments.sdk.cli import read_command
+from environments.sdk.runtime.cli import read_command
 from environments.tool_server import ToolEnv
 
 pytestmark = pytest.mark.anyio

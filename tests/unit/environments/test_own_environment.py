@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError
-from atropos_api.common.whole_files import FileInTheWay
-from environments.installed import load_environment, run
+from atropos_api.common.files import FileInTheWay
+from environments.commands import load_environment, run_installed
 from environments.scaffold import write_environment
-from environments.sdk.evaluate import evaluate_alone
 from environments.sdk.rehearsal import Rehearsal
-from environments.sdk.transcripts import messages_of
+from environments.sdk.runtime.commands import evaluate_alone
+from environments.sdk.session.sequences import messages_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "howto" / "your-own-environment.md"
 
@@ -118,7 +118,7 @@ def test_an_installed_package_offers_its_environment_by_name(tmp_path, monkeypat
     assert load_environment("stories_two").name == "stories_two"
     with pytest.raises(ConfigError, match="did you mean stories_two"):
         load_environment("storys_two")
-    run([])
+    run_installed([])
     assert "stories_two" in capsys.readouterr().out
 
 

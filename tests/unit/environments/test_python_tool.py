@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from environments.tasks.python_tool import PythonTool, SandboxUnavailable
-from environments.tasks.sandbox.view import view_of_this_python
+from environments.sandbox.launch import view_of_this_python
+from environments.sandbox.python_tool import PythonTool, SandboxUnavailable
 from environments.tool_server import ToolEnvConfig
 
 pytestmark = pytest.mark.anyio

@@ -12,13 +12,11 @@ from environments.gsm8k_server import GSM8kEnv
 from environments.math_server_zero import EVAL_SETS, STOPS, MathZeroEnv, MathZeroEnvConfig
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import ItemDropped
-from environments.sdk.evaluate import evaluate_alone
-from environments.sdk.inference.manager import ServerManager
-from environments.sdk.process import process
-from environments.sdk.session.journal import keep_journal
+from environments.sdk.runtime.commands import evaluate_alone, process, validate
+from environments.sdk.server_manager import ServerManager
+from environments.sdk.session.sequences import keep_journal
 from environments.sdk.testing import FakeInference, InProcess
-from environments.sdk.validate import validate
-from environments.tasks.prompts import PromptTemplateUnusable
+from environments.tasks.question_env import PromptTemplateUnusable
 
 pytestmark = pytest.mark.anyio
 
@@ -63,7 +61,7 @@ def make(tokenizer_folder, data, math_verifier, monkeypatch):
 
     async def set_up(cls, *args, **kwargs):
         # Starting math-verify takes a second; all environments here share one.
-        monkeypatch.setattr("environments.rewards.accuracy.MathVerifier", lambda: math_verifier)
+        monkeypatch.setattr("environments.rewards.math.MathVerifier", lambda: math_verifier)
         env, fake = build(cls, cls.env_config_cls, *args, **kwargs)
         await env.setup()
         return env, fake

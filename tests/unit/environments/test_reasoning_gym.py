@@ -9,9 +9,9 @@ import pytest
 
 from environments.reasoning_gym_server import ReasoningGymEnv, ReasoningGymEnvConfig, ReasoningGymMissing
 from environments.sdk.config import APIServerConfig
-from environments.sdk.inference.manager import ServerManager
+from environments.sdk.runtime.commands import validate
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess
-from environments.sdk.validate import validate
 
 pytestmark = pytest.mark.anyio
 

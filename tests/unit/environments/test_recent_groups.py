@@ -11,7 +11,7 @@ import pytest
 
 from atropos_api.wire.groups import Group
 from environments.sdk import BaseEnv, scored_group
-from environments.sdk.recent_groups import MOST_SHARE_OF_TIME, RecentGroups
+from environments.sdk.group_files import MOST_SHARE_OF_TIME, RecentGroups
 
 from .test_surface import Env, Rehearsal, collector_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError
-from environments.reference import PAGES, SHIPPED, environments_page, run, sdk_page
+from environments.generate_docs import PAGES, SHIPPED, environments_page, run, sdk_page
 from environments.sdk import BaseEnv, BaseEnvConfig
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference"
@@ -16,11 +16,11 @@ FILES = {"environments": DOCS / "environments.md", "sdk": DOCS / "environment-sd
 
 @pytest.mark.parametrize("page", FILES)
 def test_the_page_is_what_the_code_says(page):
-    assert FILES[page].read_text() == PAGES[page](), f"write it anew: python -m environments.reference {page}"
+    assert FILES[page].read_text() == PAGES[page](), f"write it anew: python -m environments.generate_docs {page}"
 
 
 def test_every_shipped_environment_and_setting_is_on_the_page():
-    files = {path.stem for path in Path(sys.modules["environments.reference"].__file__).parent.glob("*_server*.py")}
+    files = {path.stem for path in Path(sys.modules["environments.generate_docs"].__file__).parent.glob("*_server*.py")}
     assert files == set(SHIPPED)
     page = environments_page()
     for name in BaseEnvConfig.model_fields:

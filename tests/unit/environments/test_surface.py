@@ -10,18 +10,16 @@ import pytest
 import yaml
 
 from atropos_api.common.cliconfig import ConfigError
-from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ServerBaseline, checkpoint, scored_group
-from environments.sdk.cli import read_command, run_verb
-from environments.sdk.config import EvalHandlingEnum
-from environments.sdk.delivery import Delivery
+from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, ServerBaseline, environment, scored_group
+from environments.sdk.config import EvalHandlingEnum, slurm_servers
 from environments.sdk.errors import RolloutsKeepFailing
 from environments.sdk.groups import GroupRules
-from environments.sdk.process import NothingToCollect
 from environments.sdk.rehearsal import Rehearsal
-from environments.sdk.rollouts import Collector
-from environments.sdk.slurm import slurm_servers
+from environments.sdk.runtime.cli import read_command, run_verb
+from environments.sdk.runtime.commands import NothingToCollect
+from environments.sdk.runtime.rollouts import Delivery, RolloutRunner
+from environments.sdk.runtime.worker import EnvironmentWorker, crossed
 from environments.sdk.teacher import TeacherDistillationConfig, TeacherDistillationEnv
-from environments.sdk.worker import EnvironmentWorker, crossed
 
 pytestmark = pytest.mark.anyio
 
@@ -99,7 +97,7 @@ def lenient_rules():
 async def collector_of(env):
     await env.setup()
     sent = []
-    return Collector(env, Delivery(env, lenient_rules, sent.append)), sent
+    return RolloutRunner(env, Delivery(env, lenient_rules, sent.append)), sent
 
 
 def test_fields_and_their_defaults_are_atropos():
@@ -161,12 +159,12 @@ def test_no_jump_of_steps_misses_an_evaluation():
 
 
 def test_checkpoints_are_whole_and_found_under_a_stable_name(tmp_path):
-    checkpoint.save(tmp_path, "surface", 10, {"iter": 3})
+    environment.save_state(tmp_path, "surface", 10, {"iter": 3})
     with pytest.raises(TypeError):
-        checkpoint.save(tmp_path, "surface", 20, {"iter": object()})
+        environment.save_state(tmp_path, "surface", 20, {"iter": object()})
     assert [path.name for path in (tmp_path / "env_checkpoints" / "surface").iterdir()] == ["step-10.json"]
-    assert checkpoint.load(tmp_path, "surface", 25) == {"iter": 3}
-    assert checkpoint.load(tmp_path, "surface", 9) == {}
+    assert environment.load_state(tmp_path, "surface", 25) == {"iter": 3}
+    assert environment.load_state(tmp_path, "surface", 9) == {}
 
 
 async def test_the_backlog_goes_first_and_in_order(tmp_path):
@@ -380,7 +378,7 @@ async def test_process_without_any_group_writes_nothing_and_says_so(tmp_path, ca
     caplog.set_level(logging.WARNING)
     path = tmp_path / "groups.jsonl"
     async with Rehearsal(Empty, ["x"], tmp_path, data_path_to_save_groups=str(path)) as rehearsal:
-        from environments.sdk.process import process
+        from environments.sdk.runtime.commands import process
 
         await process(rehearsal.env)
     assert not path.exists()

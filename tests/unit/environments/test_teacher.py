@@ -4,14 +4,14 @@ import shutil
 
 import pytest
 
-from environments.compat.base import BaseEnvConfig
-from environments.compat.teacher import TeacherDistillationConfig as CompatConfig
-from environments.compat.teacher import TeacherDistillationEnv as CompatEnv
+from environments.compat.envs import TeacherDistillationConfig as CompatConfig
+from environments.compat.envs import TeacherDistillationEnv as CompatEnv
+from environments.compat.servers import BaseEnvConfig
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import TokenizerMismatch
-from environments.sdk.process import process
+from environments.sdk.runtime.commands import process
 from environments.sdk.teacher import TeacherDistillationConfig, TeacherDistillationEnv, TeacherMissing
-from environments.sdk.testing_chats import make_chat_tokenizer
+from environments.sdk.testing_servers import make_chat_tokenizer
 
 pytestmark = pytest.mark.anyio
 

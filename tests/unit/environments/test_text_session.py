@@ -5,9 +5,8 @@ import pytest
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import RequestRefused, TokensUnavailable
 from environments.sdk.groups import scored_group, to_wire
-from environments.sdk.inference.manager import ServerManager
-from environments.sdk.session.journal import Journal, keep_journal
-from environments.sdk.session.nodes import ESTIMATED, NOT_TRAINED
+from environments.sdk.server_manager import ServerManager
+from environments.sdk.session.sequences import ESTIMATED, NOT_TRAINED, SampleLog, keep_journal
 from environments.sdk.testing import InProcess
 from environments.sdk.testing_servers import FakeOpenAI
 
@@ -49,7 +48,7 @@ async def test_estimated_tokens_are_marked_and_never_claim_logprobs(tokenizer):
     async with manager.managed_server() as session:
         await session.chat_completion(messages=CHAT, n=2)
         raw = scored_group(session.nodes, [0.0, 1.0])
-        journal = Journal("train", nodes=list(session.nodes))
+        journal = SampleLog("train", nodes=list(session.nodes))
         del raw["policy_versions"]
         group = to_wire(raw, journal)
     assert group.generation_params[ESTIMATED] is True

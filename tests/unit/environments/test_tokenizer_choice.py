@@ -6,13 +6,13 @@ import logging
 import msgspec
 import pytest
 
-from atropos_api.common.vocabulary import fingerprint
+from atropos_api.common.identity import fingerprint
 from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig
 from environments.sdk.errors import TokenizerMismatch, TokenizerUnavailable
-from environments.sdk.inference.manager import ServerManager
+from environments.sdk.inference.http_transport import Response
 from environments.sdk.inference.sampling import Sampling
-from environments.sdk.inference.transport import Response
-from environments.sdk.preparing import prepare_tokenizer
+from environments.sdk.runtime.commands import prepare_tokenizer
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.teacher import TeacherDistillationConfig, TeacherDistillationEnv
 from environments.sdk.testing import FakeInference, InProcess
 from environments.sdk.tokenizer import load_tokenizer

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from environments.sdk.config import APIServerConfig
-from environments.sdk.evaluate import evaluate_alone
-from environments.sdk.inference.manager import ServerManager
+from environments.sdk.runtime.commands import evaluate_alone
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess
 from environments.tool_server import ToolEnv, ToolEnvConfig
 
@@ -24,7 +24,7 @@ async def make(tokenizer_folder, tmp_path, math_verifier, monkeypatch):
     """An environment whose model gives these turns in every chat; with its inference server."""
 
     async def build(turns, **settings):
-        monkeypatch.setattr("environments.rewards.accuracy.MathVerifier", lambda: math_verifier)
+        monkeypatch.setattr("environments.rewards.math.MathVerifier", lambda: math_verifier)
         data = tmp_path / "data.jsonl"
         data.write_text(json.dumps({"question": "What is 35 + 7?", "answer": "42"}) + "\n")
         config = ToolEnvConfig(

@@ -8,9 +8,8 @@ import pytest
 
 from environments.sdk import BaseEnv
 from environments.sdk.config import as_server_list
-from environments.sdk.evaluate import evaluate_alone
-from environments.sdk.inference.manager import ServerManager
-from environments.sdk.process import process
+from environments.sdk.runtime.commands import evaluate_alone, process
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import FakeInference, InProcess
 
 pytestmark = pytest.mark.anyio

@@ -8,8 +8,8 @@ import pytest
 
 from environments.arithmetic_server import ArithmeticEnv
 from environments.rewards import GoldItem
-from environments.sdk.cli import run_verb
-from environments.sdk.validate import GoldMissing
+from environments.sdk.errors import GoldMissing
+from environments.sdk.runtime.cli import run_verb
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from example_trainer.errors import ModelNotFound
-from example_trainer.running.base_model import LocalBase, local_base, require_model
-from example_trainer.running.hub import require_on_hub
-from example_trainer.running.launcher import Launch, plan_launch
-from example_trainer.running.places import Places, settle_places
-from example_trainer.running.plan import EnvironmentNotFound, Plan, make_plan, program_of
-from example_trainer.running.ports import PortTaken
-from example_trainer.running.run_dir import plan_run_dir
-from example_trainer.running.run_file import read_settings
+from example_trainer.launcher.base_model import LocalBase, local_base, require_model, require_on_hub
+from example_trainer.launcher.endpoints import Endpoints, settle_endpoints
+from example_trainer.launcher.launch import Launch, plan_launch
+from example_trainer.launcher.plan import EnvironmentNotFound, Plan, make_plan, program_of
+from example_trainer.launcher.run_dir import plan_run_dir
+from example_trainer.launcher.run_file import read_settings
+from example_trainer.processes.ports import PortTaken
 
 OWN_ENVIRONMENT = ("--env.server", __file__)
 
@@ -23,7 +22,7 @@ OWN_ENVIRONMENT = ("--env.server", __file__)
 def plan(tmp_path: Path, *argv: str) -> Plan:
     settings = read_settings(["--model-name", "some/model", "--run-dir", str(tmp_path / "run"), *argv])
     run = plan_run_dir(settings.trainer.run_dir, name="x", log_dir=None, resume=False)
-    return make_plan(settings, run, settle_places(settings), model="some/model")
+    return make_plan(settings, run, settle_endpoints(settings), model="some/model")
 
 
 def names(made: Plan) -> list[str]:
@@ -98,7 +97,7 @@ def test_the_ports_of_a_launch_are_its_own_for_as_long_as_it_lasts(
 ) -> None:
     chosen: list[int] = []
 
-    def go(_: Launch, places: Places) -> None:
+    def go(_: Launch, places: Endpoints) -> None:
         chosen.extend([places.broker_port or 0, *places.vllm_ports])
         assert [_is_held(port) for port in chosen] == [True] * 3
 

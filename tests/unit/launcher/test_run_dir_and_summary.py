@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from example_trainer.running.plot import rolling_mean
-from example_trainer.running.run_dir import RunDirectoryInUse, plan_run_dir
-from example_trainer.running.summary import NoRun, Summary, as_table, summarise
+from example_trainer.launcher.run_dir import RunDirectoryInUse, plan_run_dir
+from example_trainer.launcher.summary import NoRun, Summary, as_table, rolling_mean, summarise
 
 
 def write_run(root: Path, rewards: list[float]) -> None:

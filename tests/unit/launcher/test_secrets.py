@@ -13,20 +13,20 @@ import pytest
 import yaml
 
 from atropos_api.common.cliconfig import ConfigError, load_config
-from atropos_api.common.token_file import TokenSource
+from atropos_api.common.secrets import TokenSource
 from atropos_api.config import BrokerConfig
 from environments.arithmetic_server import ArithmeticEnv
-from environments.sdk.cli import read_command
+from environments.sdk.runtime.cli import read_command
 from example_trainer.config import TrainingConfig
+from example_trainer.launcher.endpoints import broker_token, settle_endpoints
+from example_trainer.launcher.launch import Launch, plan_launch, resolved
+from example_trainer.launcher.plan import Plan, make_plan
+from example_trainer.launcher.run_dir import write_yaml
+from example_trainer.launcher.run_file import read_settings, trainer_settings
+from example_trainer.launcher.supervisor import Supervisor
+from example_trainer.processes.child import ChildSpec
+from example_trainer.processes.tree import wait_until
 from example_trainer.run import describe
-from example_trainer.running.credentials import broker_token
-from example_trainer.running.launcher import Launch, plan_launch, resolved
-from example_trainer.running.places import settle_places
-from example_trainer.running.plan import Plan, make_plan
-from example_trainer.running.process_tree import wait_until
-from example_trainer.running.run_dir import write_yaml
-from example_trainer.running.run_file import read_settings, trainer_settings
-from example_trainer.running.supervisor import ChildSpec, Supervisor
 from example_trainer.serving.config import read_config
 
 SECRETS = {
@@ -56,7 +56,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
 
 @pytest.fixture
 def plan(launch: Launch) -> Plan:
-    return make_plan(launch.settings, launch.run, settle_places(launch.settings), model="some/model")
+    return make_plan(launch.settings, launch.run, settle_endpoints(launch.settings), model="some/model")
 
 
 def leaked(text: str) -> list[str]:
@@ -180,4 +180,4 @@ def test_a_secret_reaches_a_program_in_a_private_file_that_goes_with_the_run(tmp
 def planned(tmp_path: Path, *flags: str) -> Plan:
     argv = ["--model-name", "some/model", "--run-dir", str(tmp_path / "run"), "--env.server", __file__, *flags]
     launched = plan_launch(read_settings(argv))
-    return make_plan(launched.settings, launched.run, settle_places(launched.settings), model="some/model")
+    return make_plan(launched.settings, launched.run, settle_endpoints(launched.settings), model="some/model")

@@ -10,15 +10,14 @@ import pytest
 from atropos_api.common.cliconfig import ConfigError, run_cli
 from example_trainer import run as launcher_command
 from example_trainer.cli import prepare_directories
-from example_trainer.config import TrainingConfig
+from example_trainer.config import TrainingConfig, settings_from
+from example_trainer.distributed.ranks import joined_ranks
 from example_trainer.errors import ModelNotFound, RanksFailed
-from example_trainer.learning.distributed import joined_ranks
-from example_trainer.process_environment import settings_from
-from example_trainer.running.hub import require_on_hub
-from example_trainer.running.launcher import dry_plan, plan_launch
-from example_trainer.running.ports import NoPort
-from example_trainer.running.run_dir import DirectoryUnusable, plan_run_dir
-from example_trainer.running.run_file import read_settings
+from example_trainer.launcher.base_model import require_on_hub
+from example_trainer.launcher.launch import dry_plan, plan_launch
+from example_trainer.launcher.run_dir import DirectoryUnusable, plan_run_dir
+from example_trainer.launcher.run_file import read_settings
+from example_trainer.processes.ports import NoPort
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from example_trainer.running.process_tree import is_alive, wait_until
-from example_trainer.running.supervisor import ChildFailed, ChildSpec, Supervisor
+from example_trainer.launcher.supervisor import Supervisor
+from example_trainer.processes.child import ChildFailed, ChildSpec
+from example_trainer.processes.tree import is_alive, wait_until
 
 SLEEP = "import time; time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
@@ -123,8 +124,8 @@ def test_a_killed_child_is_named_with_its_signal(supervisor: Supervisor) -> None
 def test_the_loss_of_a_settled_process_of_a_child_is_a_failure(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("example_trainer.running.supervisor.SETTLED_AFTER_SECONDS", 1.0)
-    monkeypatch.setattr("example_trainer.running.supervisor.LOSS_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("example_trainer.launcher.supervisor.SETTLED_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr("example_trainer.processes.child.LOST_PROCESS_GRACE_SECONDS", 0.5)
     supervisor.start(python("vllm", STARTS_WORKER, str(tmp_path / "worker")))
     worker = int(wait_for_file(tmp_path / "worker"))
     until = time.monotonic() + 2.5
@@ -138,8 +139,8 @@ def test_the_loss_of_a_settled_process_of_a_child_is_a_failure(
 def test_a_process_of_a_child_that_is_replaced_is_no_loss(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("example_trainer.running.supervisor.SETTLED_AFTER_SECONDS", 1.0)
-    monkeypatch.setattr("example_trainer.running.supervisor.LOSS_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("example_trainer.launcher.supervisor.SETTLED_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr("example_trainer.processes.child.LOST_PROCESS_GRACE_SECONDS", 0.5)
     pool = f"""
 import subprocess, sys, time
 worker = subprocess.Popen([sys.executable, "-c", {SLEEP!r}])
@@ -204,7 +205,7 @@ def test_what_a_killed_launcher_leaves_is_cleaned_up_for_it(tmp_path: Path) -> N
     launcher = f"""
 import sys, time
 from pathlib import Path
-from example_trainer.running.supervisor import ChildSpec, Supervisor
+from example_trainer.launcher.supervisor import ChildSpec, Supervisor
 supervisor = Supervisor(Path(sys.argv[1]))
 def start(name, *arguments):
     return supervisor.start(ChildSpec(name=name, command=(sys.executable, "-c", *arguments)))

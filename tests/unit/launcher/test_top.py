@@ -14,15 +14,15 @@ import pytest
 from rich.console import Console
 
 from atropos_api.client import BrokerClient, BrokerHostUnknown, BrokerRefused, ServerEvent
-from atropos_api.client.watching import parse_events
+from atropos_api.client.events import parse_events
 from atropos_api.common.cliconfig import ConfigError
-from atropos_api.common.token_file import TokenUnreadable
+from atropos_api.common.secrets import TokenUnreadable
 from atropos_api.testing import make_group, make_memory_app, serve_in_thread, served_broker
 from atropos_api.wire import DropReport, EnvironmentRequest, RunRequest
-from example_trainer.running import top
-from example_trainer.running.top_view import describe_event, render
+from example_trainer.commands import top
+from example_trainer.commands.top import describe_event, render
 
-COMMAND = [sys.executable, "-m", "example_trainer.running.umbrella", "top"]
+COMMAND = [sys.executable, "-m", "example_trainer.commands.main", "top"]
 RUN = RunRequest(name="watched", batch_size=4, max_token_length=9, num_steps=3)
 
 

@@ -13,7 +13,7 @@ import yaml
 from atropos_api.common.cliconfig import load_config
 from atropos_api.config import BrokerConfig
 from environments.arithmetic_server import ArithmeticEnv
-from environments.sdk.cli import read_command
+from environments.sdk.runtime.cli import read_command
 from example_trainer.config import TrainingConfig
 from example_trainer.serving.config import read_config
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from example_trainer.serving.door import Door
-from example_trainer.serving.fence import Fence
+from example_trainer.serving.fence import AdmissionGate, Fence
 from example_trainer.serving.testing import StubEngine
-from example_trainer.weights.versions import SegmentHeader
+from example_trainer.weight_protocol.shm_header import SegmentHeader
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ async def engine():
 
 @pytest.fixture
 def door():
-    return Door()
+    return AdmissionGate()
 
 
 @pytest.fixture

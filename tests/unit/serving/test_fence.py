@@ -8,7 +8,7 @@ import pytest
 
 from example_trainer.serving.fence import Fence
 from example_trainer.serving.problems import Problem
-from example_trainer.weights.versions import WriteRefused
+from example_trainer.weight_protocol.shm_header import WriteRefused
 
 from .publishing import begin, publish, refusal_of
 

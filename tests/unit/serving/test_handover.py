@@ -12,10 +12,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import pytest
 import uvicorn
 
+from example_trainer.processes.ports import HandoverChannel, listen
 from example_trainer.serving import handover, problems
 from example_trainer.serving.handover import Connection, HandoverServer, arriving, hand_over
-from example_trainer.serving.sockets import HandoverChannel, listen
-from example_trainer.serving.testing_server import VersionServer
+from example_trainer.serving.testing import VersionServer
 
 pytestmark = pytest.mark.anyio
 

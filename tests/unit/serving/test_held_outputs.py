@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from example_trainer.serving import held_outputs
-from example_trainer.serving.held_outputs import HeldOutputs
+from example_trainer.serving.vllm import engine_core
+from example_trainer.serving.vllm.engine_core import HeldOutputs
 
 
 class Logprobs(NamedTuple):
@@ -39,7 +39,7 @@ def scheduler(*, waiting=(), client_index=0):
 
 @pytest.fixture(autouse=True)
 def params_are_the_answer(monkeypatch):
-    monkeypatch.setattr(held_outputs, "may_wait", lambda params: params.may_wait)
+    monkeypatch.setattr(engine_core, "may_wait", lambda params: params.may_wait)
 
 
 def test_a_request_that_waits_gets_everything_in_one_piece_at_its_end():
@@ -113,6 +113,6 @@ def test_rows_as_wide_as_the_neighbours_wanted_them_are_joined_in_the_width_that
 
 
 def test_a_row_with_too_few_alternatives_says_that_the_missing_ones_have_no_probability():
-    fitted = held_outputs.fit_columns(rows_of_width(2), 3)
+    fitted = engine_core.fit_columns(rows_of_width(2), 3)
     assert fitted.tokens.tolist() == [[5, 6, 0]]
     assert fitted.logprobs.tolist() == [[-0.5, -0.6, float("-inf")]]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.weights.manifest import (
+from example_trainer.weight_protocol.manifest import (
     MANIFEST_NAME,
     BridgeManifest,
     ManifestMissing,

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.serving import refusals
+from example_trainer.errors import CannotServe
+from example_trainer.processes.ports import ServerSockets, listen
+from example_trainer.serving import startup
 from example_trainer.serving.config import (
     ServerConfig,
     kv_budget_on_cpu,
@@ -15,8 +17,6 @@ from example_trainer.serving.config import (
     read_config,
     vllm_arguments,
 )
-from example_trainer.serving.errors import CannotServe
-from example_trainer.serving.sockets import ServerSockets, listen
 from example_trainer.serving.start import _tells_that_it_starts
 
 
@@ -138,30 +138,30 @@ def test_the_listening_address_is_loopback_unless_asked():
 @pytest.mark.parametrize("name", ["./m", "/m", "m", "a/b/c"])
 def test_a_model_that_is_nowhere_is_refused(name):
     with pytest.raises(CannotServe, match="no such directory"):
-        refusals.check_model(name)
+        startup.check_model(name)
 
 
 def test_a_name_on_the_hub_is_left_to_vllm():
-    refusals.check_model("owner/name")
+    startup.check_model("owner/name")
 
 
 @pytest.mark.parametrize(("version", "said"), [("0.31.2", "0.32"), (None, "not installed")])
 def test_an_old_or_missing_vllm_is_refused(monkeypatch, version, said):
-    monkeypatch.setattr(refusals, "installed_vllm", lambda: version)
+    monkeypatch.setattr(startup, "installed_vllm", lambda: version)
     with pytest.raises(CannotServe, match=said):
-        refusals.check_vllm_version()
+        startup.check_vllm_version()
 
 
 def test_newer_vllms_are_accepted(monkeypatch):
     for version in ("0.32.0", "0.33.1.dev3", "1.0.0"):
-        monkeypatch.setattr(refusals, "installed_vllm", lambda version=version: version)
-        refusals.check_vllm_version()
+        monkeypatch.setattr(startup, "installed_vllm", lambda version=version: version)
+        startup.check_vllm_version()
 
 
 def test_a_quantised_checkpoint_is_refused_for_sharing():
-    refusals.check_quantised_checkpoint(None)
+    startup.check_quantised_checkpoint(None)
     with pytest.raises(CannotServe, match="fp8"):
-        refusals.check_quantised_checkpoint("fp8")
+        startup.check_quantised_checkpoint("fp8")
 
 
 def test_a_host_that_is_not_this_machines_is_told():
@@ -182,7 +182,7 @@ def test_launch_overlap_of_adapters_kernels_is_off_on_blackwell_alone(monkeypatc
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
 
-    from example_trainer.serving.vllm_compat import leave_out_launch_overlap_on_blackwell
+    from example_trainer.serving.vllm.compat import leave_out_launch_overlap_on_blackwell
 
     monkeypatch.delenv("VLLM_LORA_DISABLE_PDL", raising=False)
     found = None if capability is None else DeviceCapability(*capability)
@@ -199,9 +199,9 @@ def test_a_server_of_adapters_keeps_more_of_them_at_hand_than_one_batch_mixes():
 
 def test_an_adapter_needs_a_server_of_adapters_and_to_be_one(tmp_path):
     with pytest.raises(CannotServe, match="--adapter needs --enable-lora"):
-        refusals.check_adapters(config(adapter=tmp_path))
+        startup.check_adapters(config(adapter=tmp_path))
     with pytest.raises(CannotServe, match="holds no adapter_config"):
-        refusals.check_adapters(config(enable_lora=True, adapter=tmp_path))
+        startup.check_adapters(config(enable_lora=True, adapter=tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
+from example_trainer.serving.generate import RequestParser, TokenPrompt, sampling_params
 from example_trainer.serving.problems import Problem
-from example_trainer.serving.replies import Replies, all_finite, all_logprobs, chosen_logprobs, version_spans
-from example_trainer.serving.sampling import RequestParser, TokenPrompt, sampling_params
+from example_trainer.serving.responses import Replies, all_finite, all_logprobs, chosen_logprobs, version_spans
 
 
 def parse(**body):

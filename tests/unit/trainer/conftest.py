@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from example_trainer.model import Policy, PolicyOptions, load_policy
-from example_trainer.objective.packing import Row
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.micro_batches import Row
+from example_trainer.modeling.policy import Policy
 from example_trainer.testing import make_tiny_model
 
 

@@ -27,12 +27,14 @@ from safetensors.torch import load_file
 from atropos_api.wire import Batch, Group, RunInfo, RunRequest
 from example_trainer import api, cli
 from example_trainer.config import TrainingConfig
-from example_trainer.model import Policy, PolicyOptions, load_policy
-from example_trainer.running.trackers import read_metrics
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.policy import Policy
+from example_trainer.monitoring.trackers import read_metrics
 from example_trainer.testing import Sampler
-from example_trainer.weights.bridge import WeightBridge, policy_options
-from example_trainer.weights.local import LocalBridge
-from example_trainer.weights.testing import served_fake
+from example_trainer.weights.base import WeightBridge
+from example_trainer.weights.factory import policy_options
+from example_trainer.weights.testing import LocalBridge, served_fake
 
 Tensors = dict[str, torch.Tensor]
 

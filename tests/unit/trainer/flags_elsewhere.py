@@ -8,10 +8,10 @@ ELSEWHERE: dict[str, str] = {
     "::test_a_batch_that_nobody_fills_is_given_up_after_the_timeout",
     "bridge_token": "tests/unit/weights/test_flags_of_bridges.py"
     "::test_the_bridge_token_that_is_given_is_shown_instead_of_the_manifests",
-    "broadcast_backend": "tests/unit/weights/test_make_bridge.py"
+    "broadcast_backend": "tests/unit/weights/test_factory.py"
     "::test_with_several_inference_nodes_whole_weights_are_sent_to_each",
     "device": "tests/unit/trainer/test_flag_effects.py::test_a_device_that_is_not_there_is_one_clear_line",
-    "inference_urls": "tests/unit/weights/test_make_bridge.py"
+    "inference_urls": "tests/unit/weights/test_factory.py"
     "::test_with_several_inference_nodes_whole_weights_are_sent_to_each",
     "init_method": "tests/unit/trainer/test_ranks.py::test_ranks_without_a_place_to_meet_are_told_which_to_name",
     "logprob_chunk_tokens": "tests/unit/trainer/test_flag_effects.py"
@@ -27,17 +27,17 @@ ELSEWHERE: dict[str, str] = {
     "restart_method": "tests/integration/weights/test_restart_bridge.py"
     "::test_no_rollout_is_lost_when_a_new_server_starts_beside_the_old_one_and_no_stranger_harmed",
     "resume": "tests/unit/trainer/test_flag_effects.py::test_a_resumed_run_goes_on_after_its_newest_checkpoint",
-    "start_vllm": "tests/unit/weights/test_make_bridge.py"
+    "start_vllm": "tests/unit/weights/test_factory.py"
     "::test_lora_only_starts_a_server_that_keeps_a_version_for_each_step_of_staleness_and_two_more",
     "sync_budget": "tests/unit/weights/test_flags_of_bridges.py::test_a_smaller_sync_budget_publishes_less_often",
-    "sync_check": "tests/integration/weights/test_lora_hotswap.py"
+    "sync_check": "tests/integration/weights/test_lora_only.py"
     "::test_a_sync_that_is_not_what_was_sent_is_found_within_one_publish_and_taken_back",
     "trainer_rank": "tests/integration/trainer/test_ranks.py"
     "::test_r12_two_ranks_train_as_one_process_and_one_goes_on_from_their_checkpoint",
     "vllm_config_path": "tests/unit/weights/test_flags_of_bridges.py"
     "::test_the_manifest_that_is_named_is_read_and_no_other",
     "vllm_gpu": "tests/unit/trainer/test_flag_effects.py::test_the_server_sees_the_gpu_that_it_is_given",
-    "weight_bridge_mode": "tests/unit/weights/test_make_bridge.py"
+    "weight_bridge_mode": "tests/unit/weights/test_factory.py"
     "::test_lora_restart_starts_its_own_servers_with_one_adapter_each",
     "world_size": "tests/unit/trainer/test_ranks.py"
     "::test_p2_ranks_give_the_loss_gradients_metrics_and_weights_of_one_process",

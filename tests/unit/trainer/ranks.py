@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from example_trainer.learning.distributed import joined_ranks
+from example_trainer.distributed.ranks import joined_ranks
 
 TIMEOUT_SECONDS = 200.0
 FORKS = multiprocessing.get_context("forkserver")

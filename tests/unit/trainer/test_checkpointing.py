@@ -15,12 +15,10 @@ import yaml
 
 from example_trainer import checkpointing
 from example_trainer.checkpointing import (
-    TrainerState,
     begun_version,
     find_checkpoint,
     list_checkpoints,
     note_begun,
-    random_state,
     read_state,
     refuse_changed_settings,
     remembered,
@@ -29,8 +27,11 @@ from example_trainer.checkpointing import (
 )
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import CheckpointError
-from example_trainer.learning.adapters import AdapterOptions
-from example_trainer.model import Policy, PolicyOptions, load_policy
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.lora import AdapterOptions
+from example_trainer.modeling.policy import Policy
+from example_trainer.state import TrainerState, random_state
 
 
 def make_state(step: int) -> TrainerState:

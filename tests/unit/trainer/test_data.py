@@ -12,8 +12,7 @@ import torch
 from atropos_api.wire import Batch, Group
 from example_trainer.data import DataSettings, TrainingBatch, find_temperature, prepare_batch, report_logprobs
 from example_trainer.errors import BadBatch, MissingLogprobs
-from example_trainer.objective.advantages import AdvantageSettings
-from example_trainer.objective.overlong import OverlongSettings, overlong_penalty
+from example_trainer.objective.advantages import AdvantageSettings, OverlongSettings, overlong_penalty
 
 SETTINGS = DataSettings(max_tokens=16, advantages=AdvantageSettings(norm="none"))
 

@@ -16,15 +16,15 @@ import wandb
 from atropos_api.common.cliconfig import ConfigError, load_config
 from atropos_api.common.errors import AtroposError
 from example_trainer import training
+from example_trainer.commands.generate_docs import metric_sections
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import BatchTimeout
-from example_trainer.objective.logprobs import token_logprobs
+from example_trainer.modeling.logprobs import token_logprobs
 from example_trainer.options.presets import PRESETS
-from example_trainer.running.reference import metric_sections
 from example_trainer.testing import make_tiny_model
 from example_trainer.vllm_manager import VllmManager
-from example_trainer.weights.bridge import make_bridge
-from example_trainer.weights.lora_hotswap import LoraHotswapBridge
+from example_trainer.weights.factory import make_bridge
+from example_trainer.weights.lora_only import LoraHotswapBridge
 from example_trainer.weights.restart import RestartBridge
 
 from .flag_bench import FlagBench, wandb_file

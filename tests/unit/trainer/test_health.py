@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from atropos_api.common import metric_names as names
 from example_trainer.config import TrainingConfig
-from example_trainer.running.health import HealthMonitor, parse_limits, sign_names, sign_table
+from example_trainer.monitoring.health import HealthMonitor, parse_limits, sign_names, sign_table
 
 HEALTHY = {
     names.REWARD_MEAN: 0.6,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from example_trainer.objective import logprobs as logprobs_module
-from example_trainer.objective.logprobs import head_of, token_logprobs
+from example_trainer.modeling import logprobs as logprobs_module
+from example_trainer.modeling.logprobs import head_of, token_logprobs
 from example_trainer.objective.losses import LossInputs, LossSettings, token_losses
 
 

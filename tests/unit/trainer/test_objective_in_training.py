@@ -14,10 +14,11 @@ from torch import Tensor
 from atropos_api.wire import Batch, Group
 from example_trainer.data import TrainingBatch, data_settings, prepare_batch
 from example_trainer.errors import ModelNotFound
-from example_trainer.learning.layout import choose_layout
-from example_trainer.learning.reference import Reference
-from example_trainer.model import PolicyOptions, load_policy
-from example_trainer.objective.packing import LayoutKind
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.micro_batches import LayoutKind
+from example_trainer.modeling.model_support import choose_layout
+from example_trainer.objective.objective import Reference
 from example_trainer.testing import Sampler, make_tiny_model
 from example_trainer.training import Learner
 
@@ -306,7 +307,7 @@ def test_the_entropy_bonus_raises_the_entropy(tiny_model: Path, recorded: Batch)
 
 
 def test_under_an_adapter_the_reference_is_the_base_with_the_adapter_off(tiny_model: Path, recorded: Batch) -> None:
-    from example_trainer.learning.adapters import AdapterOptions
+    from example_trainer.modeling.lora import AdapterOptions
 
     options = PolicyOptions(
         model_name=str(tiny_model), dtype="float32", device="cpu", adapter=AdapterOptions(r=4, dropout=0.0)

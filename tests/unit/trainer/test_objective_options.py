@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from atropos_api.common.cliconfig import load_config
 from example_trainer.config import TrainingConfig
 from example_trainer.data import data_settings
-from example_trainer.learning.objective import loss_settings
+from example_trainer.objective.objective import loss_settings
 from example_trainer.training import learner_settings
 
 

@@ -11,15 +11,16 @@ import torch
 
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import OptimizerUnavailable
-from example_trainer.running.optimizers import (
+from example_trainer.modeling.optimizers import (
     LearningRate,
     OptimizerSettings,
+    StochasticRounding,
     learning_rate,
     make_optimizer,
     optimizer_settings,
+    round_stochastically,
     set_lr,
 )
-from example_trainer.running.stochastic_rounding import StochasticRounding, round_stochastically
 
 NAMES = ["adamw", "adamw_8bit", "adafactor"]
 
@@ -197,12 +198,12 @@ def test_large_models_are_stepped_in_parts_with_the_same_result(monkeypatch: pyt
         return [parameter.detach() for parameter in parameters]
 
     whole = step()
-    monkeypatch.setattr("example_trainer.running.stochastic_rounding.CHUNK_ELEMENTS", 5_000)
+    monkeypatch.setattr("example_trainer.modeling.optimizers.CHUNK_ELEMENTS", 5_000)
     assert all(torch.equal(left, right) for left, right in zip(whole, step(), strict=True))
 
 
 def test_every_weight_is_rounded_once_where_a_tensor_is_rounded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("example_trainer.running.stochastic_rounding.PIECE_ELEMENTS", 10)
+    monkeypatch.setattr("example_trainer.modeling.optimizers.PIECE_ELEMENTS", 10)
     torch.manual_seed(0)
     start = [torch.randn(7, 3), torch.randn(3, 8).t(), torch.randn(25), torch.randn(())]
     rounded = [torch.nn.Parameter(values.bfloat16()) for values in start]

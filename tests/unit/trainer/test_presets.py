@@ -13,8 +13,8 @@ from atropos_api.common.cliconfig import ConfigError, load_config
 from example_trainer.checkpointing import STATE_FILE, link_as_course
 from example_trainer.cli import run
 from example_trainer.config import TrainingConfig
+from example_trainer.launcher.run_file import read_settings
 from example_trainer.options.presets import PRESETS, PresetName
-from example_trainer.running.run_file import read_settings
 
 ROOT = Path(__file__).parents[3]
 

@@ -16,13 +16,17 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from example_trainer.learning import distributed
-from example_trainer.learning.distributed import Ranks, joined_ranks
-from example_trainer.learning.rank_messages import decode, encode
-from example_trainer.running.ports import free_port
-from example_trainer.weights import rendezvous
-from example_trainer.weights.broadcast_group import BroadcastGroup, Rendezvous
-from example_trainer.weights.rendezvous import INTERFACE_VARIABLES, is_loopback, make_store
+from example_trainer.distributed import ranks
+from example_trainer.distributed.ranks import Ranks, decode, encode, joined_ranks
+from example_trainer.processes.ports import free_port
+from example_trainer.weight_protocol import broadcast_group
+from example_trainer.weight_protocol.broadcast_group import (
+    INTERFACE_VARIABLES,
+    BroadcastGroup,
+    Rendezvous,
+    is_loopback,
+    make_store,
+)
 
 from .ranks import FORKS, run_ranks
 
@@ -118,7 +122,7 @@ def test_ranks_exchange_messages_of_any_size_without_pickle(tmp_path: Path) -> N
 
 
 def test_no_module_of_the_trainer_unpickles() -> None:
-    root = Path(distributed.__file__).parents[1]
+    root = Path(ranks.__file__).parents[1]
     texts = {path: path.read_text(encoding="utf-8") for path in root.rglob("*.py")}
     for word in ("import pickle", "all_gather_object", "broadcast_object_list", "send_object_list", "cloudpickle"):
         assert [str(path) for path, text in texts.items() if word in text] == []
@@ -180,9 +184,9 @@ def test_the_ranks_of_one_host_listen_on_loopback_alone_and_change_no_variable()
 
 def test_an_address_that_is_nobodys_here_is_listened_for_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a NAT, where the others reach this host by an address that no interface of it has."""
-    listen = rendezvous._listen
+    listen = broadcast_group._listen
     assert listen("192.0.2.1", free_port()) is None
-    monkeypatch.setattr(rendezvous, "_listen", lambda _, port: listen("192.0.2.1", port))
+    monkeypatch.setattr(broadcast_group, "_listen", lambda _, port: listen("192.0.2.1", port))
     before = _listening()
     store = make_store("localhost", free_port(), world_size=1, is_master=True, timeout=timedelta(seconds=10))
     assert _addresses(before) <= {"::", "0.0.0.0"}

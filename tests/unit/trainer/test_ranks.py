@@ -12,22 +12,23 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from atropos_api.wire import Batch, Group
-from example_trainer.checkpointing import TrainerState, random_state, restore, save_checkpoint
+from example_trainer.checkpointing import restore, save_checkpoint
 from example_trainer.config import TrainingConfig
 from example_trainer.data import data_settings, prepare_batch
+from example_trainer.distributed.ranks import Ranks, joined_ranks
 from example_trainer.errors import RanksFailed
-from example_trainer.learning import sharding
-from example_trainer.learning.adapters import AdapterOptions
-from example_trainer.learning.distributed import Ranks, joined_ranks
-from example_trainer.learning.layout import choose_layout
-from example_trainer.learning.loading import load_module
-from example_trainer.learning.objective import make_objective
-from example_trainer.learning.sharding import WholeState, whole
-from example_trainer.model import PolicyOptions, Sharding, load_policy
-from example_trainer.running.optimizers import make_optimizer, optimizer_settings
+from example_trainer.model import load_policy
+from example_trainer.modeling import fsdp
+from example_trainer.modeling.fsdp import WholeState, whole
+from example_trainer.modeling.loading import PolicyOptions, Sharding, load_module
+from example_trainer.modeling.lora import AdapterOptions
+from example_trainer.modeling.model_support import choose_layout
+from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
+from example_trainer.objective.objective import make_objective
+from example_trainer.state import TrainerState, random_state
 from example_trainer.testing import Sampler, make_tiny_model
 from example_trainer.training import Learner, learner_settings
-from example_trainer.weights.bridge import policy_options
+from example_trainer.weights.factory import policy_options
 
 from .ranks import run_ranks
 
@@ -165,7 +166,7 @@ def load_and_poison(ranks: Ranks, model: Path, groups: list[Group]) -> dict[str,
         return load_module(options, stored, dtype, device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "load_module", reads)
+        patch.setattr(fsdp, "load_module", reads)
         learner = make_learner(model, ranks, CPU, {})
     batch = prepare_batch(share(groups, ranks), data_settings(TrainingConfig(model_name=str(model))))
     before = learner.policy.snapshot()

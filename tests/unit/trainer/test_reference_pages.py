@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError, load_config
-from atropos_api.common.options import list_options
+from atropos_api.common.option_flags import list_options
+from example_trainer.commands.generate_docs import PAGES, cli_page, metric_sections, run
 from example_trainer.config import TrainingConfig
-from example_trainer.options.course import ENVIRONMENT_OPTIONS
-from example_trainer.running.health import sign_names
-from example_trainer.running.reference import PAGES, cli_page, metric_sections, run
+from example_trainer.monitoring.health import sign_names
+from example_trainer.options.presets import ENVIRONMENT_OPTIONS
 
 from .seed_flags import (
     COURSE_SCRIPT,
@@ -64,7 +64,7 @@ def flags() -> dict[str, str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_what_the_code_says_now(page: str) -> None:
     committed = (DOCS / "reference" / f"{page}.md").read_text(encoding="utf-8")
-    how = f"python -m example_trainer.running.reference {page} > docs/reference/{page}.md"
+    how = f"python -m example_trainer.commands.generate_docs {page} > docs/reference/{page}.md"
     assert committed == PAGES[page](), f"the page is out of date: {how}"
 
 

@@ -13,7 +13,7 @@ from atropos_api.wire import Batch, Group
 from example_trainer.config import TrainingConfig
 from example_trainer.data import data_settings, prepare_batch
 from example_trainer.errors import MissingLogprobs
-from example_trainer.running.health import HealthMonitor
+from example_trainer.monitoring.health import HealthMonitor
 
 ROOT = Path(__file__).parents[3]
 TROUBLESHOOTING = ROOT / "docs/howto/troubleshooting.md"

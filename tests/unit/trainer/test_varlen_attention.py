@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from example_trainer.objective.attention import Segment, build_layout, packed_attention
+from example_trainer.modeling.attention import Segment, build_layout, packed_attention
 
 CPU = torch.device("cpu")
 SEGMENTS = [Segment(0, 5), Segment(5, 1), Segment(6, 9)]

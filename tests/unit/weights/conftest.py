@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from example_trainer.model import PolicyOptions
-from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
 from example_trainer.weights.testing import ServedFake, served_fake
 
 VOCABULARY = 300

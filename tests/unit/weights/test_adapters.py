@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from example_trainer.errors import AdapterUnavailable
-from example_trainer.learning.adapters import AdapterOptions
-from example_trainer.model import Policy, PolicyOptions, load_policy
-from example_trainer.weights.errors import BadLayerFilter
+from example_trainer.errors import AdapterUnavailable, BadLayerFilter
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.lora import AdapterOptions
+from example_trainer.modeling.policy import Policy
 
 TOKENS = torch.arange(3, 43).view(2, 20)
 TARGETS = {"gpt2": ("c_attn",), "phi3": ("qkv_proj",)}

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from example_trainer.errors import ProofFailed
+from example_trainer.weight_protocol.client import NotYet
 from example_trainer.weights.attachment import _check_boot
-from example_trainer.weights.errors import ProofFailed
-from example_trainer.weights.waiting import NotYet
 
 
 @pytest.mark.parametrize("boot_id", ["0123456789abcdee", "0123456789abcde", ""])

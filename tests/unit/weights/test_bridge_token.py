@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from example_trainer.weights.manifest import ManifestUnsafe
-from example_trainer.weights.token_file import read_token, remove_token, write_token
+from example_trainer.weight_protocol.manifest import ManifestUnsafe, read_token, remove_token, write_token
 
 
 def test_what_is_written_is_private_and_read_back(tmp_path):

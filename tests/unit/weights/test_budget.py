@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from example_trainer.weights.bridge import PublishReport
-from example_trainer.weights.budget import SyncBudget
+from example_trainer.weights.base import PublishReport, SyncBudget
 
 
 class Clock:

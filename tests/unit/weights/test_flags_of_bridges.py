@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from example_trainer.config import TrainingConfig
-from example_trainer.weights.bridge import PublishReport, make_bridge
-from example_trainer.weights.errors import WaitTimedOut
-from example_trainer.weights.shared import SharedVllmBridge
+from example_trainer.errors import WaitTimedOut
+from example_trainer.weights.base import PublishReport
+from example_trainer.weights.factory import make_bridge
+from example_trainer.weights.shared_vllm import SharedVllmBridge
 from example_trainer.weights.testing import ServedFake, served_fake
 
 

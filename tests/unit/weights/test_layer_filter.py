@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from example_trainer.weights.errors import BadLayerFilter
-from example_trainer.weights.layer_filter import parse_layer_indices, trained_parameters
+from example_trainer.errors import BadLayerFilter
+from example_trainer.modeling.layer_filter import parse_layer_indices, trained_parameters
 
 LLAMA = [f"model.layers.{index}.mlp.up_proj.weight" for index in range(4)] + ["model.embed_tokens.weight"]
 GPT2 = [f"transformer.h.{index}.attn.c_attn.bias" for index in range(4)] + ["transformer.wte.weight"]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from example_trainer.errors import CheckpointError, ModelNotFound
-from example_trainer.model import PolicyOptions, load_policy
-from example_trainer.weights.errors import BadLayerFilter
+from example_trainer.errors import BadLayerFilter, CheckpointError, ModelNotFound
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
 
 TOKENS = torch.arange(3, 43).view(2, 20)
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from example_trainer.config import TrainingConfig
-from example_trainer.errors import CheckpointError, PublishFailed
-from example_trainer.learning.tail import Progress, Tail
-from example_trainer.model import PolicyOptions
-from example_trainer.running.optimizers import OptimizerSettings, make_optimizer
-from example_trainer.weights import proof
-from example_trainer.weights.errors import ProofFailed
-from example_trainer.weights.server_client import ServerClient
-from example_trainer.weights.shared import SharedOptions, SharedVllmBridge
+from example_trainer.errors import CheckpointError, ProofFailed, PublishFailed
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.optimizers import OptimizerSettings, make_optimizer
+from example_trainer.state import Progress
+from example_trainer.step.post_step import PostStep
+from example_trainer.weight_protocol.client import ServerClient
+from example_trainer.weights import logprob_parity
+from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
 
 TOKENS = torch.arange(3, 43).view(2, 20)
 NONE = {"master_weights": "none"}
@@ -24,8 +24,8 @@ NONE = {"master_weights": "none"}
 @pytest.fixture(autouse=True)
 def _short_probe(monkeypatch):
     """The proof's own tests have it whole; a CPU takes its time over bf16."""
-    monkeypatch.setattr(proof, "_PROMPT_LENGTHS", (4, 33))
-    monkeypatch.setattr(proof, "_OUTPUTS_PER_PROMPT", 2)
+    monkeypatch.setattr(logprob_parity, "_PROMPT_LENGTHS", (4, 33))
+    monkeypatch.setattr(logprob_parity, "_OUTPUTS_PER_PROMPT", 2)
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_a_step_that_changes_what_is_served_waits_for_an_evaluation_that_holds_t
         return answers[-1]
 
     config = TrainingConfig(model_name="m", weight_bridge_mode="shared_vllm", master_weights=masters)
-    tail = Tail(
+    tail = PostStep(
         config,
         Progress(),
         learner=None,

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from example_trainer.weights.errors import CannotShare
-from example_trainer.weights.layout import Piece, TensorMap
-from example_trainer.weights.segment import PosixSegment
+from example_trainer.errors import CannotShare
+from example_trainer.weight_protocol.segment import PosixSegment
+from example_trainer.weight_protocol.shm_header import Piece, TensorMap
 from example_trainer.weights.tensor_map import Place, map_parameters, place_of, view_at
 from example_trainer.weights.testing import FakeServer
 

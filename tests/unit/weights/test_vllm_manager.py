@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from example_trainer.errors import ServerExited, WaitTimedOut
 from example_trainer.vllm_manager import VllmManager, VllmOptions
-from example_trainer.weights.errors import ServerExited, WaitTimedOut
 
 # Answers like the server, has a worker process of its own and a file in shared memory, and ends by SIGTERM.
 STAND_IN = textwrap.dedent(

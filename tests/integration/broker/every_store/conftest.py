@@ -10,11 +10,10 @@ import pytest
 from atropos_api.broker import Broker
 from atropos_api.client import BrokerClient
 from atropos_api.config import BrokerConfig
-from atropos_api.http.app import create_app
+from atropos_api.server.app import create_app
+from atropos_api.store.factory import open_store
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
-from atropos_api.store.opening import open_store
-from atropos_api.testing import make_group, make_memory_app, serve_in_thread
-from atropos_api.testing_redis import RedisServer, running_redis
+from atropos_api.testing import RedisServer, make_group, make_memory_app, running_redis, serve_in_thread
 from atropos_api.wire import EnvironmentRequest, RunRequest
 
 REGISTRATION = {

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from atropos_api.store.steps import CRASH_VARIABLE
+from atropos_api.store.failpoints import CRASH_VARIABLE
 
 PATIENCE = float(os.environ.get("ATROPOS_KILLS_PATIENCE", "1"))
 """How many times longer than usual everything may take; for machines that have more to do than they can."""
@@ -26,7 +26,7 @@ PATIENCE = float(os.environ.get("ATROPOS_KILLS_PATIENCE", "1"))
 NURSERY = """
 import json, os, signal, sys
 from atropos_api.store.segments import SegmentLog
-import atropos_api.http.serve
+import atropos_api.server.serve
 from atropos_api.cli import run
 
 # Small segments, so that they are sealed, compacted and deleted all the time.

@@ -9,16 +9,16 @@ import random
 import httpx
 import pytest
 
-from atropos_api.store.steps import Step
+from atropos_api.store.failpoints import Failpoint
 
 EVERY = os.environ.get("ATROPOS_KILLS", "") == "all"
 MODES = ["always", "interval", "never"]
-SYNCED = {Step.BODIES_SYNCED, Step.LEDGER_SYNCED}
+SYNCED = {Failpoint.BODIES_SYNCED, Failpoint.LEDGER_SYNCED}
 
 
 def steps_for(mode):
     """In turn one of the modes for each step, or all; `never` has no syncs."""
-    for place, step in enumerate(Step):
+    for place, step in enumerate(Failpoint):
         mine = [mode for mode in MODES if mode != "never" or step not in SYNCED]
         if mode in mine and (EVERY or mine[place % len(mine)] == mode):
             yield step
@@ -35,7 +35,7 @@ def test_a_submission_without_a_key_is_known_again_after_two_kills(tmp_path, kil
     """R9: its sender repeats it late; others were taken and answered between the kills."""
     broker = killed_broker("--store", str(tmp_path / "store"), "--fsync", mode)
     first, *others = ({"tokens": [[n]], "masks": [[n]], "scores": [0.5], "env_id": 0} for n in range(5))
-    broker.start(crash_at=Step.GROUPS_KEPT)
+    broker.start(crash_at=Failpoint.GROUPS_KEPT)
     assert broker.wait_until(200)
     with pytest.raises(httpx.TransportError):
         httpx.post(broker.url + "/scored_data", json=first)

@@ -15,17 +15,17 @@ import pytest
 
 from atropos_api.config import BrokerConfig
 from atropos_api.errors import StoreUnavailable
-from atropos_api.http.accepted_token import AcceptedToken
-from atropos_api.http.serve import make_app
-from atropos_api.http.standby import Standby
-from atropos_api.store.opening import open_held, open_session
-from atropos_api.store.steps import Step, pass_by
-from atropos_api.testing_redis import RedisServer, running_redis
+from atropos_api.http.auth import AcceptedToken
+from atropos_api.server.serve import make_app
+from atropos_api.server.standby import Standby
+from atropos_api.store.factory import open_held, open_session
+from atropos_api.store.failpoints import Failpoint, ignore_failpoint
+from atropos_api.testing import RedisServer, running_redis
 
 EVERY = os.environ.get("ATROPOS_KILLS", "") == "all"
 LEASE = float(os.environ.get("ATROPOS_KILLS_PATIENCE", "1"))
 DIRECTORY_ONLY = ("compaction-", "segment-", "bodies-written", "bodies-synced", "ledger-synced")
-STEPS = [step for step in Step if not step.startswith(DIRECTORY_ONLY)]
+STEPS = [step for step in Failpoint if not step.startswith(DIRECTORY_ONLY)]
 
 LONG = pytest.mark.skipif(not EVERY, reason="takes long; set ATROPOS_KILLS=all")
 
@@ -116,7 +116,13 @@ def test_killed_or_stopped_at_each_step_its_standby_takes_over_and_nothing_is_lo
     work.finish()
 
 
-STOPS = [Step.SUBMISSION_CHECKED, Step.GROUPS_STAGED, Step.GROUPS_KEPT, Step.ANSWER_BEGUN, Step.ANSWER_TORN]
+STOPS = [
+    Failpoint.SUBMISSION_CHECKED,
+    Failpoint.GROUPS_STAGED,
+    Failpoint.GROUPS_KEPT,
+    Failpoint.ANSWER_BEGUN,
+    Failpoint.ANSWER_TORN,
+]
 
 
 def test_a_group_without_a_key_sent_to_one_that_stops_past_its_lease_is_taken_once(redis_server, killed_broker):
@@ -227,7 +233,7 @@ def test_a_queue_that_takes_longer_to_read_than_the_lease_lasts_wedges_nobody(re
     def activate(*, fresh):
         store = open_held(session, fresh=fresh)
         time.sleep(1.5 * seconds)
-        return make_app(config, store, token=AcceptedToken(None), reach=pass_by)
+        return make_app(config, store, token=AcceptedToken(None), reach=ignore_failpoint)
 
     standby = Standby(session, activate)
     standby.start(fresh=False)

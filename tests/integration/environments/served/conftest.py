@@ -27,7 +27,7 @@ from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import PolicyUpdate, RunRequest
 from environments.gsm8k_server import SYSTEM_PROMPT as GSM8K_PROMPT
 from environments.sdk.tokenizer import load_tokenizer
-from environments.tasks.prompts import load_template
+from environments.tasks.question_env import load_template
 from environments.tool_server import CALL_FORM
 from environments.tool_server import SYSTEM_PROMPT as TOOL_PROMPT
 
@@ -259,7 +259,7 @@ def _logprobs(module: Any, tokens: torch.Tensor, places: list[int]) -> torch.Ten
     """Of the tokens at `places`, each given all before it, at temperature 1."""
     import torch
 
-    from example_trainer.objective.logprobs import head_of, token_logprobs
+    from example_trainer.modeling.logprobs import head_of, token_logprobs
 
     at = torch.tensor(places)
     with torch.no_grad():

@@ -17,7 +17,7 @@ import pytest
 
 from atropos_api.wire.groups import Group
 from environments.tasks.data import Draws, load_questions
-from example_trainer.running.ports import free_port
+from example_trainer.processes.ports import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 

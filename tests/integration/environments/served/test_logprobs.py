@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from example_trainer.running.ports import free_port
+from example_trainer.processes.ports import free_port
 
 pytestmark = pytest.mark.vllm
 

@@ -21,10 +21,8 @@ from environments.rewards import (
     bradley_terry,
     win_rates,
 )
-from environments.rewards.answers import final_answer, last_boxed
-from environments.rewards.gsm8k import marked_number
-from environments.rewards.numerals import first_number, last_number
-from environments.rewards.r1_zero import r1_answer
+from environments.rewards.answers import final_answer, first_number, last_boxed, last_number
+from environments.rewards.math import marked_number, r1_answer
 
 PIECES = (
     r"\boxed{", "}", "{", r"\{", "\\", "####", " ", "\n", "<think>", "</think>", "<answer>", "</answer>", "5", "-", "−",

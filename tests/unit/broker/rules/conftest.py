@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from atropos_api.broker import Broker, BrokerSettings
-from atropos_api.broker.legacy import LegacyContract, LegacyRegistration
+from atropos_api.broker.v0 import AtroposContract, LegacyRegistration
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest, PolicyUpdate, RunRequest
-from atropos_api.wire.payload import check_group, decode_fields
+from atropos_api.wire.group_json import check_group, decode_fields
 
 
 class Desk:
@@ -22,7 +22,7 @@ class Desk:
 
     def restart(self):
         self.broker = Broker(*self.store, settings=self.settings, clock=lambda: self.now)
-        self.legacy = LegacyContract(self.broker)
+        self.legacy = AtroposContract(self.broker)
 
     @property
     def counters(self):

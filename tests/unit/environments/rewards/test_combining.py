@@ -30,7 +30,7 @@ from environments.rewards import (
     score_samples,
     win_rates,
 )
-from environments.rewards.errors import RewardUnknown, RewardUnusable
+from environments.rewards.protocol import RewardUnknown, RewardUnusable
 
 
 def constant(value):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from environments.rewards import AccuracyReward, CosineScaledReward, R1ZeroReward, evaluation_metrics, score_samples
-from environments.rewards.errors import GoldUnparsable, SampleIncomplete
+from environments.rewards.protocol import GoldUnparsable, SampleIncomplete
 
 FORMED = "<think>hm</think> <answer>{}</answer>"
 

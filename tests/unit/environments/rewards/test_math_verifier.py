@@ -11,7 +11,7 @@ import time
 import pytest
 
 from environments.rewards import MathVerifier, Outcome
-from environments.rewards.errors import MathVerifyUnavailable
+from environments.rewards.protocol import MathVerifyUnavailable
 
 HANGS = "9^{9^{9^9}}"
 SLEEPER = """

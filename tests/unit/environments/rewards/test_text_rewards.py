@@ -13,10 +13,9 @@ from environments.rewards import (
     RepetitionPenalty,
     TargetLengthReward,
 )
-from environments.rewards.answers import final_answer, inside_tag, last_boxed
-from environments.rewards.errors import GoldUnparsable, RewardUnusable, SampleIncomplete
-from environments.rewards.numerals import first_number, last_number
-from environments.rewards.r1_zero import r1_answer
+from environments.rewards.answers import final_answer, first_number, inside_tag, last_boxed, last_number
+from environments.rewards.math import r1_answer
+from environments.rewards.protocol import GoldUnparsable, RewardUnusable, SampleIncomplete
 
 
 @pytest.mark.parametrize(

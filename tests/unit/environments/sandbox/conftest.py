@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from environments.tasks.python_tool import MECHANISMS
-from environments.tasks.sandbox import bubblewrap
-from environments.tasks.sandbox.view import DEVICES, view_of_this_python
+from environments.sandbox import isolation
+from environments.sandbox.launch import DEVICES, view_of_this_python
+from environments.sandbox.python_tool import MECHANISMS
 
 from . import attempts
 
@@ -137,7 +137,7 @@ def python_of_others() -> list[str] | None:
     become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "sh", "-c", 'exec "$@"', "sh"]
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         tried = subprocess.run(
-            [*become, python, "-c", "import environments.tasks.python_tool, psutil"],
+            [*become, python, "-c", "import environments.sandbox.python_tool, psutil"],
             env={"PYTHONPATH": python_path()},
             check=False,
             capture_output=True,
@@ -180,13 +180,13 @@ def drive(machine):
 @pytest.fixture
 def escapes(machine):
     """The program that tries to leave the sandbox."""
-    from environments.tasks.sandbox.system_calls import DENIED
+    from environments.sandbox.system_calls import DENIED
 
     return attempts.program(machine.as_seen(), DENIED)
 
 
 @pytest.fixture(params=MECHANISMS)
 def mechanism(request):
-    if request.param == "bubblewrap" and bubblewrap.find() is None:
+    if request.param == "bubblewrap" and isolation.find() is None:
         pytest.skip("bubblewrap is not installed here")
     return request.param

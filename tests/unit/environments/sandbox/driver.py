@@ -16,8 +16,8 @@ import sys
 import anyio
 import psutil
 
-from environments.tasks.python_tool import PythonTool, SandboxUnavailable
-from environments.tasks.sandbox import system_calls
+from environments.sandbox import system_calls
+from environments.sandbox.python_tool import PythonTool, SandboxUnavailable
 
 NEW_USER, NEW_ANY = 0x10000000, 0x7E020000
 NUMBERS = {"x86_64": (56, 435, 272, 165), "aarch64": (220, 435, 97, 40)}

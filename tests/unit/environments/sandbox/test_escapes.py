@@ -13,7 +13,7 @@ import subprocess
 
 import pytest
 
-from environments.tasks.python_tool import MECHANISMS
+from environments.sandbox.python_tool import MECHANISMS
 
 from . import attempts
 from .conftest import python_of_others, python_path

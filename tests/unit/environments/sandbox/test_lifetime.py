@@ -13,8 +13,8 @@ import anyio
 import psutil
 import pytest
 
-from environments.tasks.python_tool import MECHANISMS, PythonTool, SandboxUnavailable
-from environments.tasks.sandbox import bubblewrap, cgroups
+from environments.sandbox import isolation, limits
+from environments.sandbox.python_tool import MECHANISMS, PythonTool, SandboxUnavailable
 
 from .conftest import DRIVER, python_path
 
@@ -63,7 +63,7 @@ async def begun(mark):
 
 @pytest.fixture(params=[*MECHANISMS, "limits alone"])
 def tool(request):
-    if request.param == "bubblewrap" and bubblewrap.find() is None:
+    if request.param == "bubblewrap" and isolation.find() is None:
         pytest.skip("bubblewrap is not installed here")
     mechanisms = (request.param,) if request.param in MECHANISMS else ()
     made = PythonTool(mechanisms=mechanisms, require_isolation=bool(mechanisms), wall_seconds=10)
@@ -164,10 +164,10 @@ async def test_supervisors_are_used_again_and_no_more_than_run_at_once(tool):
 
 
 async def test_no_control_group_is_left(tool):
-    found = cgroups.find()
+    found = limits.find()
     if found is None:
         pytest.skip("no control groups can be made here")
     await tool.run("1")
     pids = [supervisor.pid for supervisor in tool._supervisors]
-    left = [path for place in found.places.values() for pid in pids for path in place.glob(f"{cgroups.PREFIX}{pid}-*")]
+    left = [path for place in found.places.values() for pid in pids for path in place.glob(f"{limits.PREFIX}{pid}-*")]
     assert left == []

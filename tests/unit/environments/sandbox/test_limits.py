@@ -10,10 +10,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from environments.tasks.python_tool import MECHANISMS, PythonTool
-from environments.tasks.sandbox import bubblewrap, cgroups
-from environments.tasks.sandbox.launch import MOST_OPEN_FILES, MOST_PROCESSES
-from environments.tasks.sandbox.namespaces import MOST_FILES
+from environments.sandbox import isolation, limits
+from environments.sandbox.isolation import MOST_FILES
+from environments.sandbox.launch import MOST_OPEN_FILES, MOST_PROCESSES
+from environments.sandbox.python_tool import MECHANISMS, PythonTool
 
 from .bombs import FORKS, MEMORY_OF_MANY
 
@@ -30,7 +30,7 @@ WAYS = [(mechanism, user) for mechanism in MECHANISMS for user in USERS]
 @pytest.fixture(scope="module", params=WAYS, ids=" ".join)
 def tried_tool(request):
     mechanism, user = request.param
-    if mechanism == "bubblewrap" and bubblewrap.find() is None:
+    if mechanism == "bubblewrap" and isolation.find() is None:
         pytest.skip("bubblewrap is not installed here")
     tool = PythonTool(mechanisms=(mechanism,), memory_bytes=256 << 20, file_bytes=2 << 20, cpu_seconds=7)
     tool.probe()
@@ -183,7 +183,7 @@ print("REACHED")
 
 @pytest.fixture
 def groups():
-    found = cgroups.find()
+    found = limits.find()
     if found is None:
         pytest.skip("no control groups can be made here")
     return found
@@ -251,4 +251,4 @@ def test_no_group_is_left_and_those_of_killed_supervisors_are_swept(groups):
         assert all(folder.exists() for folder in used.folders.values())
     finally:
         used.remove()
-    assert not [path for place in places for path in place.glob(f"{cgroups.PREFIX}{os.getpid()}-*")]
+    assert not [path for place in places for path in place.glob(f"{limits.PREFIX}{os.getpid()}-*")]

@@ -6,10 +6,9 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from environments.sdk.config import APIServerConfig
-from environments.sdk.inference.manager import ServerManager
-from environments.sdk.session.address import SessionSettings
-from environments.sdk.session.proxy import SessionProxy
+from environments.sdk.config import APIServerConfig, SessionSettings
+from environments.sdk.server_manager import ServerManager
+from environments.sdk.session.openai_proxy import SessionProxy
 from environments.sdk.testing import FakeInference, InProcess
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'

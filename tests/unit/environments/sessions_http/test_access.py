@@ -6,9 +6,9 @@ import anyio
 import httpx
 import pytest
 
-from environments.sdk.session import completing
-from environments.sdk.session.address import KEY_VARIABLE, SessionSettings
-from environments.sdk.session.proxy import SessionProxy
+from environments.sdk.config import KEY_VARIABLE, SessionSettings
+from environments.sdk.session import openai_routes
+from environments.sdk.session.openai_proxy import SessionProxy
 from environments.sdk.session.served import ServedSessions
 from environments.sdk.testing import served
 
@@ -216,7 +216,7 @@ async def test_a_session_that_is_answering_is_in_use_however_long_it_takes(manag
 
 
 async def test_a_body_without_end_is_refused(manager, inside, monkeypatch):
-    monkeypatch.setattr(completing, "MOST_BODY_BYTES", 10_000)
+    monkeypatch.setattr(openai_routes, "MOST_BODY_BYTES", 10_000)
     async with inside(manager) as (_session, http):
         body = b'{"messages": "' + b"x" * 10_000 + b'"}'
         answer = await http.post("chat/completions", content=body, headers={"Content-Type": "application/json"})

@@ -7,11 +7,10 @@ import httpx
 import pytest
 
 from environments.arithmetic_server import ArithmeticEnv
-from environments.sdk.cli import read_command
-from environments.sdk.session.address import SessionSettings
-from environments.sdk.session.journal import keep_journal
-from environments.sdk.session.listener import SessionsNotServed
-from environments.sdk.session.nodes import NOT_TRAINED
+from environments.sdk.config import SessionSettings
+from environments.sdk.runtime.cli import read_command
+from environments.sdk.session.sequences import NOT_TRAINED, keep_journal
+from environments.sdk.session.served import SessionsNotServed
 
 pytestmark = pytest.mark.anyio
 

@@ -3,13 +3,12 @@
 import json
 from pathlib import Path
 
-from environments.sdk.config import BaseEnvConfig
+from environments.sdk.config import KEY_VARIABLE, BaseEnvConfig
 from environments.sdk.inference.sampling import TRUNCATING
-from environments.sdk.session.address import KEY_VARIABLE
-from environments.sdk.session.completing import SPLIT_HEADER
-from environments.sdk.session.deltas import PIECE_TOKENS
-from environments.sdk.session.requests import REFUSED, TAKEN
+from environments.sdk.session.openai_requests import REFUSED, TAKEN
+from environments.sdk.session.openai_routes import SPLIT_HEADER
 from environments.sdk.session.served import IDLE_SECONDS
+from environments.sdk.session.turns import PIECE_TOKENS
 
 PAGE = Path(__file__).parents[4] / "docs" / "reference" / "sessions.md"
 ROUTES = {("chat",): "chat", ("text",): "completions", ("chat", "text"): "both"}

@@ -2,12 +2,12 @@
 
 import pytest
 
+from environments.sdk.config import SessionSettings
 from environments.sdk.errors import RequestRefused, SamplingNotTrainable
 from environments.sdk.inference.sampling import TRUNCATING
-from environments.sdk.session.adapter import ManagedServerAdapter
-from environments.sdk.session.address import SessionSettings
-from environments.sdk.session.journal import keep_journal
-from environments.sdk.session.requests import FIELDS, REFUSED, read_request
+from environments.sdk.session.openai_client import ManagedServerAdapter
+from environments.sdk.session.openai_requests import FIELDS, REFUSED, read_request
+from environments.sdk.session.sequences import keep_journal
 
 pytestmark = pytest.mark.anyio
 

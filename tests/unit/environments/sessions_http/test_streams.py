@@ -8,7 +8,7 @@ import pytest
 
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceUnavailable
-from environments.sdk.inference.manager import ServerManager
+from environments.sdk.server_manager import ServerManager
 from environments.sdk.testing import served
 from environments.sdk.tools import HermesParser, JsonParser
 

@@ -1,0 +1,326 @@
+"""Submissions without a key whose answer may not have arrived: the same bytes again, soon, are no news.
+
+What is expected is also in the ledger, so that it outlives any number of crashes: `news` says what changed there. A
+repeat that was recognised stays expected there until its own answer has left.
+
+Taking groups in: pressure, idempotency keys, and the write that makes them ours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from blake3 import blake3
+
+from atropos_api.broker.state import State
+from atropos_api.errors import InvalidGroup, QueueFull, StoreUnavailable
+from atropos_api.store.base import NO_NEWS, NO_RUN, Answers, GroupRow, KeyRow
+from atropos_api.store.failpoints import Failpoint
+from atropos_api.wire.group_json import CheckedGroup, seal
+
+
+class Deduplication:
+    """How many groups of which environment and bytes may come again, and until when."""
+
+    def __init__(self, window_seconds: float, clock: Callable[[], float]) -> None:
+        self._window_seconds = window_seconds
+        self._clock = clock
+        self._counts: Counter[bytes] = Counter()
+        self._until: dict[bytes, float] = {}
+        self._recognised: Counter[bytes] = Counter()
+        """Repeats whose own answer is under way."""
+        self._changed: set[bytes] = set()
+
+    def adopt(self, counts: Mapping[bytes, int]) -> None:
+        """What the ledger expects, at start: the window begins anew, for nobody could repeat while no broker was up."""
+        for print_, count in counts.items():
+            self._expect(print_, count)
+
+    def expect(self, env_id: int | None, *parts: bytes | memoryview) -> None:
+        """A group of this environment may come again; `parts` are its bytes."""
+        self._expect(_fingerprint(env_id, parts), 1)
+
+    def split(self, groups: Sequence[CheckedGroup]) -> tuple[list[CheckedGroup], list[CheckedGroup]]:
+        """The groups that are new, and those that are such repeats; `settle` is told how their answer fared.
+
+        Each repeat is recognised once, so equal groups that follow are taken.
+        """
+        if not self._until:
+            return list(groups), []
+        self._forget_before(self._clock())
+        fresh: list[CheckedGroup] = []
+        repeated: list[CheckedGroup] = []
+        for group in groups:
+            print_ = _fingerprint_of(group)
+            if print_ in self._until:
+                self._take_one(print_)
+                self._recognised[print_] += 1
+                repeated.append(group)
+            else:
+                fresh.append(group)
+        return fresh, repeated
+
+    def settle(self, repeated: Iterable[CheckedGroup], lost: Iterable[CheckedGroup]) -> None:
+        """The answer for these repeats is under way no more; what it did not get through for may come again."""
+        for group in repeated:
+            print_ = _fingerprint_of(group)
+            if self._recognised[print_] > 1:
+                self._recognised[print_] -= 1
+            elif not self._recognised.pop(print_, 0) and print_ in self._until:
+                # The broker has read its store again meanwhile, and expects it as the ledger does.
+                self._take_one(print_)
+            self._changed.add(print_)
+        for group in lost:
+            self._expect(_fingerprint_of(group), 1)
+
+    def news(self) -> list[tuple[bytes, int]]:
+        """What the ledger has to expect now, where that changed since `forget_news`."""
+        if not self._changed:
+            return []
+        return [(print_, self._counts[print_] + self._recognised[print_]) for print_ in self._changed]
+
+    def forget_news(self) -> None:
+        self._changed.clear()
+
+    def _expect(self, print_: bytes, count: int) -> None:
+        self._changed.add(print_)
+        if self._window_seconds > 0:
+            self._counts[print_] += count
+            self._until[print_] = self._clock() + self._window_seconds
+
+    def _take_one(self, print_: bytes) -> None:
+        self._counts[print_] -= 1
+        if not self._counts[print_]:
+            self._forget(print_)
+
+    def _forget_before(self, now: float) -> None:
+        for print_ in [print_ for print_, until in self._until.items() if until < now]:
+            self._forget(print_)
+
+    def _forget(self, print_: bytes) -> None:
+        del self._counts[print_], self._until[print_]
+        self._changed.add(print_)
+
+
+def _fingerprint_of(group: CheckedGroup) -> bytes:
+    parts = (group.text,) if group.columns is None else (group.text, group.columns)
+    return _fingerprint(group.env_id, parts)
+
+
+def _fingerprint(env_id: int | None, parts: Iterable[bytes | memoryview]) -> bytes:
+    hasher = blake3(f"{env_id}:".encode())
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()
+
+
+class IdempotencyKeys:
+    """Idempotency keys by owner (an environment's name), remembered until an hour after their groups are done."""
+
+    def __init__(self, state: State, rows: Iterable[KeyRow]) -> None:
+        self._state = state
+        self._by_id = {row.key_id: row for row in rows}
+        self._by_key = {(row.owner, row.key): row for row in self._by_id.values()}
+        self._open_groups: dict[int, int] = {}
+        self._last_id = max(self._by_id, default=0)
+
+    def adopt(self, groups: Iterable[GroupRow]) -> None:
+        """Count the groups found at start towards their keys; a key whose groups were all lost begins to age."""
+        for group in groups:
+            # A group that is kept for replay outlives its key, whose number nobody else may have then.
+            self._last_id = max(self._last_id, group.key_id)
+            if group.key_id in self._by_id:
+                self._open_groups[group.key_id] = self._open_groups.get(group.key_id, 0) + 1
+        for row in self._by_id.values():
+            if row.done_at is None and row.key_id not in self._open_groups:
+                row.done_at = self._state.clock()
+                self._state.ledger.put_key(row)
+
+    def withdraw(self, key_ids: Iterable[int]) -> None:
+        """Forget the keys of submissions that did not survive: their repetition is news."""
+        for key_id in key_ids:
+            row = self._by_id.pop(key_id)
+            del self._by_key[row.owner, row.key]
+        self._state.ledger.forget_keys(list(key_ids))
+
+    def find(self, owner: str, key: str) -> KeyRow | None:
+        return self._by_key.get((owner, key))
+
+    def make(self, owner: str, key: str, group_count: int) -> KeyRow:
+        return KeyRow(
+            key_id=self._last_id + 1, owner=owner, key=key, group_count=group_count, used_at=self._state.clock()
+        )
+
+    def keep(self, row: KeyRow) -> None:
+        self._last_id = max(self._last_id, row.key_id)
+        self._by_id[row.key_id] = row
+        self._by_key[row.owner, row.key] = row
+        self._open_groups[row.key_id] = row.group_count
+
+    def finish(self, groups: Iterable[GroupRow]) -> None:
+        """Groups left for good: their keys begin to age, and keys old enough are forgotten."""
+        now = self._state.clock()
+        for group in groups:
+            left = self._open_groups.get(group.key_id)
+            if left is None:
+                continue
+            self._open_groups[group.key_id] = left - 1
+            if left == 1:
+                del self._open_groups[group.key_id]
+                row = self._by_id[group.key_id]
+                row.done_at = now
+                self._state.ledger.put_key(row)
+        self._forget_before(now - self._state.settings.key_memory_seconds)
+
+    def _forget_before(self, limit: float) -> None:
+        old = []
+        for row in self._by_id.values():
+            # Keys were made in order of time; the first young one ends the search, done or not.
+            if row.used_at > limit:
+                break
+            if row.done_at is not None and row.done_at <= limit:
+                old.append(row)
+        for row in old:
+            del self._by_id[row.key_id]
+            del self._by_key[row.owner, row.key]
+        if old:
+            self._state.ledger.forget_keys([row.key_id for row in old])
+
+
+class Submissions:
+    """Checked groups become rows and bodies in the store, and then stand in the queue."""
+
+    def __init__(self, state: State, keys: IdempotencyKeys) -> None:
+        self._state = state
+        self._keys = keys
+        self.repeats = Deduplication(state.settings.dedup_window_seconds, state.clock)
+        self._answered: list[int] = []
+
+    def take(
+        self,
+        groups: Sequence[CheckedGroup],
+        env_ids: Sequence[int | None],
+        *,
+        run_id: str,
+        key: KeyRow | None = None,
+    ) -> list[GroupRow]:
+        """Write the groups and queue them. Either all of them are kept or none is."""
+        state = self._state
+        self._check_pressure(groups)
+        if state.settings.require_versions:
+            for index, group in enumerate(groups):
+                self.check_version(group, f"groups[{index}].")
+        version = state.runs.open.policy_version if state.runs.open is not None else None
+        sealed = [seal(group, version) for group in groups]
+        now = state.clock()
+        state.reach(Failpoint.SUBMISSION_CHECKED)
+        refs = state.bodies.append(sealed)
+        rows = [
+            GroupRow(
+                seq=state.next_seq + index,
+                run_id=run_id,
+                env_id=env_id,
+                size=group.size,
+                token_count=group.token_count,
+                body=ref,
+                received_version=version,
+                oldest_version=group.oldest_version,
+                arrived_at=now,
+                key_id=key.key_id if key is not None else 0,
+                form=group.form,
+            )
+            for index, (group, env_id, ref) in enumerate(zip(groups, env_ids, refs, strict=True))
+        ]
+        try:
+            state.reach(Failpoint.GROUPS_STAGED)
+            state.ledger.add_submission(rows, key, answers=self._news())
+        except BaseException:
+            state.bodies.discard(refs)
+            raise
+        self._forget_news()
+        state.reach(Failpoint.GROUPS_KEPT)
+        self._enqueue(rows, run_id, key)
+        state.latest_body, state.latest_form = sealed[-1], groups[-1].form
+        self._count(groups)
+        return rows
+
+    def settle(
+        self, rows: Iterable[GroupRow], repeated: Sequence[CheckedGroup] = (), *, lost: Sequence[CheckedGroup] = ()
+    ) -> None:
+        """The answer for these rows and repeats has left, or did not get through: then `lost` may all come again.
+
+        That it has left becomes durable with the next submission; until then a crash makes it one that may have not.
+        """
+        self._answered += [row.seq for row in rows if not row.key_id]
+        self.repeats.settle(repeated, lost)
+        if lost:
+            self._record()
+
+    def resume(self, unanswered: Sequence[int]) -> None:
+        """At start: what may come again of these rows is known to `repeats` by now, and so kept if they leave."""
+        self._answered += unanswered
+        if unanswered:
+            self._record()
+
+    def close(self) -> None:
+        """Before an orderly end: what was answered needs no repeat, and the next process should know."""
+        if self._answered or self.repeats.news():
+            self._record()
+
+    def _record(self) -> None:
+        # What cannot be written now goes with the next submission; until then the rows count as unanswered.
+        with suppress(StoreUnavailable):
+            self._state.ledger.put_answers(self._news())
+            self._forget_news()
+
+    def _news(self) -> Answers:
+        changed = self.repeats.news()
+        return Answers(self._answered, changed) if self._answered or changed else NO_NEWS
+
+    def _forget_news(self) -> None:
+        if self._answered:
+            self._answered = []
+        self.repeats.forget_news()
+
+    def _enqueue(self, rows: Sequence[GroupRow], run_id: str, key: KeyRow | None) -> None:
+        state = self._state
+        state.next_seq += len(rows)
+        if key is not None:
+            self._keys.keep(key)
+        open_id = state.runs.open.run_id if state.runs.open is not None else NO_RUN
+        if run_id == open_id:
+            for row in rows:
+                state.queue.add(row)
+            state.groups_changed()
+        else:
+            state.left_over.setdefault(run_id, []).extend(rows)
+            state.counters.groups_left_over_total += len(rows)
+
+    def _check_pressure(self, groups: Sequence[CheckedGroup]) -> None:
+        state = self._state
+        sequences, body_bytes = state.queue.sequences, state.queue.body_bytes
+        for group in groups:
+            sequences += group.size
+            body_bytes += group.byte_count
+        if sequences > state.settings.max_queued_sequences or body_bytes > state.settings.max_queued_bytes:
+            raise QueueFull(
+                f"the queue holds {state.queue.sequences} sequences ({state.queue.body_bytes} bytes); try again later",
+                queued_sequences=state.queue.sequences,
+                queued_bytes=state.queue.body_bytes,
+            )
+
+    def check_version(self, group: CheckedGroup, where: str) -> None:
+        """Refuse a group that does not say its policy versions, if the operator wants them all to."""
+        if self._state.settings.require_versions and group.oldest_version is None:
+            reason = "every sampled token needs a policy version (the broker runs with --require-versions)"
+            raise InvalidGroup(f"{where}policy_versions", None, reason)
+
+    def _count(self, groups: Sequence[CheckedGroup]) -> None:
+        counters = self._state.counters
+        for group in groups:
+            counters.groups_received_total += 1
+            counters.sequences_received_total += group.size
+            counters.tokens_received_total += group.token_count
+            counters.groups_without_version_total += group.oldest_version is None

@@ -1,0 +1,95 @@
+"""Following a broker's `/v1/events`: one connection as an iterator of events, to be opened again where it broke off.
+
+What a broker's status says about dropped groups, as lines to read, for whoever waits for a batch or watches.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from atropos_api.client import calls
+from atropos_api.client.calls import BearerAuth, BrokerRefused
+from atropos_api.common.secrets import TokenSource
+
+SILENCE_SECONDS: Final = 40.0
+"""A broker says something at least every 15 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEvent:
+    """One event; `id` is what to come back with (`after`), None where the event has none."""
+
+    id: int | None
+    type: str
+    data: dict[str, Any]
+
+
+def watch_events(
+    url: str, *, token: str | TokenSource | None = None, after: int | None = None, timeout_seconds: float = 5.0
+) -> Iterator[ServerEvent]:
+    """Events as they come, until the connection ends; those after `after` first, where it is given.
+
+    Raises `BrokerUnreachable` or `BrokerHostUnknown` if nobody answers, `BrokerRefused` if it is no such stream.
+    """
+    headers = calls.default_headers()
+    if after is not None:
+        headers["Last-Event-ID"] = str(after)
+    timeout = httpx.Timeout(timeout_seconds, read=SILENCE_SECONDS)
+    try:
+        with (
+            httpx.Client(timeout=timeout, auth=BearerAuth(token), trust_env=False, verify=calls.tls_of(url)) as client,
+            client.stream("GET", f"{url.rstrip('/')}/v1/events", headers=headers) as response,
+        ):
+            _check(url, response)
+            yield from parse_events(response.iter_lines())
+    except (httpx.TransportError, httpx.InvalidURL, socket.gaierror, UnicodeError) as error:
+        raise calls.unreachable(url, error, waited_seconds=0.0) from error
+
+
+def parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
+    """Events of a `text/event-stream`; comments and what is no event of a broker are passed over."""
+    fields: dict[str, str] = {}
+    for line in lines:
+        if line:
+            name, _, value = line.partition(":")
+            fields[name] = value.removeprefix(" ")
+            continue
+        if "event" in fields and "data" in fields:
+            number = fields.get("id", "")
+            with suppress(msgspec.DecodeError):
+                data = msgspec.json.decode(fields["data"], type=dict[str, Any])
+                yield ServerEvent(int(number) if number.isdigit() else None, fields["event"], data)
+        fields = {}
+
+
+def _check(url: str, response: httpx.Response) -> None:
+    if response.status_code in {401, 403}:
+        response.read()
+        calls.raise_for_problem(response)
+    if response.status_code != 200 or not response.headers.get("content-type", "").startswith("text/event-stream"):
+        detail = f"{url} answers, but not as a broker does; check host and port"
+        raise BrokerRefused({"detail": detail}, response.status_code)
+
+
+FEW: Final = 8
+"""Fewer dropped groups say nothing of a run yet."""
+
+
+def explain_drops(status: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each environment that dropped more than a few groups: how many, why, an example, what to change."""
+    for row in status.get("environments") or ():
+        latest = row.get("latest_drop") if isinstance(row, Mapping) else None
+        if latest and latest.get("explanation") and sum((row.get("dropped_groups") or {}).values()) >= FEW:
+            yield f"{row.get('name')}: {latest['explanation']}"
+
+
+def count_drops(status: Mapping[str, Any]) -> int:
+    """Groups dropped so far, by environments and broker."""
+    return sum((status.get("dropped_groups") or {}).values())

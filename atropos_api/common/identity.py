@@ -1,0 +1,101 @@
+"""The version of this distribution, as `--version` of every command and the broker report it.
+
+How a run file names an environment server: by a file, a module, or the name under which a package offers it.
+
+A fingerprint of a tokenizer's vocabulary, by which an environment and its inference server know that they agree.
+
+Two tokenizers of one size that differ in a few ids train without any error, on tokens that the model never meant.
+
+The addresses and hosts that programs are told, judged when they are typed and not when nobody answers there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import re
+from collections.abc import Mapping
+from typing import Annotated, Final
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
+
+DISTRIBUTION: Final = "atropos-grpo"
+
+NOT_INSTALLED: Final = "0+not.installed"
+"""Reported where the packages are imported from a source tree that was never installed."""
+
+
+def package_version() -> str:
+    """The installed version of the distribution that all three packages belong to."""
+    # Imported here: it costs more than all else that `--help` loads.
+    from importlib import metadata
+
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return NOT_INSTALLED
+
+
+def version_line(program: str) -> str:
+    """What `program --version` prints, such as `run-api (atropos-grpo) 0.1.0`."""
+    return f"{program} ({DISTRIBUTION}) {package_version()}"
+
+
+def server_stem(name: str) -> str:
+    """What the names of one server have in common: `arithmetic_server` of its file as of its module."""
+    return name.removesuffix(".py").replace("/", ".").rpartition(".")[2]
+
+
+def fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """32 hexadecimal digits that change with every token and every id."""
+    ordered = sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0]))
+    lines = "".join(f"{index}\t{token!r}\n" for token, index in ordered)
+    return hashlib.blake2b(lines.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
+
+
+_SCHEMES: Final = ("http://", "https://")
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
+
+
+def require_address(url: str) -> str:
+    """`url`, if a server can be behind it; otherwise `ValueError` says what to write."""
+    if not url.startswith(_SCHEMES):
+        scheme, separator, rest = url.partition("://")
+        host = rest if separator else scheme
+        proposal = f"; did you mean http://{host}?" if _is_place(host) else ""
+        raise ValueError(f"an address begins with http:// or https://{proposal}")
+    if not _is_place(url.partition("://")[2]):
+        raise ValueError("an address names a host and maybe a port, such as http://localhost:8000")
+    return url
+
+
+def require_host(host: str) -> str:
+    """`host`, if it is a name or an IP address without scheme and port."""
+    if not _is_host(host):
+        raise ValueError("a host is a name or an address, without scheme and port; the port has an option of its own")
+    return host
+
+
+Address = Annotated[str, AfterValidator(require_address)]
+
+Host = Annotated[str, AfterValidator(require_host)]
+
+
+def _is_place(text: str) -> bool:
+    """Whether `text` begins with a host, and where it names a port, one that there is."""
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return False
+    return host is not None and _is_host(host) and port != 0 and not parts.netloc.endswith(":")
+
+
+def _is_host(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return _NAME.fullmatch(host) is not None
+    return True

@@ -1,0 +1,188 @@
+"""The command-line options that follow from a pydantic model: names, types, help. Used by `cliconfig` alone.
+
+Options as a Markdown table, for the reference pages that are printed from the declarations themselves.
+
+How a setting's further names are told to the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from atropos_api.common.secrets import is_secret_field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One option: `path` is dotted (`env.group_size`), `kind` one of value, bool, list, json."""
+
+    path: str
+    kind: str
+    nullable: bool
+    aliases: tuple[str, ...]
+    description: str
+    required: bool
+    default: object
+    """What holds where nothing is given; `PydanticUndefined` where that is made, or where it is required."""
+    choices: tuple[str, ...]
+    secret: bool = False
+    """Whether its value may be shown to nobody."""
+
+    @property
+    def help(self) -> str:
+        """The description with what holds where the option is left out, unless that is nothing, said or a secret."""
+        if self.required:
+            return f"{self.description} (required)".strip()
+        if self.secret and self.default is not None:
+            return self.description
+        value = self.default.value if isinstance(self.default, Enum) else self.default
+        said = value is None and "default:" in self.description
+        if said or value is PydanticUndefined or value == "" or isinstance(value, BaseModel):
+            return self.description
+        shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        return f"{self.description} (default: {shown})".strip()
+
+    @property
+    def group(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def flags(self) -> list[str]:
+        """Kebab spelling first, then the field's own, then aliases."""
+        prefix = f"{self.group}." if self.group else ""
+        leaf = self.path.rpartition(".")[2]
+        spelt = [f"--{prefix}{form}" for name in (leaf, *self.aliases) for form in (name.replace("_", "-"), name)]
+        return list(dict.fromkeys(spelt))
+
+    def add_to(self, group: argparse._ActionsContainer) -> None:
+        """Declare this option; booleans may stand bare, carry a value or be negated with `--no-`."""
+        metavar = "|".join(self.choices) if self.choices else self.path.rpartition(".")[2].upper()
+        text = self.help.replace("%", "%%")
+        if self.kind == "bool":
+            group.add_argument(*self.flags, dest=self.path, nargs="?", const="true", metavar="true|false", help=text)
+            negated = [flag.replace("--", "--no-", 1) for flag in self.flags]
+            group.add_argument(*negated, dest=self.path, action="store_const", const="false", help=argparse.SUPPRESS)
+        elif self.kind == "list":
+            group.add_argument(*self.flags, dest=self.path, nargs="+", metavar=metavar, help=text)
+        else:
+            group.add_argument(*self.flags, dest=self.path, metavar=metavar, help=text)
+
+    def decode(self, given: object) -> object:
+        """Text as pydantic should see it: `None` for nullable options, parsed JSON for mappings."""
+        if self.nullable and given in ("None", ["None"]):
+            return None
+        if self.kind == "json" and isinstance(given, str):
+            try:
+                return json.loads(given)
+            except json.JSONDecodeError:
+                return given
+        return given
+
+
+def list_options(model: type[BaseModel], prefix: str = "") -> list[Option]:
+    """All options of a model, nested models flattened with dots, in the order of the fields."""
+    return list(_walk(model, prefix))
+
+
+def nested_model(annotation: Any) -> type[BaseModel] | None:
+    """The model inside an annotation such as `Server`, `Server | None` or `Server | list[Server]`."""
+    for member in _members(annotation):
+        if isinstance(member, type) and issubclass(member, BaseModel):
+            return member
+    return None
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[Option]:
+    for name, field in model.model_fields.items():
+        inner = nested_model(field.annotation)
+        if inner is not None:
+            yield from _walk(inner, f"{prefix}{name}.")
+        else:
+            yield _option(f"{prefix}{name}", field)
+
+
+def _option(path: str, field: FieldInfo) -> Option:
+    members = _members(field.annotation)
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    aliases = extra.get("aliases", ())
+    return Option(
+        path=path,
+        kind=_kind(members),
+        nullable=type(None) in members,
+        aliases=tuple(str(alias) for alias in aliases) if isinstance(aliases, list | tuple) else (),
+        description=field.description or "",
+        required=field.is_required(),
+        default=field.default,
+        choices=tuple(str(choice) for member in members for choice in _choices(member)),
+        secret=is_secret_field(field),
+    )
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in {Union, types.UnionType}:
+        return tuple(member for part in get_args(annotation) for member in _members(part))
+    return (annotation,)
+
+
+def _kind(members: tuple[Any, ...]) -> str:
+    origins = {get_origin(member) or member for member in members}
+    if bool in origins:
+        return "bool"
+    if origins & {list, tuple, set, frozenset}:
+        return "list"
+    return "json" if dict in origins else "value"
+
+
+def _choices(member: Any) -> tuple[Any, ...]:
+    if get_origin(member) is Literal:
+        return get_args(member)
+    if isinstance(member, type) and issubclass(member, Enum):
+        return tuple(choice.value for choice in member)
+    return ()
+
+
+def option_table(options: Iterable[Option]) -> str:
+    """A table of flags, defaults and meanings."""
+    rows = "".join(map(_row, options))
+    return f"| option | default | meaning |\n|---|---|---|\n{rows}"
+
+
+def cell(text: str) -> str:
+    """Text that stays in its cell."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _row(option: Option) -> str:
+    spelt = [flag for flag in option.flags if "_" not in flag]
+    flags = " or ".join(f"`{flag}`" for flag in spelt)
+    text, _, default = option.help.partition(" (default: ")
+    needed = text.endswith("(required)")
+    shown = "(required)" if needed else f"`{default.removesuffix(')')}`" if default else ""
+    choices = (
+        f"{'' if text.endswith('.') else '.'} One of {', '.join(f'`{choice}`' for choice in option.choices)}."
+        if option.choices
+        else ""
+    )
+    return f"| {flags} | {shown} | {cell(text.removesuffix('(required)').strip())}{choices} |\n"
+
+
+def aliases(*names: str) -> dict[str, Any]:
+    """`Field(json_schema_extra=...)` that adds `--name` for each of `names`."""
+    return {"aliases": list(names)}
+
+
+def flag(field: str) -> str:
+    """The flag of a field, as messages name it."""
+    return "--" + field.replace("_", "-")

@@ -1,0 +1,227 @@
+"""Who comes in: the token, by header or by path prefix, and nobody on behalf of a foreign web page.
+
+A page that somebody visits on the broker's machine is a loopback peer like any other; what gives it away are the
+headers that browsers add and that it cannot change: the host it asked for, its origin, how the request came about.
+
+The token that callers of the broker must show: given once, or in a file that a SIGHUP has read again.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import re
+import signal
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from atropos_api.common.errors import AtroposError
+from atropos_api.common.secrets import TokenUnreadable, read_token_file
+from atropos_api.config import BrokerConfig, check_token
+from atropos_api.http.problems import problem_response
+
+OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/health"})
+
+CHANGING_GETS: Final = re.compile(r"/(reset_data|batch|v1/batches/.*)/?")
+
+TOUCHING_GETS: Final = frozenset({"/status-env"})
+"""They record no more than that an environment is alive, but that is not for strangers to say either."""
+
+SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+
+PREFIX: Final = "/t/"
+
+BEARER: Final = b"bearer "
+
+OWN_SITES: Final = frozenset({b"same-origin", b"none"})
+
+PAGE_HEADERS: Final = frozenset({b"origin", b"referer", b"sec-fetch-site", b"sec-purpose", b"purpose"})
+"""What browsers add."""
+
+WANTED_HEADERS: Final = PAGE_HEADERS | {b"authorization", b"host"}
+
+MOST_HOSTS: Final = 64
+
+Shown = Mapping[bytes, bytes]
+"""What a request shows of the headers that matter here."""
+
+
+def changes_something(method: str, path: str) -> bool:
+    """Whether the request may change state; two GETs of the Atropos contract do, and asking for a batch forms it."""
+    return method not in SAFE_METHODS or CHANGING_GETS.fullmatch(path) is not None
+
+
+class RequestGuard:
+    """The rules. Legacy clients cannot send a token but can be given `http://host:port/t/<token>` as base URL."""
+
+    def __init__(self, config: BrokerConfig, token: AcceptedToken) -> None:
+        self._token = token
+        self._allowed_origins = frozenset(origin.lower() for origin in config.allowed_origins)
+        names = {"localhost", config.host.lower(), socket.gethostname().lower(), *map(str.lower, config.allowed_hosts)}
+        self._host_names = names
+        self._own_hosts: set[bytes] = set()
+
+    def refuse(
+        self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], token: bytes | None = None
+    ) -> Response | None:
+        """What to answer instead of the call, if it may not be made. `path` is without the `token` before it."""
+        shown = {name: value for name, value in headers if name in WANTED_HEADERS}
+        return self._check_token(path, shown, token) or self._check_site(method, path, shown)
+
+    def _check_token(self, path: str, shown: Shown, token: bytes | None) -> Response | None:
+        accepted = self._token.value
+        if accepted is None or path in OPEN_PATHS:
+            return None
+        if token is None:
+            credentials = shown.get(b"authorization", b"")
+            token = credentials[len(BEARER) :].strip() if credentials[: len(BEARER)].lower() == BEARER else b""
+        if hmac.compare_digest(token, accepted):
+            return None
+        detail = "this broker asks for a token: send Authorization: Bearer <token>, or use /t/<token>/ before the path"
+        return problem_response(401, "token-required", detail)
+
+    def _check_site(self, method: str, path: str, shown: Shown) -> Response | None:
+        host = shown.get(b"host", b"")
+        # Whoever knows the token is no stray page; without one, only a name of ours proves that DNS was not rebound.
+        if self._token.value is None and not self._is_own_host(host):
+            name = host.decode("latin-1")[:80]
+            detail = f"the host name {name!r} is not one of this broker's; allow it with --allowed-hosts"
+            return problem_response(403, "cross-site-request", detail, field="Host", value=name)
+        if PAGE_HEADERS.isdisjoint(shown) or not (changes_something(method, path) or path in TOUCHING_GETS):
+            return None
+        return self._check_page(shown, host)
+
+    def _check_page(self, shown: Shown, host: bytes) -> Response | None:
+        """Refuse what a page of another origin caused, or a browser that only fetches ahead."""
+        origin = shown.get(b"origin")
+        if origin is not None and origin.decode("latin-1").lower() in self._allowed_origins:
+            return None
+        for name, value in ((b"origin", origin), (b"referer", shown.get(b"referer"))):
+            if value is not None and _netloc(value) != host.lower():
+                return _refuse_page(name, value, "requests of other sites' pages may change nothing here")
+        site = shown.get(b"sec-fetch-site")
+        if site is not None and site not in OWN_SITES:
+            return _refuse_page(b"sec-fetch-site", site, "requests of other sites' pages may change nothing here")
+        for name in (b"sec-purpose", b"purpose"):
+            if b"prefetch" in shown.get(name, b""):
+                return _refuse_page(name, shown[name], "what a browser fetches ahead may change nothing here")
+        return None
+
+    def _is_own_host(self, host: bytes) -> bool:
+        if host in self._own_hosts:
+            return True
+        own = self._is_own_name(host.decode("latin-1"))
+        if own and len(self._own_hosts) < MOST_HOSTS:
+            self._own_hosts.add(host)
+        return own
+
+    def _is_own_name(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if not name or name in self._host_names or name.endswith(".localhost"):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+class AuthMiddleware:
+    """ASGI middleware: nothing comes in past the door."""
+
+    def __init__(self, app: ASGIApp, door: RequestGuard) -> None:
+        self._app = app
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            scope, token = _take_prefix(scope)
+            refusal = self._door.refuse(scope["method"], scope["path"], scope["headers"], token)
+            await (refusal or self._app)(scope, receive, send)
+
+
+def _take_prefix(scope: Scope) -> tuple[Scope, bytes | None]:
+    """The scope without `/t/<token>` and without a slash at its end, so that nothing behind the door sees a token."""
+    path: str = scope["path"]
+    token = None
+    if path.startswith(PREFIX):
+        shown, _, rest = path.removeprefix(PREFIX).partition("/")
+        token, path = shown.encode(), f"/{rest}"
+    if len(path) > 1 and path.endswith("/"):
+        path = path[:-1]
+    return (scope, None) if path is scope["path"] else ({**scope, "path": path, "raw_path": path.encode()}, token)
+
+
+def _netloc(url: bytes) -> bytes:
+    """Host and port of an address; nothing that equals a host for one that is malformed, or for `null`."""
+    try:
+        return urlsplit(url.decode("latin-1")).netloc.lower().encode("latin-1") or b"null"
+    except ValueError:
+        return b"null"
+
+
+def _refuse_page(header: bytes, value: bytes, detail: str) -> Response:
+    name, text = header.decode().title(), value.decode("latin-1")[:80]
+    return problem_response(403, "cross-site-request", f"{detail} ({name}: {text})", field=name, value=text)
+
+
+logger = logging.getLogger(__name__)
+
+
+class AcceptedToken:
+    """The token as it is now; `value` is None where callers need none."""
+
+    def __init__(self, token: str | None = None, *, file: Path | None = None) -> None:
+        self._file = file
+        text = token if file is None else _read(file)
+        self.value = text.encode() if text is not None else None
+
+    def reload(self) -> None:
+        """Take what the file holds now. One that cannot be used changes nothing: no caller is locked out by a typo."""
+        if self._file is None:
+            return
+        try:
+            value = _read(self._file).encode()
+        except AtroposError as error:
+            logger.error("the token stays as it was: %s", error)  # noqa: TRY400 - the line says all there is to say
+            return
+        logger.info("%s was read again: %s", self._file, "the same token" if value == self.value else "a new token")
+        self.value = value
+
+
+@contextmanager
+def reloaded_on_hangup(token: AcceptedToken, *, file: Path | None) -> Iterator[None]:
+    """While the block runs SIGHUP has the file read again; without a file that signal ends the process as ever."""
+    if file is None:
+        yield
+        return
+
+    def reload(_: int, __: FrameType | None) -> None:
+        token.reload()
+
+    former = signal.signal(signal.SIGHUP, reload)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+def _read(file: Path) -> str:
+    try:
+        return check_token(read_token_file(file))
+    except ValueError as error:
+        raise TokenUnreadable(f"--token-file {file}: {error}") from None

@@ -1,0 +1,248 @@
+"""Connections that cost no more than they are worth: bounded in number and in headers, closed when they stand still.
+
+uvicorn waits for ever for the rest of a request and for a reader to read. `GuardedProtocol` notes what each peer owes,
+and `sweep`, called twice a second over all connections, closes those that owe it for too long. No request pays for a
+timer of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Final
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from atropos_api.http.problems import PROBLEM_TYPE, RETRY_AFTER_SECONDS, problem_body
+
+MOST_UNPARSED_BYTES: Final = 64 * 1024
+"""Headers, trailers, chunk extensions: bytes in a row that are no body."""
+
+LEAST_BYTES_PER_SECOND: Final = 1024
+"""A body or an answer that moves slower than this for a whole window stands still."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeouts:
+    """How many connections, and how long each may keep the broker waiting."""
+
+    max_connections: int = 4096
+    header_seconds: float = 10.0
+    stall_seconds: float = 30.0
+    idle_seconds: float = 75.0
+
+
+SILENT_SECONDS: Final = 1.0
+"""A connection that asked nothing for this long gives way to a newer one when there are too many."""
+
+
+class _Waiting(Enum):
+    NOTHING = auto()
+    HEADERS = auto()
+    BODY = auto()
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection, and what its peer owes: the end of its headers, its body, or reading what was written."""
+
+    def __init__(self, *args: Any, patience: Timeouts, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._patience = patience
+        self._owes = _Waiting.HEADERS
+        self._since = self.loop.time()
+        self._moved_bytes = 0
+        self._unparsed_bytes = 0
+        self.begun_at_once = 0
+        """Requests that began in the piece of input being read."""
+        self.has_asked = False
+        self._unread_since: float | None = None
+        self._unread_bytes = 0
+        self._gone: asyncio.Future[None] | None = None
+        self.unwritten = False
+        """The transport holds bytes that the kernel has not taken; only known while it may hold none."""
+
+    @property
+    def is_open(self) -> bool:
+        return not self.transport.is_closing()
+
+    def age(self) -> float:
+        """Seconds since the peer began to owe what it owes now."""
+        return self.loop.time() - self._since
+
+    @property
+    def gone(self) -> asyncio.Future[None]:
+        """Done once the peer has left: whoever waits on its behalf may stop."""
+        if self._gone is None:
+            self._gone = self.loop.create_future()
+            if not self.is_open:
+                self._gone.set_result(None)
+        return self._gone
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._patience.max_connections:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)
+
+    def pause_writing(self) -> None:
+        self.unwritten = True
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        # A lost connection resumes the writers too, but not by this call.
+        self.unwritten = False
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        self.begun_at_once = 0
+        self._unparsed_bytes += len(data)
+        super().data_received(data)
+        if self._unparsed_bytes and self._owes is _Waiting.NOTHING:
+            # Line ends between requests open no message; dripping them keeps no connection open.
+            self._owes, self._since = _Waiting.HEADERS, self.loop.time()
+        if self._unparsed_bytes > MOST_UNPARSED_BYTES:
+            self.close_with(431, "headers-too-large", f"more than {MOST_UNPARSED_BYTES} bytes of headers")
+
+    def on_message_begin(self) -> None:
+        # As uvicorn's but for the scope, which `take_head` makes for those requests that need one.
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
+        self.begun_at_once += 1
+        self._owe(_Waiting.HEADERS)
+
+    def on_headers_complete(self) -> None:
+        self.has_asked = True
+        self._owe(_Waiting.BODY)
+        self.take_head()
+
+    def on_body(self, body: bytes) -> None:
+        self._moved_bytes += len(body)
+        self._unparsed_bytes = 0
+        self.take_piece(body)
+
+    def on_message_complete(self) -> None:
+        self._owes = _Waiting.NOTHING
+        self._unparsed_bytes = 0
+        self.take_end()
+
+    def take_head(self) -> None:
+        """A request begins: what is owed is noted, what is done with it is uvicorn's matter, or a subclass'."""
+        url, headers, expected = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expected
+        self.scope["headers"] = self.headers = headers
+        super().on_headers_complete()
+
+    def take_piece(self, piece: bytes) -> None:
+        super().on_body(piece)
+
+    def take_end(self) -> None:
+        super().on_message_complete()
+
+    def current_cycle(self) -> RequestResponseCycle | None:
+        """The cycle of the request that came last; None where it has none."""
+        return self.cycle
+
+    def send_400_response(self, msg: str) -> None:
+        self.close_with(400, "malformed-request", msg)
+
+    def shutdown(self) -> None:
+        """The broker stops: whoever still sends a body is told to come again instead of being waited for."""
+        if self._owes is _Waiting.BODY:
+            self.close_with(503, "stopping", "the broker is being stopped; nothing of this request was kept")
+        super().shutdown()
+
+    def check(self, now: float) -> None:
+        """Close this connection if its peer has owed something for too long."""
+        if self.transport.get_write_buffer_size() > 0:
+            self._check_reader(now)
+            return
+        self._unread_since = None
+        waited = now - self._since
+        if self._owes is _Waiting.HEADERS and waited > self._patience.header_seconds:
+            self.close_with(408, "request-timeout", f"no whole request came within {waited:.0f} s")
+        elif self._owes is _Waiting.BODY and waited > self._patience.stall_seconds:
+            self._check_body(now)
+        elif waited > self._patience.idle_seconds and self._is_idle():
+            self.transport.close()
+
+    def _owe(self, what: _Waiting) -> None:
+        self._owes = what
+        self._since = self.loop.time()
+        self._moved_bytes = 0
+        self._unparsed_bytes = 0
+
+    def _is_idle(self) -> bool:
+        """Nothing is asked, and nobody else closes the connection for that: uvicorn does after answers of its own."""
+        cycle = self.current_cycle()
+        answered = cycle is None or cycle.response_complete
+        return self._owes is _Waiting.NOTHING and answered and self.timeout_keep_alive_task is None
+
+    def _check_body(self, now: float) -> None:
+        enough = self._moved_bytes >= LEAST_BYTES_PER_SECOND * self._patience.stall_seconds
+        cycle = self.current_cycle()
+        answered = cycle is not None and cycle.response_complete
+        if answered or not (enough or self.flow.read_paused):
+            self.close_with(408, "request-timeout", f"the body stood still for {self._patience.stall_seconds:g} s")
+        else:
+            self._since, self._moved_bytes = now, 0
+
+    def _check_reader(self, now: float) -> None:
+        """A peer that does not read keeps its answer in our memory."""
+        unread = self.transport.get_write_buffer_size()
+        if self._unread_since is None or unread > self._unread_bytes:
+            self._unread_since, self._unread_bytes = now, unread
+        elif now - self._unread_since > self._patience.stall_seconds:
+            if self._unread_bytes - unread < min(LEAST_BYTES_PER_SECOND * self._patience.stall_seconds, unread):
+                self.transport.abort()
+            self._unread_since, self._unread_bytes = now, unread
+
+    def _make_room(self) -> None:
+        """One connection too many: the oldest that never asked anything goes, or else this newest one."""
+        others = [other for other in self.connections if isinstance(other, GuardedProtocol) and other.is_open]
+        if len(others) > self._patience.max_connections:
+            silent = [other for other in others if not other.has_asked and other.age() > SILENT_SECONDS]
+            victim = max(silent, key=GuardedProtocol.age, default=self)
+            victim.close_with(503, "too-many-connections", "the broker has all the connections it takes")
+
+    def close_with(self, status: int, kind: str, detail: str) -> None:
+        """Close; say why first, if the peer is owed an answer."""
+        if not self.is_open:
+            return
+        if self._is_owed_an_answer():
+            self.transport.write(_render_problem(status, kind, detail))
+        self._owes = _Waiting.NOTHING
+        self.transport.close()
+
+    def _is_owed_an_answer(self) -> bool:
+        cycle = self.current_cycle()
+        if cycle is None or not cycle.response_started:
+            return True
+        return cycle.response_complete and self._owes is _Waiting.HEADERS
+
+
+def _render_problem(status: int, kind: str, detail: str) -> bytes:
+    problem = problem_body(status, kind, detail)
+    body = msgspec.json.encode(problem)
+    retry = f"retry-after: {RETRY_AFTER_SECONDS}\r\n" if status == 503 else ""
+    head = (
+        f"HTTP/1.1 {status} {problem['title']}\r\ncontent-type: {PROBLEM_TYPE}\r\n{retry}"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def sweep(connections: Iterable[object]) -> None:
+    """Check all connections of a server."""
+    now = asyncio.get_running_loop().time()
+    for connection in list(connections):
+        if isinstance(connection, GuardedProtocol):
+            connection.check(now)

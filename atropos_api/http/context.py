@@ -1,0 +1,74 @@
+"""What the handlers need, built once by `create_app`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from fastapi import Request
+
+from atropos_api.broker import Broker
+from atropos_api.broker.v0 import AtroposContract
+from atropos_api.common.concurrency import FairLock, Notifier
+from atropos_api.common.identity import package_version
+from atropos_api.config import BrokerConfig
+from atropos_api.errors import StoreUnavailable
+
+SHARED_STATUS_SECONDS: Final = 1.0
+
+
+@dataclass(slots=True)
+class AppContext:
+    """The broker and what surrounds it for one app. `stopping` ends every wait, so that shutting down is quick."""
+
+    broker: Broker
+    config: BrokerConfig
+    legacy: AtroposContract
+    groups_bell: Notifier = field(default_factory=Notifier)
+    pacing_bell: Notifier = field(default_factory=Notifier)
+    events_bell: Notifier = field(default_factory=Notifier)
+    stop_bell: Notifier = field(default_factory=Notifier)
+    legacy_turn: FairLock = field(default_factory=FairLock)
+    version: str = field(default_factory=package_version)
+    stopping: bool = False
+    store_failure: str | None = None
+    """Why the store refused the last write; None once it took another as large."""
+    store_failure_bytes: int = 0
+
+    _status: tuple[int, float, bytes] = (-1, 0.0, b"")
+
+    def status_text(self, describe: Callable[[AppContext], bytes]) -> bytes:
+        """The status, described once for all who watch while nothing happens."""
+        rings, described_at, text = self._status
+        now = time.monotonic()
+        if rings != self.events_bell.rings or now - described_at > SHARED_STATUS_SECONDS:
+            text = describe(self)
+            self._status = (self.events_bell.rings, now, text)
+        return text
+
+    def why_not_ready(self) -> str | None:
+        """The reason why submissions would not be kept now, or None. A store that refused a write is tried again."""
+        if self.stopping:
+            return "stopping"
+        if self.store_failure is not None:
+            try:
+                self.broker.probe_store(self.store_failure_bytes)
+            except StoreUnavailable:
+                return self.store_failure
+            self.store_failure, self.store_failure_bytes = None, 0
+        return None
+
+    def stop(self) -> None:
+        self.stopping = True
+        for bell in (self.groups_bell, self.pacing_bell, self.events_bell, self.stop_bell):
+            bell.ring()
+
+
+def context_of(request: Request) -> AppContext:
+    services: AppContext = request.app.state.services
+    # Memory that could not be read again when the store failed; that is tried until it can.
+    if services.broker.state.torn:
+        services.broker.rebuild()
+    return services

@@ -1,0 +1,172 @@
+"""Answers of many bytes, sent piece by piece as they are kept, and answers whose arrival matters.
+
+Waiting on behalf of a caller: no longer than it asked for, than it stays connected, than the broker runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import select
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from atropos_api.common.concurrency import Notifier
+from atropos_api.http.connection_limits import GuardedProtocol
+from atropos_api.http.context import context_of
+
+logger = logging.getLogger(__name__)
+
+TRANSPORT_KEY: Final = "atropos.transport"
+"""Where the door leaves the connection's transport in the scope, when the server shows it."""
+
+HUNG_UP: Final[int | None] = getattr(select, "POLLRDHUP", None)
+"""What Linux says of a connection whose peer sends no more."""
+
+JOINED_BYTES: Final = 1 << 16
+"""Smaller pieces are joined, for each one sent costs some; larger ones are sent as they are, for copying costs more."""
+
+
+def find_transport(send: Send) -> asyncio.Transport | None:
+    """Uvicorn's `send` is a method of the request's cycle, which holds the transport; other servers show none."""
+    transport = getattr(getattr(send, "__self__", None), "transport", None)
+    return transport if hasattr(transport, "get_write_buffer_size") else None
+
+
+def coalesce(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in fewer pieces, none of the large ones copied."""
+    small: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        if small and size + len(piece) > JOINED_BYTES:
+            yield b"".join(small)
+            small, size = [], 0
+        if len(piece) >= JOINED_BYTES:
+            yield piece
+        else:
+            small.append(piece)
+            size += len(piece)
+    if small:
+        yield b"".join(small)
+
+
+class ChunkedResponse(Response):
+    """A body that is never put together in one place."""
+
+    def __init__(
+        self,
+        pieces: Sequence[bytes],
+        *,
+        media_type: str,
+        status_code: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        # Of what the base class prepares only this much is needed.
+        self.pieces = list(coalesce(pieces)) if len(pieces) > 1 else pieces
+        self.status_code = status_code
+        self.background = None
+        self.raw_headers = [
+            (b"content-length", b"%d" % sum(map(len, self.pieces))),
+            (b"content-type", media_type.encode("latin-1")),
+        ]
+        for name, value in (headers or {}).items():
+            self.raw_headers.append((name.lower().encode("latin-1"), value.encode("latin-1")))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's form
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        last = self.pieces[-1]
+        for piece in self.pieces[:-1]:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+class ConfirmedResponse(ChunkedResponse):
+    """Sends the body so that every byte has left this process before the end, then says how it went."""
+
+    def __init__(self, pieces: Sequence[bytes], *, on_result: Callable[[bool], None], **options: Any) -> None:
+        super().__init__(pieces, **options)
+        self.on_result = on_result
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's form
+        accepted = False
+        try:
+            accepted = await self._send_all(scope, send)
+        finally:
+            self.on_result(accepted)
+
+    async def _send_all(self, scope: Scope, send: Send) -> bool:
+        transport: asyncio.Transport | None = scope.get(TRANSPORT_KEY)
+        left = transport is not None and has_left(transport)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in self.pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        accepted = not left and await _wait_until_written(transport, send)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return accepted
+
+
+async def _wait_until_written(transport: asyncio.Transport | None, send: Send) -> bool:
+    """Return once the kernel has every byte (True), or the connection broke before it had (False).
+
+    What a peer does with the connection after the last byte says nothing: many close it at once.
+    """
+    if transport is None:
+        return True
+    if transport.is_closing():
+        return False
+    # With no room to buffer, the protocol is paused while anything is unwritten, and sending waits for it.
+    transport.set_write_buffer_limits(high=0)
+    await send({"type": "http.response.body", "body": b"", "more_body": True})
+    return was_written(transport)
+
+
+def has_left(transport: asyncio.Transport) -> bool:
+    """Whether the peer has hung up already; asked before the first byte, for after the last one many do.
+
+    Who gave up while the broker was stopped has its request and its farewell read together, and the kernel would take
+    an answer to it. Where the kernel cannot be asked this way nobody has left.
+    """
+    connection = transport.get_extra_info("socket")
+    if connection is None or connection.fileno() < 0 or HUNG_UP is None:
+        return False
+    poll = select.poll()
+    poll.register(connection.fileno(), HUNG_UP)
+    return bool(poll.poll(0))
+
+
+def was_written(transport: asyncio.Transport) -> bool:
+    """Whether the kernel had every byte when the protocol was last told to go on, with no room to buffer since."""
+    if not transport.is_closing():
+        transport.set_write_buffer_limits()
+        return transport.get_write_buffer_size() == 0
+    protocol = transport.get_protocol()
+    return isinstance(protocol, GuardedProtocol) and not protocol.unwritten
+
+
+class LongPoll:
+    """One caller's patience, spent over as many waits as its question takes."""
+
+    def __init__(self, request: Request, seconds: float) -> None:
+        self._services = context_of(request)
+        self._transport = request.scope.get(TRANSPORT_KEY)
+        self._deadline = time.monotonic() + seconds
+
+    async def on(self, bell: Notifier, *, at_most: float = math.inf) -> bool:
+        """Wait for the bell; False if there is nothing left to wait for."""
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0 or self._services.stopping or self._has_left():
+            return False
+        await bell.wait(min(remaining, at_most), gone=self._gone())
+        return True
+
+    def _has_left(self) -> bool:
+        return self._transport is not None and self._transport.is_closing()
+
+    def _gone(self) -> asyncio.Future[None] | None:
+        protocol = self._transport.get_protocol() if self._transport is not None else None
+        return protocol.gone if isinstance(protocol, GuardedProtocol) else None

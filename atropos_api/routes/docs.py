@@ -1,0 +1,372 @@
+"""Schemas of the contract's types, as generators of clients understand them.
+
+The OpenAPI document of the broker, made from the tables of `contract`.
+
+`/docs` and `/openapi.json`: the contract for readers and for programs, without a script or a foreign host.
+
+Every route as data: what it takes, answers and refuses.
+
+The OpenAPI document, `/docs` and the reference follow from it. Handlers read requests themselves, for speed; tests hold
+these tables against the routes, and against what the routes really answer.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import html
+import inspect
+import json
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from atropos_api.errors import BrokerError
+from atropos_api.http.problems import PROBLEM_TYPE, STATUS_BY_KIND, STATUS_OF_TRANSPORT, TYPE_PREFIX
+from atropos_api.http.request import JSON, json_response
+from atropos_api.routes.ops import WATCHING
+from atropos_api.routes.schema import COLUMNS_SCHEMA, TEXT, Answer, Content, Operation, Parameter, Schema
+from atropos_api.routes.v0 import LEGACY
+from atropos_api.routes.v1 import V1
+from atropos_api.wire.columns import MEDIA_TYPE as COLUMNS_TYPE
+
+REFERENCE: Final = "#/components/schemas/{name}"
+
+
+def schema_of(content: Any) -> Schema:
+    """The schema of what some route takes or answers; types of the contract are referred to."""
+    if isinstance(content, tuple):
+        return {"anyOf": [schema_of(one) for one in content]}
+    return _schemas()[0][repr(content)]
+
+
+def components() -> dict[str, Schema]:
+    """The types of the contract by name, each field with its own description."""
+    return _schemas()[1]
+
+
+@functools.cache
+def _schemas() -> tuple[Mapping[str, Schema], dict[str, Schema]]:
+    used = {repr(content): content for content in _contents()}
+    schemas, found = msgspec.json.schema_components(list(used.values()), ref_template=REFERENCE)
+    kinds = {kind.__name__: kind for kind in _structs(msgspec.inspect.multi_type_info(list(used.values())))}
+    named = {name: _described(_plain(schema), kinds.get(name)) for name, schema in found.items()}
+    return dict(zip(used, map(_plain, schemas), strict=True)), named
+
+
+def _contents() -> Iterator[Any]:
+    for operations in SECTIONS.values():
+        for operation in operations:
+            for content in (operation.body, *(answer.content for answer in operation.answers.values())):
+                if content is not None and not isinstance(content, dict):
+                    yield from content if isinstance(content, tuple) else (content,)
+
+
+def _plain(schema: Any) -> Any:
+    """The schema without what is legal and hardly understood: tuples by `prefixItems`, default nulls, bare arrays."""
+    if isinstance(schema, list):
+        return [_plain(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {key: _plain(value) for key, value in schema.items() if not (key == "default" and value is None)}
+    if "prefixItems" in plain:
+        members = plain.pop("prefixItems")
+        plain["items"] = {"anyOf": [one for index, one in enumerate(members) if one not in members[:index]]}
+    elif plain.get("type") == "array":
+        plain.setdefault("items", {})
+    return plain
+
+
+def _described(schema: Schema, kind: type | None) -> Schema:
+    if "description" in schema:
+        schema["description"] = " ".join(schema["description"].split())
+    for name, text in _field_docs(kind).items() if kind is not None else ():
+        if name in schema.get("properties", {}):
+            schema["properties"][name]["description"] = text
+    return schema
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """The texts under the fields of a class, those of its bases included."""
+    docs: dict[str, str] = {}
+    for owner in reversed(kind.__mro__[:-1]):
+        if owner.__module__.partition(".")[0] != __name__.partition(".")[0]:
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        statements = body.body if isinstance(body, ast.ClassDef) else []
+        for field, text in pairwise(statements):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                value = text.value
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    docs[field.target.id] = " ".join(value.value.split())
+    return docs
+
+
+def _structs(found: Any) -> Iterator[type]:
+    """The classes that msgspec found in types, however deep."""
+    waiting, seen = list(found), set()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, msgspec.inspect.StructType | msgspec.inspect.DataclassType):
+            if one.cls in seen:
+                continue
+            seen.add(one.cls)
+            yield one.cls
+            waiting += [field.type for field in one.fields]
+        else:
+            parts = (getattr(one, name, ()) for name in ("types", "item_type", "item_types", "value_type"))
+            for part in parts:
+                waiting += part if isinstance(part, tuple | list) else [part]
+
+
+PROBLEM: Final[Schema] = {"$ref": REFERENCE.format(name="Problem")}
+
+DESCRIPTION: Final = (
+    "The trajectory broker: environments push scored groups, one trainer pulls numbered batches. One run is open at a "
+    "time; a second concurrent run needs a second broker. Ids address things and authorise nothing: where it matters "
+    "who calls, the broker has a token, sent as `Authorization: Bearer <token>` or as `/t/<token>` before the path. "
+    "The v1 routes answer errors as problem+json, the Atropos contract as its clients know them."
+)
+
+ANY_ROUTE: Final = (
+    "malformed-request",
+    "cross-site-request",
+    "request-timeout",
+    "headers-too-large",
+    "internal-error",
+    "too-many-connections",
+    "stopping",
+)
+
+ANY_BODY: Final = ("invalid-gzip", "body-too-large")
+
+RETRIED: Final[Schema] = {"Retry-After": {"description": "Seconds", "schema": {"type": "string"}}}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A kind of error: its status, and what it means in a sentence."""
+
+    status: int
+    meaning: str
+
+
+@functools.cache
+def known_problems() -> Mapping[str, Problem]:
+    """Every kind of problem that this broker answers."""
+    raised = {kind.kind: " ".join((kind.__doc__ or "").split()) for kind in _descendants(BrokerError)}
+    problems = {kind: Problem(status, raised[kind]) for kind, status in STATUS_BY_KIND.items()}
+    return problems | {kind: Problem(*described) for kind, described in STATUS_OF_TRANSPORT.items()}
+
+
+def make_document(summaries: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    """The whole document; `summaries` are those of the routes, by method and path."""
+    paths: dict[str, dict[str, Any]] = defaultdict(dict)
+    for tag, operations in SECTIONS.items():
+        for operation in operations:
+            described = {"summary": summaries[operation.method, operation.path], **_operation(operation, tag)}
+            paths[operation.path][operation.method.lower()] = described
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Atropos broker", "version": "1", "description": DESCRIPTION},
+        "paths": dict(paths),
+        "components": {
+            "schemas": components() | ERROR_SCHEMAS,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"token": []}],
+    }
+
+
+def errors_of(operation: Operation) -> dict[int, list[str]]:
+    """Kinds of problems by status: the route's own, and those that it has for what it takes."""
+    kinds = [*operation.errors, *ANY_ROUTE]
+    if operation.body is not None:
+        kinds += ANY_BODY
+    if any(parameter.place == "path" for parameter in operation.parameters):
+        kinds.append("not-found")
+    if not operation.open_to_all:
+        kinds.append("token-required")
+    by_status: dict[int, list[str]] = defaultdict(list)
+    for kind in dict.fromkeys(kinds):
+        by_status[known_problems()[kind].status].append(kind)
+    return dict(sorted(by_status.items()))
+
+
+def _operation(operation: Operation, tag: str) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "tags": [tag],
+        "operationId": "_".join(re.findall(r"\w+", f"{operation.method.lower()} {operation.path}")) or "root",
+        "description": operation.help,
+        "parameters": [
+            {
+                "name": parameter.name,
+                "in": parameter.place,
+                "required": parameter.place == "path",
+                "schema": parameter.schema,
+                "description": parameter.help,
+            }
+            for parameter in operation.parameters
+        ],
+        "responses": {str(status): answer for status, answer in _responses(operation)},
+    }
+    if operation.body is not None:
+        content = _content(operation.body, JSON, operation.example, columns=operation.columns)
+        described["requestBody"] = {"required": operation.body_required, "content": content}
+    if operation.open_to_all:
+        described["security"] = []
+    return described
+
+
+def _responses(operation: Operation) -> Iterator[tuple[int, dict[str, Any]]]:
+    errors = errors_of(operation)
+    for status in sorted({*operation.answers, *errors}):
+        response: dict[str, Any] = {"description": "", "content": {}}
+        if (answer := operation.answers.get(status)) is not None:
+            response = _success(answer)
+        if kinds := errors.get(status):
+            own = [kind for kind in kinds if kind in operation.errors or kind in ANY_BODY]
+            meanings = "; ".join(f"{kind}: {known_problems()[kind].meaning}" for kind in kinds)
+            response["description"] = ". ".join(filter(None, (response["description"], meanings)))
+            response["content"] = response.get("content", {}) | _error_content(operation, status, kinds, own)
+        if status == 503:
+            response["headers"] = RETRIED
+        yield status, response
+
+
+def _success(answer: Answer) -> dict[str, Any]:
+    if answer.content is None:
+        return {"description": answer.help}
+    content = _content(answer.content, answer.media_type, answer.example, columns=answer.columns)
+    return {"description": answer.help, "content": content}
+
+
+def _error_content(operation: Operation, status: int, kinds: list[str], own: list[str]) -> dict[str, Any]:
+    """Problems; under the Atropos contract what a rule raises comes in that contract's forms instead."""
+    if operation.path.startswith("/v1/") or not own:
+        return {PROBLEM_TYPE: {"schema": PROBLEM}}
+    content: dict[str, Any] = {PROBLEM_TYPE: {"schema": PROBLEM}} if len(own) < len(kinds) else {}
+    if status == 400:
+        return content | {TEXT: {"schema": {"type": "string"}}}
+    name = "LegacyValidationError" if status == 422 else "LegacyError"
+    return content | {JSON: {"schema": {"$ref": REFERENCE.format(name=name)}}}
+
+
+def _content(content: Content, media_type: str, example: Any, *, columns: bool) -> dict[str, Any]:
+    schema = content if isinstance(content, dict) else schema_of(content)
+    forms = {media_type: {"schema": schema} | ({} if example is None else {"example": example})}
+    return forms | ({COLUMNS_TYPE: {"schema": COLUMNS_SCHEMA}} if columns else {})
+
+
+def _descendants(kind: type[BrokerError]) -> Iterator[type[BrokerError]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _descendants(child)
+
+
+ERROR_SCHEMAS: Final[dict[str, Schema]] = {
+    "Problem": {
+        "type": "object",
+        "description": "RFC 9457; `type` is stable, further members name the offending field and value",
+        "required": ["type", "title", "status", "detail"],
+        "properties": {
+            "type": {"type": "string"},
+            "title": {"type": "string"},
+            "status": {"type": "integer"},
+            "detail": {"type": "string"},
+            "field": {"type": "string"},
+        },
+    },
+    "LegacyError": {"type": "object", "required": ["detail"], "properties": {"detail": {"type": "string"}}},
+    "LegacyValidationError": {
+        "type": "object",
+        "required": ["detail"],
+        "properties": {
+            "detail": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "required": ["type", "loc", "msg"],
+                    "properties": {
+                        "type": {"type": "string"},
+                        "loc": {"type": "array", "items": {"type": ["string", "integer"]}},
+                        "msg": {"type": "string"},
+                    },
+                },
+            }
+        },
+    },
+}
+
+router = APIRouter(tags=["operations"])
+
+HEADERS: Final = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "X-Frame-Options": "DENY"}
+
+STYLE: Final = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
+    "h3{margin:2rem 0 .3rem}code,pre{font-family:ui-monospace,monospace;font-size:.9em}"
+    "pre{padding:.6rem;overflow:auto;border:1px solid #8884}table{border-collapse:collapse;width:100%}"
+    "td,th{text-align:left;vertical-align:top;padding:.2rem .8rem .2rem 0;border-bottom:1px solid #8884}"
+)
+
+
+@router.get("/openapi.json", summary="This description, for programs")
+async def openapi(request: Request) -> Response:
+    return json_response(request.app.openapi())
+
+
+@router.get("/docs", summary="This description, for readers")
+async def docs(request: Request) -> Response:
+    return Response("".join(_render(request.app.openapi())), media_type="text/html", headers=HEADERS)
+
+
+def _render(document: Mapping[str, Any]) -> Iterator[str]:
+    yield f"<!doctype html><html lang=en><meta charset=utf-8><title>Atropos broker</title><style>{STYLE}</style>"
+    yield f"<h1>Atropos broker</h1><p>{_text(DESCRIPTION)}</p>"
+    yield "<p>For programs: <a href=openapi.json>openapi.json</a>.</p>"
+    tag = None
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if operation["tags"][0] != tag:
+                tag = operation["tags"][0]
+                yield f"<h2>{_text(tag)}</h2>"
+            yield from _render_operation(method.upper(), path, operation)
+    yield "<h2>Errors</h2><table><tr><th>type<th>status<th>meaning"
+    for kind, problem in sorted(known_problems().items()):
+        yield f"<tr id={kind}><td><code>{TYPE_PREFIX}{kind}</code><td>{problem.status}<td>{_text(problem.meaning)}"
+    yield "</table></html>"
+
+
+def _render_operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator[str]:
+    yield f"<h3><code>{method} {_text(path)}</code></h3>"
+    yield f"<p>{_text(operation['summary'])}. {_text(operation['description'])}</p>"
+    if operation["parameters"]:
+        yield "<table>"
+        for parameter in operation["parameters"]:
+            name, place, about = (_text(parameter[key]) for key in ("name", "in", "description"))
+            yield f"<tr><td><code>{name}</code><td>{place}<td>{about}"
+        yield "</table>"
+    example = operation.get("requestBody", {}).get("content", {}).get(JSON, {}).get("example")
+    if example is not None:
+        yield f"<pre>{_text(json.dumps(example))}</pre>"
+    yield "<table>"
+    for status, response in operation["responses"].items():
+        forms = ", ".join(response.get("content", {}))
+        yield f"<tr><td>{status}<td>{_text(response['description'])}<td>{_text(forms)}"
+    yield "</table>"
+
+
+def _text(text: str) -> str:
+    return html.escape(text)
+
+
+SECTIONS: Final = {"v1": V1, "Atropos contract": LEGACY, "operations": WATCHING}
+
+__all__ = ["SECTIONS", "Answer", "Operation", "Parameter", "Schema"]

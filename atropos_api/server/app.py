@@ -1,0 +1,105 @@
+"""The web application: a list of what it consists of."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from atropos_api.broker import Broker
+from atropos_api.broker.v0 import AtroposContract
+from atropos_api.config import BrokerConfig
+from atropos_api.errors import BrokerError
+from atropos_api.http.auth import AcceptedToken, AuthMiddleware, RequestGuard
+from atropos_api.http.context import AppContext
+from atropos_api.http.problems import (
+    answer_broker_error,
+    answer_client_gone,
+    answer_http_error,
+    answer_unexpected,
+    on_the_loop,
+)
+from atropos_api.http.streaming import TRANSPORT_KEY, find_transport
+from atropos_api.routes import docs, metrics, ops, v0, v1
+from atropos_api.routes.docs import make_document
+from atropos_api.server.fast_path import HotRoutes, PromptCalls, make_prompt_calls
+from atropos_api.server.group_commit import AnswerSteps, SyncBeforeAnswer
+from atropos_api.store.factory import needs_sync
+from atropos_api.store.failpoints import ignore_failpoint
+
+ANSWERS: Final = {
+    BrokerError: answer_broker_error,
+    ClientDisconnect: answer_client_gone,
+    HTTPException: answer_http_error,
+    Exception: answer_unexpected,
+}
+
+
+class BrokerApp(FastAPI):
+    """FastAPI, with the connection's transport noted before any middleware hides it.
+
+    `calls` are what connections may ask directly.
+    """
+
+    calls: PromptCalls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[TRANSPORT_KEY] = find_transport(send)
+        await super().__call__(scope, receive, send)
+
+    def prompt_calls(self) -> PromptCalls:
+        """What connections may ask directly."""
+        return self.calls
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            routes = (route for route in self.routes if isinstance(route, APIRoute))
+            self.openapi_schema = make_document(
+                {(method, route.path): route.summary or "" for route in routes for method in route.methods}
+            )
+        return self.openapi_schema
+
+
+def create_app(config: BrokerConfig, broker: Broker, token: AcceptedToken | None = None) -> BrokerApp:
+    """The broker's HTTP side; `app.state.services` holds what its handlers share.
+
+    `token` is what callers must show, where that may change; else the one of the configuration.
+    """
+    app = BrokerApp(title="Atropos broker", version="1", redirect_slashes=False, openapi_url=None)
+    app.state.services = make_context(config, broker)
+    door = RequestGuard(config, token or AcceptedToken(config.token, file=config.token_file))
+    syncs = needs_sync(config.store, config.fsync)
+    app.calls = make_prompt_calls(app.state.services, door, syncs=syncs)
+    app.add_middleware(HotRoutes)
+    if syncs:
+        app.add_middleware(SyncBeforeAnswer, sync=broker.sync)
+    # Later ones lie further out: only the answers to a browser's own questions before a request pass the door.
+    app.add_middleware(AuthMiddleware, door=door)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    for kind, answer in ANSWERS.items():
+        app.add_exception_handler(kind, on_the_loop(answer))
+    # Routes are tried in order, so those called most come first.
+    for router in (v1.router, v0.router, v1.policy_router, ops.router, metrics.router, docs.router):
+        app.include_router(router)
+    if broker.state.reach is not ignore_failpoint:
+        app.add_middleware(AnswerSteps, reach=broker.state.reach)
+    return app
+
+
+def make_context(config: BrokerConfig, broker: Broker) -> AppContext:
+    services = AppContext(broker=broker, config=config, legacy=AtroposContract(broker))
+    broker.state.on_groups.append(services.groups_bell.ring)
+    broker.state.on_pacing.append(services.pacing_bell.ring)
+    # A run that ends or is taken over concerns those who wait for its batches.
+    broker.state.on_pacing.append(services.groups_bell.ring)
+    broker.state.events.on_event.append(services.events_bell.ring)
+    broker.state.on_groups.append(services.events_bell.ring)
+    return services

@@ -1,0 +1,252 @@
+"""The calls made all the time go straight to their handlers, past what the framework does for each request.
+
+They are routes of the application all the same: documented, and reached by every other method and path as usual. Where
+nothing has to be waited for, not even ASGI lies between (`PromptCalls`); whatever is large, compressed, held back or
+comes from a browser goes through the application (`HotRoutes`).
+
+Connections that answer the calls made all the time in the callback that reads a request's last byte.
+
+A task, an ASGI scope and six messages cost several times what such a call does. A request that some call may answer at
+once is therefore held back until it is whole. What the call leaves alone goes the long way from there, through the
+application with the same bytes; what is out of the ordinary from its head on takes that way at once: large, chunked,
+compressed or upgrading bodies, browsers, HTTP/1.0, peers that pipeline more than a few requests or read too slowly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+from atropos_api.errors import BrokerError
+from atropos_api.http.auth import RequestGuard, changes_something
+from atropos_api.http.connection_limits import GuardedProtocol
+from atropos_api.http.context import AppContext
+from atropos_api.http.problems import answer_broker_error, answer_client_gone, answer_error, fault_response
+from atropos_api.http.request import RequestView
+from atropos_api.http.streaming import ChunkedResponse, ConfirmedResponse, has_left, was_written
+from atropos_api.routes import v0, v1
+from atropos_api.server.group_commit import steps_of
+from atropos_api.store.failpoints import ignore_failpoint
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+PromptHandler = Callable[[AppContext, RequestView], Response | None]
+"""None: this one has to go the long way. Nothing was answered, and what was done may be done again."""
+
+LARGEST_BODY_BYTES: Final = 1 << 20
+"""What is larger takes so long that others should have a turn in between."""
+
+HANDLERS: Final[Mapping[tuple[str, str], tuple[Handler, PromptHandler]]] = {
+    ("POST", "/v1/groups"): (v1.submit, v1.answer_submit),
+    ("GET", "/status-env"): (v0.status_env, v0.answer_status_env),
+    ("POST", "/scored_data"): (v0.scored_data, v0.answer_scored_data),
+    ("POST", "/scored_data_list"): (v0.scored_data_list, v0.answer_scored_data_list),
+    ("GET", "/batch"): (v0.batch, v0.answer_batch),
+}
+
+
+class HotRoutes:
+    """ASGI middleware, innermost: door and waiting for the disk lie around it as around every route."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = HANDLERS.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if found is None:
+            await self._app(scope, receive, send)
+            return
+        handler, _ = found
+        request = Request(scope, receive, send)
+        try:
+            response = await handler(request)
+        except BrokerError as error:
+            response = answer_broker_error(request, error)
+        except ClientDisconnect as error:
+            response = answer_client_gone(request, error)
+        await response(scope, receive, send)
+
+
+class PromptCall:
+    """One route that a connection may ask directly."""
+
+    def __init__(self, services: AppContext, door: RequestGuard, method: str, path: str) -> None:
+        self.changes_something = changes_something(method, path)
+        self.reach = services.broker.state.reach if self.changes_something else ignore_failpoint
+        self.steps = steps_of(method)
+        self.most_bytes = min(LARGEST_BODY_BYTES, services.config.max_body_bytes)
+        self._services = services
+        self._door = door
+        self._method, self._path = method, path
+        _, self._handler = HANDLERS[method, path]
+
+    def answer(self, query: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> Response | None:
+        """The answer, be it a refusal; None if the request has to go through the application."""
+        if self._services.broker.state.torn:
+            return None
+        refusal = self._door.refuse(self._method, self._path, headers)
+        if refusal is not None:
+            return refusal
+        try:
+            return self._handler(self._services, RequestView(self._path, query, headers, body))
+        except BrokerError as error:
+            return answer_error(self._services, self._path, error)
+
+
+PromptCalls = Mapping[tuple[bytes, bytes], PromptCall]
+
+
+def make_prompt_calls(services: AppContext, door: RequestGuard, *, syncs: bool) -> PromptCalls:
+    """By method and path as they are on the wire. `syncs`: changes wait for the disk, so they go the long way."""
+    calls = {(method, path): PromptCall(services, door, method, path) for method, path in HANDLERS}
+    return {
+        (method.encode(), path.encode()): call
+        for (method, path), call in calls.items()
+        if not (syncs and call.changes_something)
+    }
+
+
+logger = logging.getLogger(__name__)
+
+FindCalls = Callable[[], PromptCalls]
+
+MOST_IN_A_ROW: Final = 16
+"""Requests of one piece of input; others have their turn before the rest."""
+
+LONG_WAY_HEADERS: Final = frozenset(
+    {
+        b"transfer-encoding",
+        b"content-encoding",
+        b"expect",
+        b"upgrade",
+        b"origin",
+        b"referer",
+        b"sec-fetch-site",
+        b"sec-purpose",
+        b"purpose",
+    }
+)
+
+
+class PromptProtocol(GuardedProtocol):
+    """`find_calls` names the calls that may be answered here; it is asked at each request, for brokers come and go."""
+
+    def __init__(self, *args: Any, find_calls: FindCalls, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._find_calls = find_calls
+        self._call: PromptCall | None = None
+        self._query = b""
+        self._pieces: list[bytes] = []
+        self._answered_promptly = False
+        self._closing = False
+
+    def current_cycle(self) -> RequestResponseCycle | None:
+        return None if self._call is not None or self._answered_promptly else self.cycle
+
+    def take_head(self) -> None:
+        self._call = self._find_call()
+        self._answered_promptly = False
+        if self._call is None and not self._closing:
+            super().take_head()
+
+    def take_piece(self, piece: bytes) -> None:
+        if self._call is not None:
+            self._pieces.append(piece)
+        elif not self._closing:
+            super().take_piece(piece)
+
+    def take_end(self) -> None:
+        call, pieces = self._call, self._pieces
+        if call is None:
+            if not self._closing:
+                super().take_end()
+            return
+        self._call, self._pieces = None, []
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        response = self._ask(call, body)
+        if response is not None:
+            self._answered_promptly = True
+            self._send(response, call)
+            return
+        super().take_head()
+        if body:
+            super().take_piece(body)
+        super().take_end()
+
+    def _find_call(self) -> PromptCall | None:
+        path, _, self._query = self.url.partition(b"?")
+        call = self._find_calls().get((self.parser.get_method(), path))
+        if call is None or self.begun_at_once > MOST_IN_A_ROW or self.flow.write_paused or self._closing:
+            return None
+        if self.cycle is not None and not self.cycle.response_complete:
+            return None
+        if self.parser.get_http_version() != "1.1" or not self._is_ordinary(call):
+            return None
+        return call
+
+    def _is_ordinary(self, call: PromptCall) -> bool:
+        shown = dict(self.headers)
+        return LONG_WAY_HEADERS.isdisjoint(shown) and int(shown.get(b"content-length", 0)) <= call.most_bytes
+
+    def _ask(self, call: PromptCall, body: bytes) -> Response | None:
+        try:
+            return call.answer(self._query, self.headers, body)
+        except Exception:  # the parser would make a malformed request of it
+            logger.exception("a call failed")
+            return fault_response()
+
+    def _send(self, response: Response, call: PromptCall) -> None:
+        keep = self.parser.should_keep_alive()
+        self._closing = not keep
+        body = response.pieces if isinstance(response, ChunkedResponse) else [bytes(response.body)]
+        pieces = [self._render_head(response, keep=keep), *body]
+        if not isinstance(response, ConfirmedResponse):
+            self._write(pieces, call)
+            self._end(call)
+            return
+        left = has_left(self.transport)
+        # With no room to buffer, what the kernel takes is written at once, and what it does not is known.
+        self.transport.set_write_buffer_limits(high=0)
+        self._write(pieces, call)
+        if self.flow.write_paused and not self.transport.is_closing():
+            task = self.loop.create_task(self._tell_later(response, call, left=left))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+        else:
+            response.on_result(not left and was_written(self.transport))
+            self._end(call)
+
+    def _write(self, pieces: list[bytes], call: PromptCall) -> None:
+        if call.reach is ignore_failpoint:
+            self.transport.writelines(pieces)
+            return
+        data = b"".join(pieces)
+        call.reach(call.steps.begun)
+        self.transport.write(data[: len(data) // 2])
+        call.reach(call.steps.torn)
+        self.transport.write(data[len(data) // 2 :])
+
+    async def _tell_later(self, response: ConfirmedResponse, call: PromptCall, *, left: bool) -> None:
+        try:
+            await self.flow.drain()
+        finally:
+            response.on_result(not left and was_written(self.transport))
+        self._end(call)
+
+    def _end(self, call: PromptCall) -> None:
+        if self._closing:
+            self.transport.close()
+        call.reach(call.steps.ended)
+
+    def _render_head(self, response: Response, *, keep: bool) -> bytes:
+        headers = (*self.server_state.default_headers, *response.raw_headers)
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        last = b"\r\n" if keep else b"connection: close\r\n\r\n"
+        return b"".join((STATUS_LINE[response.status_code], *lines, last))

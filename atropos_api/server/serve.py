@@ -1,0 +1,287 @@
+"""uvicorn as the broker runs it: guarded connections, long waits that end with the process, no tracks in the log.
+
+From a configuration to a listening process.
+
+`run-api --reload`: a fresh process at each change of the broker's own source, over the same store and socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import resource
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Final, Protocol, cast
+
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.supervisors import ChangeReload
+
+from atropos_api.broker import Broker
+from atropos_api.common.errors import AtroposError
+from atropos_api.common.logs import setup_logging
+from atropos_api.common.malloc import Trimmer
+from atropos_api.common.secrets import program_words
+from atropos_api.config import BrokerConfig
+from atropos_api.errors import PortInUse
+from atropos_api.http.auth import AcceptedToken, reloaded_on_hangup
+from atropos_api.http.connection_limits import Timeouts, sweep
+from atropos_api.server.app import BrokerApp, create_app
+from atropos_api.server.fast_path import PromptCalls, PromptProtocol
+from atropos_api.server.standby import Standby
+from atropos_api.store.base import BodyLog, Ledger
+from atropos_api.store.factory import open_held, open_session, open_store
+from atropos_api.store.failpoints import CRASH_VARIABLE, Failpoint, Reach, ignore_failpoint, read_crash_step
+from atropos_api.store.redis_session import RedisSession, is_redis
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS: Final = 5
+
+KEEP_ALIVE_SECONDS: Final = 75
+
+SWEEP_TICKS: Final = 5
+
+TRIM_TICKS: Final = 100
+"""uvicorn ticks ten times a second."""
+
+OTHER_DESCRIPTORS: Final = 128
+"""Files that are no connections: segments, the ledger, logs."""
+
+PROBE_AFTER_SECONDS: Final = 30
+"""A peer that fell silent is asked by the kernel whether it is still there; a vanished one is noticed in a minute."""
+
+
+class BrokerASGI(Protocol):
+    """An application with calls that connections may ask directly."""
+
+    def prompt_calls(self) -> PromptCalls: ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+class BrokerServer(uvicorn.Server):
+    """uvicorn, with every long wait ended as soon as a signal asks the process to stop."""
+
+    def __init__(self, app: BrokerASGI, config: BrokerConfig, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self._trimmer = Trimmer()
+        super().__init__(_uvicorn_config(app, config))
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % SWEEP_TICKS == 0:
+            sweep(self.server_state.connections)
+        if counter % TRIM_TICKS == 0:
+            asyncio.get_running_loop().run_in_executor(None, self._trimmer.trim)
+        return await super().on_tick(counter)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler's form
+        # Unlike uvicorn's own, this does not raise the signal again after the shutdown: stopping is no failure.
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+        self._stop()
+
+
+def _uvicorn_config(app: BrokerASGI, config: BrokerConfig) -> uvicorn.Config:
+    patience = Timeouts(
+        max_connections=_affordable_connections(config.max_connections),
+        header_seconds=config.header_timeout,
+        stall_seconds=config.stall_timeout,
+        idle_seconds=KEEP_ALIVE_SECONDS,
+    )
+    protocol = functools.partial(PromptProtocol, patience=patience, find_calls=app.prompt_calls)
+    return uvicorn.Config(
+        app,
+        http=cast("type[PromptProtocol]", protocol),
+        ws="none",
+        log_config=None,
+        # Warnings are about malformed requests, of which anyone may send any number.
+        log_level=max(logging.ERROR, logging.getLogger().level),
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+
+
+def _affordable_connections(wanted: int) -> int:
+    """As many as asked for, if the system allows this process so many open files; it is asked for more if not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + OTHER_DESCRIPTORS
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < needed:
+        logger.warning("the system allows %d open files, so %d connections are taken", soft, soft - OTHER_DESCRIPTORS)
+    return max(1, min(wanted, soft - OTHER_DESCRIPTORS))
+
+
+def notice_vanished_peers(listener: socket.socket) -> None:
+    """Have the kernel probe silent connections, and give up on peers that acknowledge nothing."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", PROBE_AFTER_SECONDS),
+        ("TCP_KEEPINTVL", 10),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 60_000),
+    ):
+        # Linux names them all; elsewhere what exists is set.
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+
+BACKLOG = 2048
+
+
+def serve(config: BrokerConfig) -> int:
+    """Listen, and serve until a signal comes."""
+    with bind(config.host, config.port) as listener:
+        config = with_token(config)
+        if config.reload:
+            return serve_reloading(config, listener)
+        return serve_on(config, listener)
+
+
+def serve_on(config: BrokerConfig, listener: socket.socket) -> int:
+    """Open the store and serve on a listening socket."""
+    host, port = listener.getsockname()[:2]
+    reach = read_crash_step(os.environ)
+    if reach is not ignore_failpoint:
+        logger.warning("%s is set, for tests: this broker ends or stops itself there", CRASH_VARIABLE)
+    token = AcceptedToken(config.token, file=config.token_file)
+    with reloaded_on_hangup(token, file=config.token_file):
+        if is_redis(config.store):
+            session = open_session(config.store, lease_seconds=config.lease)
+            logger.info("listening on http://%s:%d, store %s", host, port, session.place)
+            return serve_redis(config, session, listener, token=token, reach=reach)
+        store = open_store(config.store, fsync=config.fsync, fresh=config.fresh, reach=reach)
+        app, broker = make_app(config, store, token=token, reach=reach)
+        logger.info("listening on http://%s:%d, store %s; %s", host, port, config.store, describe_contents(broker))
+        try:
+            BrokerServer(app, config, app.state.services.stop).run(sockets=[listener])
+        finally:
+            broker.close()
+    return 0
+
+
+def serve_redis(
+    config: BrokerConfig, session: RedisSession, listener: socket.socket, *, token: AcceptedToken, reach: Reach
+) -> int:
+    """Serve while this process holds the lease of a Redis, stand by while it does not."""
+
+    def activate(*, fresh: bool) -> tuple[BrokerApp, Broker]:
+        app, broker = make_app(config, open_held(session, fresh=fresh), token=token, reach=reach)
+        logger.info("active on %s; %s", session.place, describe_contents(broker))
+        return app, broker
+
+    standby = Standby(session, activate)
+    standby.start(fresh=config.fresh)
+    try:
+        BrokerServer(standby, config, standby.stop).run(sockets=[listener])
+    finally:
+        standby.close()
+    return 0
+
+
+def make_app(
+    config: BrokerConfig, store: tuple[Ledger, BodyLog], *, token: AcceptedToken, reach: Reach
+) -> tuple[BrokerApp, Broker]:
+    ledger, bodies = store
+    reach(Failpoint.STORE_OPENED)
+    broker = Broker(ledger, bodies, settings=config.settings(), reach=reach)
+    return create_app(config, broker, token), broker
+
+
+def with_token(config: BrokerConfig) -> BrokerConfig:
+    """A broker that others can reach always asks for a token."""
+    if config.token or config.token_file or config.host in LOOPBACK_NAMES:
+        return config
+    token = secrets.token_urlsafe(24)
+    logger.warning("%s can be reached from outside, so callers need a token: --token %s", config.host, token)
+    return config.model_copy(update={"token": token})
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, or an error that says who has the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    notice_vanished_peers(listener)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise PortInUse(_explain_bind(host, port, error)) from error
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def describe_contents(broker: Broker) -> str:
+    """What the store held at start, in one line."""
+    state = broker.state
+    run = state.runs.open
+    what = f"run {run.name} ({run.run_id}) open after batch {run.committed_batch}" if run is not None else "no open run"
+    oldest = state.queue.oldest()
+    age = f", the oldest {state.clock() - oldest.arrived_at:.0f} s old" if oldest is not None else ""
+    left_over = sum(len(groups) for groups in state.left_over.values())
+    rest = f", {left_over} left over from other runs" if left_over else ""
+    return f"{what}, {state.queue.groups} groups queued{age}{rest}"
+
+
+def _explain_bind(host: str, port: int, error: OSError) -> str:
+    if error.errno not in {98, 48}:
+        return f"cannot listen on {host}:{port} ({error.strerror}); choose another --host or --port"
+    return f"port {port} on {host} is taken{_name_owner(port)}; stop it or choose another with --port"
+
+
+def _name_owner(port: int) -> str:
+    """Who listens on a port, as far as this user may know."""
+    import psutil
+
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                command = program_words(psutil.Process(connection.pid).cmdline())[:120]
+                return f" by pid {connection.pid} ({command})"
+    except (psutil.Error, OSError):
+        return ""
+    return ""
+
+
+def serve_reloading(config: BrokerConfig, listener: socket.socket) -> int:
+    """Start a child that serves, and start it anew whenever a source file has changed, until a signal comes."""
+    if config.store == "memory":
+        logger.warning("--store memory is emptied at each reload; name a directory to keep groups and runs")
+    elif config.fresh:
+        for part in reversed(open_store(config.store, fsync=config.fsync, fresh=True)):
+            part.close()
+    setup = uvicorn.Config(
+        "unused", reload=True, reload_dirs=[str(Path(__file__).parents[1])], log_config=None, log_level="info"
+    )
+    child = functools.partial(serve_child, config.model_copy(update={"reload": False, "fresh": False}))
+    ChangeReload(setup, target=child, sockets=[listener]).run()
+    return 0
+
+
+def serve_child(config: BrokerConfig, *, sockets: list[socket.socket]) -> None:
+    # Imported here, in the new process, so that it is the changed source that runs.
+
+    setup_logging("run-api", level=config.log_level)
+    try:
+        serve_on(config, sockets[0])
+    except AtroposError as error:
+        logger.error("%s", error)  # noqa: TRY400 - the line says all there is to say
+        sys.exit(2)

@@ -1,0 +1,60 @@
+"""From the word on the command line to a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from atropos_api.errors import DataDirectoryInUse, StoreUnusable
+from atropos_api.store import redis_ledger
+from atropos_api.store.base import BodyLog, Ledger
+from atropos_api.store.directory import Fsync, open_directory
+from atropos_api.store.failpoints import Reach, ignore_failpoint
+from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
+from atropos_api.store.redis_ledger import RedisBodyLog, RedisLedger
+from atropos_api.store.redis_session import RedisSession, is_redis
+
+LEASE_SECONDS: Final = 10.0
+
+
+def open_store(
+    place: str,
+    *,
+    fsync: Fsync = "interval",
+    fresh: bool = False,
+    reach: Reach = ignore_failpoint,
+    lease_seconds: float = LEASE_SECONDS,
+) -> tuple[Ledger, BodyLog]:
+    """The store at `place`: a directory, `memory`, or a Redis. `fresh` deletes what it holds first."""
+    if place == "memory":
+        return MemoryLedger(), MemoryBodyLog()
+    if is_redis(place):
+        session = open_session(place, lease_seconds=lease_seconds)
+        if not session.acquire():
+            raise DataDirectoryInUse(f"{session.place} is in use by another broker ({session.holder()}); stop it first")
+        return open_held(session, fresh=fresh)
+    try:
+        directory = Path(place).expanduser()
+    except RuntimeError as error:
+        raise StoreUnusable(f"--store {place}: {error}") from None
+    return open_directory(directory, fsync=fsync, fresh=fresh, reach=reach)
+
+
+def open_session(place: str, *, lease_seconds: float) -> RedisSession:
+    """A session with a Redis that keeps its promises; not yet the active broker."""
+    session = RedisSession(place, lease_seconds=lease_seconds)
+    session.check_promises()
+    return session
+
+
+def open_held(session: RedisSession, *, fresh: bool) -> tuple[RedisLedger, RedisBodyLog]:
+    """The store behind a session that holds the lease."""
+    if fresh:
+        session.term.stage("DEL", *redis_ledger.NAMES, redis_ledger.BODIES)
+        session.term.apply()
+    return RedisLedger(session.term), RedisBodyLog(session.term)
+
+
+def needs_sync(place: str, fsync: Fsync) -> bool:
+    """Whether an answer has to wait until its data was forced to the disk by this process."""
+    return fsync == "always" and place != "memory" and not is_redis(place)

@@ -1,0 +1,344 @@
+"""The ledger in SQLite: one file, write-ahead log, one writer that holds it for good.
+
+Rows of groups, keys and policies as the flat values of a database table, and back.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from atropos_api.errors import StoreDamaged, StoreUnavailable
+from atropos_api.store.base import (
+    KEPT_EVENTS,
+    NO_NEWS,
+    Answers,
+    BodyRef,
+    EnvironmentRow,
+    Event,
+    GroupRow,
+    KeyRow,
+    PolicyRow,
+    RunRow,
+    Snapshot,
+)
+
+SCHEMA_VERSION: Final = 5
+
+SCHEMA: Final = """
+CREATE TABLE runs (run_id TEXT PRIMARY KEY, row BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE environments (environment_id INTEGER PRIMARY KEY, row BLOB NOT NULL);
+CREATE TABLE policies (
+    run_id TEXT, version INTEGER, step INTEGER, published_at REAL, orphaned INTEGER, PRIMARY KEY (run_id, version)
+) WITHOUT ROWID;
+CREATE TABLE keys (
+    key_id INTEGER PRIMARY KEY, owner TEXT, key TEXT, group_count INTEGER, used_at REAL, done_at REAL
+);
+CREATE TABLE groups (
+    seq INTEGER PRIMARY KEY, run_id TEXT, env_id INTEGER, size INTEGER, token_count INTEGER,
+    segment INTEGER, offset INTEGER, length INTEGER, received_version INTEGER, oldest_version INTEGER,
+    arrived_at REAL, batch INTEGER, key_id INTEGER, form TEXT NOT NULL DEFAULT 'json'
+);
+CREATE TABLE places (one INTEGER PRIMARY KEY CHECK (one = 1), next_seq INTEGER, journaled INTEGER DEFAULT 0);
+INSERT INTO places VALUES (1, 1, 0);
+CREATE TABLE events (id INTEGER PRIMARY KEY, row BLOB NOT NULL);
+CREATE TABLE unanswered (seq INTEGER PRIMARY KEY);
+CREATE TABLE expected (fingerprint BLOB PRIMARY KEY, count INTEGER) WITHOUT ROWID;
+"""
+
+UPGRADES: Final = {
+    1: "ALTER TABLE groups ADD COLUMN form TEXT NOT NULL DEFAULT 'json';",
+    2: "CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, row BLOB NOT NULL);",
+    3: "ALTER TABLE places ADD COLUMN journaled INTEGER DEFAULT 0;",
+    4: """
+CREATE TABLE unanswered (seq INTEGER PRIMARY KEY);
+CREATE TABLE expected (fingerprint BLOB PRIMARY KEY, count INTEGER) WITHOUT ROWID;
+INSERT INTO unanswered SELECT seq FROM groups WHERE key_id = 0 AND seq > (SELECT answered_seq FROM places);
+ALTER TABLE places DROP COLUMN answered_seq;
+""",
+}
+"""What brings a ledger of an older schema to the next one."""
+
+TRIM_EVERY: Final = 100
+
+encode_row = msgspec.json.Encoder().encode
+
+
+class SqliteLedger:
+    """Rows in one database. `synchronous` is SQLite's word: NORMAL survives the process, `sync` the power."""
+
+    def __init__(self, path: Path, *, synchronous: str = "NORMAL") -> None:
+        self._path = path
+        self._depth = 0
+        try:
+            # Closing happens wherever the server ends, so the connection is not tied to the opening thread.
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=64)
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute(f"PRAGMA synchronous={synchronous}")
+            self._prepare_schema()
+        except sqlite3.OperationalError as error:
+            raise StoreUnavailable(f"{path} cannot be opened ({error}); look at its disk and its owner") from error
+        except sqlite3.DatabaseError as error:
+            raise StoreDamaged(f"{path} cannot be used as the broker's ledger: {error}; --fresh begins anew") from error
+
+    def load(self) -> Snapshot:
+        (next_seq,) = self._db.execute("SELECT next_seq FROM places").fetchone()
+        return Snapshot(
+            runs=[msgspec.json.decode(row, type=RunRow) for (row,) in self._db.execute("SELECT row FROM runs")],
+            environments=[
+                msgspec.json.decode(row, type=EnvironmentRow)
+                for (row,) in self._db.execute("SELECT row FROM environments ORDER BY environment_id")
+            ],
+            groups=[group_of_values(row) for row in self._db.execute("SELECT * FROM groups ORDER BY seq")],
+            keys=[key_of_values(row) for row in self._db.execute("SELECT * FROM keys ORDER BY key_id")],
+            policies=[policy_of_values(row) for row in self._db.execute("SELECT * FROM policies ORDER BY version")],
+            events=[
+                msgspec.json.decode(row, type=Event)
+                for (row,) in self._db.execute("SELECT row FROM events ORDER BY id")
+            ],
+            next_seq=next_seq,
+            unanswered=[seq for (seq,) in self._db.execute("SELECT seq FROM unanswered ORDER BY seq")],
+            expected=dict(self._db.execute("SELECT fingerprint, count FROM expected")),
+        )
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All or nothing; a transaction inside another is a part of it."""
+        if self._depth:
+            yield
+            return
+        self._execute("BEGIN IMMEDIATE")
+        self._depth += 1
+        try:
+            yield
+            self._execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                with suppress(sqlite3.DatabaseError):
+                    self._db.execute("ROLLBACK")
+            raise
+        finally:
+            self._depth -= 1
+
+    def put_run(self, row: RunRow) -> None:
+        self._insert_runs([(row.run_id, encode_row(row))])
+
+    def put_environment(self, row: EnvironmentRow) -> None:
+        self._insert_environments([(row.environment_id, encode_row(row))])
+
+    def put_policy(self, row: PolicyRow) -> None:
+        self._insert_policies([values_of_policy(row)])
+
+    def put_key(self, row: KeyRow) -> None:
+        self._insert_keys([values_of_key(row)])
+
+    def forget_keys(self, key_ids: Sequence[int]) -> None:
+        self._delete_keys(key_ids)
+
+    def add_event(self, event: Event) -> None:
+        self._insert_events([(event.id, encode_row(event))])
+
+    def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_NEWS) -> None:
+        with self.transaction():
+            self._insert_groups([values_of_group(row) for row in rows])
+            if rows:
+                self._put_next(rows[-1].seq + 1)
+            self._insert_unanswered([row.seq for row in rows if not row.key_id])
+            self.put_answers(answers)
+
+    def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_NEWS) -> None:
+        with self.transaction():
+            self.add_groups(rows, answers=answers)
+            if key is not None:
+                self.put_key(key)
+
+    def put_answers(self, answers: Answers) -> None:
+        with self.transaction():
+            self._delete_unanswered(answers.answered)
+            self._put_expected(answers.expected)
+
+    def probe(self) -> None:
+        self._execute("UPDATE places SET next_seq = next_seq")
+
+    def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
+        with self.transaction():
+            self._update_batches([(batch, seq) for seq in seqs])
+
+    def adopt_groups(self, run_id: str) -> None:
+        self._execute("UPDATE groups SET run_id = ? WHERE run_id = ''", (run_id,))
+
+    def move_groups(self, places: Iterable[tuple[int, BodyRef]]) -> None:
+        with self.transaction():
+            self._execute_many(
+                "UPDATE groups SET segment = ?, offset = ?, length = ? WHERE seq = ?",
+                [(*body, seq) for seq, body in places],
+            )
+
+    def drop_groups(self, seqs: Sequence[int]) -> None:
+        with self.transaction():
+            self._delete_groups(seqs)
+
+    def sync(self) -> None:
+        """Force the write-ahead log to the disk; may be called from another thread."""
+        try:
+            descriptor = os.open(f"{self._path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _delete_groups(self, seqs: Sequence[int]) -> None:
+        self._execute_many("DELETE FROM groups WHERE seq = ?", [(seq,) for seq in seqs])
+
+    def _delete_keys(self, key_ids: Sequence[int]) -> None:
+        self._execute_many("DELETE FROM keys WHERE key_id = ?", [(key_id,) for key_id in key_ids])
+
+    def _insert_policies(self, rows: Sequence[Sequence[Any]]) -> None:
+        self._execute_many("INSERT OR REPLACE INTO policies VALUES (?, ?, ?, ?, ?)", rows)
+
+    def _insert_events(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        self._execute_many("INSERT OR REPLACE INTO events VALUES (?, ?)", rows)
+        if any(event_id % TRIM_EVERY == 0 for event_id, _ in rows):
+            self._execute(
+                "DELETE FROM events WHERE id <= (SELECT id FROM events ORDER BY id DESC LIMIT 1 OFFSET ?)",
+                (KEPT_EVENTS,),
+            )
+
+    def _insert_runs(self, rows: Sequence[tuple[str, bytes]]) -> None:
+        self._execute_many("INSERT OR REPLACE INTO runs VALUES (?, ?)", rows)
+
+    def _insert_environments(self, rows: Sequence[tuple[int, bytes]]) -> None:
+        self._execute_many("INSERT OR REPLACE INTO environments VALUES (?, ?)", rows)
+
+    def _update_batches(self, rows: Sequence[tuple[int, int]]) -> None:
+        self._execute_many("UPDATE groups SET batch = ? WHERE seq = ?", rows)
+
+    def _insert_groups(self, rows: Sequence[Sequence[Any]]) -> None:
+        self._execute_many("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+
+    def _put_next(self, next_seq: int) -> None:
+        self._execute("UPDATE places SET next_seq = ?", (next_seq,))
+
+    def _insert_keys(self, rows: Sequence[Sequence[Any]]) -> None:
+        self._execute_many("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+    def _insert_unanswered(self, seqs: Iterable[int]) -> None:
+        self._execute_many("INSERT INTO unanswered VALUES (?)", [(seq,) for seq in seqs])
+
+    def _delete_unanswered(self, seqs: Iterable[int]) -> None:
+        self._execute_many("DELETE FROM unanswered WHERE seq = ?", [(seq,) for seq in seqs])
+
+    def _put_expected(self, counts: Sequence[tuple[bytes, int]]) -> None:
+        present = [pair for pair in counts if pair[1]]
+        self._execute_many("INSERT OR REPLACE INTO expected VALUES (?, ?)", present)
+        self._execute_many("DELETE FROM expected WHERE fingerprint = ?", [(print_,) for print_, n in counts if not n])
+
+    def _mark_dirty(self) -> None:
+        """Something is about to be written; a subclass may care."""
+
+    def _prepare_schema(self) -> None:
+        (found,) = self._db.execute("PRAGMA user_version").fetchone()
+        if found == 0:
+            self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            return
+        while found in UPGRADES:
+            self._db.executescript(f"BEGIN; {UPGRADES[found]} PRAGMA user_version = {found + 1}; COMMIT;")
+            found += 1
+        if found != SCHEMA_VERSION:
+            raise StoreDamaged(
+                f"{self._path} was written by another release (schema {found}, this one has {SCHEMA_VERSION}); "
+                "finish its run with that release or begin anew with --fresh"
+            )
+
+    def _execute(self, statement: str, values: Sequence[Any] = ()) -> None:
+        self._mark_dirty()
+        try:
+            self._db.execute(statement, values)
+        except sqlite3.DatabaseError as error:
+            raise _unavailable(error) from error
+
+    def _execute_many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+        if not rows:
+            return
+        self._mark_dirty()
+        try:
+            self._db.executemany(statement, rows)
+        except sqlite3.DatabaseError as error:
+            raise _unavailable(error) from error
+
+
+def _unavailable(error: sqlite3.DatabaseError) -> StoreUnavailable:
+    return StoreUnavailable(f"the store's ledger cannot be written ({error}); nothing was kept")
+
+
+BATCH_PLACE: Final = 11
+"""Where a group's values name its batch."""
+
+KEY_PLACE: Final = 12
+"""Where they name its key."""
+
+
+def values_of_group(row: GroupRow) -> tuple[Any, ...]:
+    return (
+        row.seq,
+        row.run_id,
+        row.env_id,
+        row.size,
+        row.token_count,
+        *row.body,
+        row.received_version,
+        row.oldest_version,
+        row.arrived_at,
+        row.batch,
+        row.key_id,
+        row.form,
+    )
+
+
+def group_of_values(values: Sequence[Any]) -> GroupRow:
+    seq, run_id, env_id, size, token_count, segment, offset, length, received, oldest, arrived_at, *rest = values
+    batch, key_id, form = rest
+    return GroupRow(
+        seq=seq,
+        run_id=run_id,
+        env_id=env_id,
+        size=size,
+        token_count=token_count,
+        body=BodyRef(segment, offset, length),
+        received_version=received,
+        oldest_version=oldest,
+        arrived_at=arrived_at,
+        batch=batch,
+        key_id=key_id,
+        form=form,
+    )
+
+
+def values_of_key(row: KeyRow) -> tuple[Any, ...]:
+    return (row.key_id, row.owner, row.key, row.group_count, row.used_at, row.done_at)
+
+
+def key_of_values(values: Sequence[Any]) -> KeyRow:
+    key_id, owner, key, group_count, used_at, done_at = values
+    return KeyRow(key_id=key_id, owner=owner, key=key, group_count=group_count, used_at=used_at, done_at=done_at)
+
+
+def values_of_policy(row: PolicyRow) -> tuple[Any, ...]:
+    return (row.run_id, row.version, row.step, row.published_at, row.orphaned)
+
+
+def policy_of_values(values: Sequence[Any]) -> PolicyRow:
+    run_id, version, step, published_at, orphaned = values
+    return PolicyRow(run_id=run_id, version=version, step=step, published_at=published_at, orphaned=bool(orphaned))

@@ -1,0 +1,348 @@
+"""What becomes of collected groups beside training: pages to read them, and data sets for SFT and DPO.
+
+Collected groups as data sets: the best rollouts for supervised fine-tuning, better and worse pairs for DPO.
+
+    atropos-sft-gen sft.jsonl --groups data/gsm8k.jsonl --tokenizer MODEL
+    atropos-dpo-gen dpo.jsonl --api-url http://localhost:8000 --tokenizer MODEL
+
+The argument is the file to write: beside its place first, and never over a file that is there already. Prompt and
+completion are told apart by the masks, so a prompt that is repeated in the answer costs no text.
+
+`view-run`: a local page of the groups that come in, from a file that grows or from a broker.
+
+    view-run data/gsm8k.jsonl
+    view-run --api-url http://localhost:8000
+
+It answers this machine alone; nothing is shared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
+from atropos_api.common.files import OutputFile
+from atropos_api.common.secrets import SECRET, TokenSource
+from environments.sdk.group_files import GroupsUnreadable, groups_from_broker, read_groups, render, trained_text
+
+
+class ExportOptions(BaseModel):
+    """What both data sets can be told, by the names of Atropos' tools."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    groups: Path | None = Field(None, description="file of groups to read, as `process` writes them")
+    api_url: str | None = Field(
+        None, description="broker to take groups from, in a trainer's place and as a run of its own; instead of a file"
+    )
+    token: str | None = Field(
+        None, description="bearer token of that broker; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
+    )
+    token_file: Path | None = Field(None, description="file that holds it; default: $ATROPOS_TOKEN_FILE")
+    group_size: int = Field(2, ge=1, description="rollouts a group, to ask the broker for batches of whole groups")
+    tasks_per_step: int = Field(64, ge=1, description="groups a batch from the broker")
+    max_token_len: int = Field(2048, ge=1, description="longest sequence, told to the broker")
+    tokenizer: str | None = Field(None, description="name or folder of the model's; not needed for messages")
+    save_messages: bool = Field(False, description="save messages instead of text, where the groups have them")
+    num_seqs_to_save: int = Field(100, ge=1, description="stop after so many lines")
+    allow_negative_scores: bool = Field(False, description="keep rollouts whose score is 0 or less")
+    append_to_previous: bool = Field(False, description="append to the file, if there is one")
+    overwrite: bool = Field(False, description="replace the file, if there is one")
+
+
+class SftOptions(ExportOptions):
+    """Which rollouts are good enough to imitate."""
+
+    save_top_n_per_group: int = Field(3, ge=1, description="at most so many of a group, the best first")
+    minimum_score_diff_max_min: float = Field(0.0, description="least distance from the worst of the group")
+
+
+class DpoOptions(ExportOptions):
+    """Which pairs differ enough."""
+
+    save_n_pairs_per_group: int = Field(3, ge=1, description="at most so many pairs of a group")
+    minimum_score_diff_max_min: float = Field(0.5, description="least difference within a pair")
+
+
+OptionsT = TypeVar("OptionsT", bound=ExportOptions)
+
+Lines = Callable[[Mapping[str, Any], OptionsT, Any], Iterator[dict[str, Any]]]
+
+
+def sft_lines(group: Mapping[str, Any], options: SftOptions, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """The best rollouts of a group: prefix and completion, or messages, with their score."""
+    scores = group["scores"]
+    worst = min(scores)
+    ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
+    chosen = [
+        index
+        for index in ranked
+        if (scores[index] > 0 or options.allow_negative_scores)
+        and scores[index] - worst >= options.minimum_score_diff_max_min
+    ]
+    for index in chosen[: options.save_top_n_per_group]:
+        if tokenizer is None:
+            yield {"messages": _messages(group)[index], "score": scores[index]}
+        else:
+            prefix, completion = trained_text(tokenizer, group["tokens"][index], group["masks"][index])
+            yield {"prefix": prefix, "completion": completion, "score": scores[index]}
+
+
+def dpo_lines(group: Mapping[str, Any], options: DpoOptions, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """Pairs of a group with the same prompt, each rollout in one pair at most: the best against the worst first."""
+    scores = group["scores"]
+    prompts = [tuple(_prompt(group, index)) for index in range(len(scores))]
+    left = sorted(range(len(scores)), key=lambda index: -scores[index])
+    for _ in range(options.save_n_pairs_per_group):
+        pair = _widest_pair(left, scores, prompts, options)
+        if pair is None:
+            return
+        better, worse = pair
+        left = [index for index in left if index not in pair]
+        yield _pair_line(group, better, worse, tokenizer)
+
+
+def export(options: OptionsT, output: OutputFile, lines: Lines[OptionsT]) -> int:
+    """Write the lines of all groups until there are enough; how many there are."""
+    tokenizer = _load_tokenizer(options)
+    count = 0
+    with output, closing(_groups(options)) as groups:
+        for group in groups:
+            for line in lines(group, options, tokenizer):
+                output.write_line(json.dumps(line, ensure_ascii=False))
+                count += 1
+                if count == options.num_seqs_to_save:
+                    return count
+    return count
+
+
+def run_sft(argv: Sequence[str]) -> int:
+    return _run(SftOptions, argv, sft_lines, "atropos-sft-gen", "the best rollouts as data for fine-tuning")
+
+
+def run_dpo(argv: Sequence[str]) -> int:
+    return _run(DpoOptions, argv, dpo_lines, "atropos-dpo-gen", "better and worse rollouts as pairs")
+
+
+def main_sft() -> NoReturn:
+    run_cli(run_sft)
+
+
+def main_dpo() -> NoReturn:
+    run_cli(run_dpo)
+
+
+def _run(model: type[OptionsT], argv: Sequence[str], lines: Lines[OptionsT], program: str, description: str) -> int:
+    wants_help = bool({"-h", "--help"} & set(argv))
+    if not wants_help and (not argv or argv[0].startswith("-")):
+        raise ConfigError(f"the file to write is missing: {program} OUT [flags]")
+    flags = argv if wants_help else argv[1:]
+    options = load_config(model, flags, prog=f"{program} OUT", description=description)
+    _require_one_source(options)
+    output = _open_output(Path(argv[0]), options)
+    try:
+        count = export(options, output, lines)
+    finally:
+        if output.is_kept:
+            sys.stderr.write(f"what was written so far is in {output.part}\n")
+    sys.stdout.write(f"{count} lines in {argv[0]}\n")
+    return 0
+
+
+def _require_one_source(options: ExportOptions) -> None:
+    if (options.groups is None) == (options.api_url is None):
+        raise ConfigError(
+            "where do the groups come from? Name either a file of them, --groups FILE, or --api-url URL of a broker, "
+            "whose environments then work for this command instead of a trainer"
+        )
+
+
+def _open_output(path: Path, options: ExportOptions) -> OutputFile:
+    if options.append_to_previous and options.overwrite:
+        raise ConfigError("--append-to-previous keeps the file's lines and --overwrite does not; leave one out")
+    if options.groups is not None and path.exists() and path.samefile(options.groups):
+        raise ConfigError(f"{path} is the file of groups itself; name another one to write")
+    hint = f"--append-to-previous adds to it, --overwrite replaces it, --groups {path} reads groups from it"
+    return OutputFile(path, overwrite=options.overwrite, append=options.append_to_previous, hint=hint)
+
+
+def _load_tokenizer(options: ExportOptions) -> Any:
+    if options.save_messages:
+        return None
+    if options.tokenizer is None:
+        raise ConfigError(
+            "--tokenizer NAME or FOLDER, that of the model which wrote the groups, is needed for text; "
+            "--save-messages true saves messages instead"
+        )
+    from environments.sdk.tokenizer import load_tokenizer
+
+    return load_tokenizer(options.tokenizer)
+
+
+def _groups(options: ExportOptions) -> Generator[dict[str, Any], None, None]:
+    if options.groups is not None:
+        yield from read_groups(options.groups)
+        return
+    assert options.api_url is not None
+    yield from groups_from_broker(
+        options.api_url,
+        group_size=options.group_size,
+        tasks_per_step=options.tasks_per_step,
+        max_token_length=options.max_token_len,
+        token=TokenSource.settle(options.token, options.token_file, os.environ).value,
+    )
+
+
+def _messages(group: Mapping[str, Any]) -> list[Any]:
+    found = group.get("messages")
+    if not found:
+        raise ConfigError("--save-messages: a group has no messages; collect with --env.include_messages true")
+    return list(found)
+
+
+def _prompt(group: Mapping[str, Any], index: int) -> list[int]:
+    mask = group["masks"][index]
+    start = next((at for at, value in enumerate(mask) if value != -100), len(mask))
+    return list(group["tokens"][index][:start])
+
+
+def _widest_pair(
+    left: Sequence[int], scores: Sequence[float], prompts: Sequence[tuple[int, ...]], options: DpoOptions
+) -> tuple[int, int] | None:
+    """Of the rollouts left the best one for which a worse one of the same prompt is left, and the worst such."""
+    for better in left:
+        if scores[better] <= 0 and not options.allow_negative_scores:
+            return None
+        for worse in reversed(left):
+            apart = scores[better] - scores[worse]
+            if apart <= 0 or apart < options.minimum_score_diff_max_min:
+                break
+            if prompts[better] == prompts[worse]:
+                return better, worse
+    return None
+
+
+def _pair_line(group: Mapping[str, Any], better: int, worse: int, tokenizer: Any) -> dict[str, Any]:
+    score = group["scores"][better] - group["scores"][worse]
+    if tokenizer is None:
+        chats = _messages(group)
+        return {"pos": chats[better], "neg": chats[worse], "score": score}
+    prefix, pos = trained_text(tokenizer, group["tokens"][better], group["masks"][better])
+    _, neg = trained_text(tokenizer, group["tokens"][worse], group["masks"][worse])
+    return {"prefix": prefix, "pos": pos, "neg": neg, "score": score}
+
+
+LOOPBACK = "127.0.0.1"
+
+OUR_HOSTS = frozenset({LOOPBACK, "localhost"})
+
+Source = Callable[[], list[dict[str, Any]]]
+
+
+class ViewOptions(BaseModel):
+    """What is shown, and where."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    api_url: str | None = Field(None, description="broker whose latest groups are shown; without a file")
+    token: str | None = Field(
+        None, description="bearer token of that broker; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
+    )
+    token_file: Path | None = Field(None, description="file that holds it; default: $ATROPOS_TOKEN_FILE")
+    port: int = Field(9009, ge=0, le=65535, description="port of the page on this machine; 0: a free one")
+    groups: int = Field(8, ge=1, description="how many of the latest groups")
+    refresh_seconds: int = Field(5, ge=1, description="how often the browser asks again")
+
+
+def main() -> NoReturn:
+    run_cli(run)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve the page until interrupted."""
+    path = Path(argv[0]) if argv and not argv[0].startswith("-") else None
+    flags = argv[1:] if path is not None else argv
+    options = load_config(ViewOptions, flags, prog="view-run [FILE]", description="a local page of groups")
+    if (path is None) == (options.api_url is None):
+        raise ConfigError("view-run shows either a FILE of groups or --api-url URL; name one of them")
+    title = str(path or options.api_url)
+    if path is not None:
+        source = latest_of_file(path, options.groups)
+    else:
+        token = TokenSource.settle(options.token, options.token_file, os.environ).value
+        source = latest_of_broker(title, options.groups, token=token)
+    try:
+        server = make_server(source, title=title, port=options.port, refresh_seconds=options.refresh_seconds)
+    except OSError as error:
+        raise ConfigError(
+            f"--port {options.port} cannot be had ({error.strerror}); name another, or 0 for any"
+        ) from error
+    with server:
+        sys.stdout.write(f"http://{LOOPBACK}:{server.server_port}/\n")
+        sys.stdout.flush()
+        server.serve_forever()
+    return 0
+
+
+def latest_of_file(path: Path, count: int) -> Source:
+    return lambda: list(deque(read_groups(path), maxlen=count))[::-1]
+
+
+def latest_of_broker(url: str, count: int, *, token: str | None = None) -> Source:
+    """The newest groups of a broker, gathered over the times it is asked."""
+    seen: deque[dict[str, Any]] = deque(maxlen=count)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"{url.rstrip('/')}/v1/groups/latest", headers=headers)  # noqa: S310 - the user's
+
+    def ask() -> list[dict[str, Any]]:
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - the same
+                group = json.load(answer)
+        except (OSError, ValueError) as error:
+            raise GroupsUnreadable(f"{url}: no group to be had ({error})") from error
+        if isinstance(group, dict) and group.get("scores") and group not in seen:
+            seen.appendleft(group)
+        return list(seen)
+
+    return ask
+
+
+def make_server(source: Source, *, title: str, port: int, refresh_seconds: int) -> ThreadingHTTPServer:
+    """A server of the page on the loopback address; other names of this machine are refused as well."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers.get("Host", "").rsplit(":", 1)[0] not in OUR_HOSTS:
+                self.send_error(421, "this page is for 127.0.0.1 alone")
+                return
+            try:
+                page = render(source(), title=title, refresh_seconds=refresh_seconds)
+            except GroupsUnreadable as error:
+                page = render([], title=str(error), refresh_seconds=refresh_seconds)
+            body = page.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing: a page that is asked for every few seconds is no news."""
+
+    return ThreadingHTTPServer((LOOPBACK, port), Handler)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""The reference pages that follow from the code: `python -m environments.generate_docs environments` (or `sdk`).
+
+What is printed is the whole page; docs/reference holds it as it was printed last, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
+from atropos_api.common.option_flags import Option, cell, list_options, option_table
+from environments.sdk import BaseEnv, ManagedSession, SequenceNode, scored_group, scored_item
+from environments.sdk.config import APIServerConfig, BaseEnvConfig
+from environments.sdk.environment import Environment
+from environments.sdk.groups import ScoredDataGroup
+from environments.sdk.rehearsal import Rehearsal
+from environments.sdk.runtime.cli import VERBS, EnvironmentCommand
+from environments.sdk.server_manager import ServerManager
+from environments.tasks.data import DataFields
+from environments.tasks.question_env import QuestionEnvConfig
+
+SHIPPED: Final = (
+    "arithmetic_server",
+    "gsm8k_server",
+    "math_server_zero",
+    "tool_server",
+    "judge_server",
+    "distill_server",
+    "reasoning_gym_server",
+    "verifiers_server",
+)
+
+ENVIRONMENTS_INTRODUCTION: Final = """\
+# Environments and their settings
+
+`python -m environments.generate_docs environments` prints this page; the settings' own declarations are its source.
+
+These come with the package. `python environments/NAME.py VERB [flags]` runs one, `atropos-grpo-run --config RUN.yaml
+--env NAME.py` trains on it. [Your own](../howto/your-own-environment.md) is a class; environments of the `verifiers`
+library, of reasoning-gym and [those written for Atropos](atropos-environments.md) run as they are.
+"""
+
+FLAGS_INTRODUCTION: Final = """\
+## Flags of every environment
+
+A flag is also a key of a YAML file (`--config FILE`) in its section `env:` or `openai:`; flags win over files, files
+over what the environment itself sets. Several inference servers are a list under `openai:`.
+"""
+
+QUESTIONS_INTRODUCTION: Final = """\
+### Of environments with questions
+
+Of all below but `verifiers_server.py`; `arithmetic_server.py` makes its questions where none are named.
+"""
+
+SDK_INTRODUCTION: Final = """\
+# The environment SDK
+
+`python -m environments.generate_docs sdk` prints this page; the code's own signatures and docstrings are its source. A
+whole environment is in [your own environment](../howto/your-own-environment.md). `from environments.sdk import` gives
+`BaseEnv`, `BaseEnvConfig`, `APIServerConfig`, `scored_group`, `scored_item`, `GoldItem`, `ItemDropped`; inside an
+environment `self.server` and a session are the other two that it speaks to.
+"""
+
+OVERRIDES_FROM: Final = "# What an environment overrides."
+
+USES_FROM: Final = "# What an environment uses."
+
+
+def main() -> None:
+    run_cli(run)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the page that is asked for."""
+    if len(argv) != 1 or argv[0] not in PAGES:
+        asked = argv[0] if argv else ""
+        raise ConfigError(f"which page? One of {', '.join(PAGES)}{nearest(asked, PAGES)}")
+    sys.stdout.write(PAGES[argv[0]]())
+    return 0
+
+
+def environments_page() -> str:
+    """docs/reference/environments.md."""
+    modules = {name: import_module(f"environments.{name}") for name in SHIPPED}
+    rows = "".join(
+        f"| [`{name}.py`](#{name}py) | {cell(_first_line(_environment_of(module)))} |\n"
+        for name, module in modules.items()
+    )
+    verbs = "".join(f"| `{verb}` | {meaning} |\n" for verb, meaning in VERBS.items())
+    blocks = [
+        ENVIRONMENTS_INTRODUCTION,
+        f"| environment | what it asks |\n|---|---|\n{rows}",
+        f"| verb | what it does |\n|---|---|\n{verbs}",
+        FLAGS_INTRODUCTION,
+        option_table(_options_of(BaseEnvConfig, "env.")),
+        "### The inference server\n",
+        option_table(_options_of(APIServerConfig, "openai.")),
+        QUESTIONS_INTRODUCTION,
+        option_table(_beyond(QuestionEnvConfig, BaseEnvConfig)),
+        "### Of the command itself\n",
+        option_table(option for option in list_options(EnvironmentCommand) if not option.group),
+        *(_shipped(name, module) for name, module in modules.items()),
+    ]
+    return "\n".join(blocks)
+
+
+def sdk_page() -> str:
+    """docs/reference/environment-sdk.md."""
+    overrides, uses = _parts_of_base_env()
+    fields = "".join(
+        f"| `{name}` | `{_plain(annotation)}` |\n" for name, annotation in ScoredDataGroup.__annotations__.items()
+    )
+    blocks = [
+        SDK_INTRODUCTION,
+        "## `BaseEnv`: what an environment overrides\n",
+        *(_callable(name, getattr(BaseEnv, name), required=name in BaseEnv.__abstractmethods__) for name in overrides),
+        "## `BaseEnv`: what an environment uses\n",
+        *(_callable(name, inspect.getattr_static(BaseEnv, name)) for name in uses),
+        "## Groups\n",
+        *(_callable(function.__name__, function) for function in (scored_group, scored_item)),
+        f"A group may also be put together by hand, of these keys:\n\n| key | value |\n|---|---|\n{fields}",
+        "## `self.server`: the inference servers\n",
+        *_members(ServerManager),
+        "## A session: what `self.server.managed_server()` yields\n",
+        *_members(ManagedSession),
+        "## A sequence: what `session.nodes` holds\n",
+        _fields(SequenceNode),
+        "## For tests: `environments.sdk.rehearsal`\n",
+        f"{_doc(Rehearsal)}\n",
+        *_members(Rehearsal),
+    ]
+    return "\n".join(block.rstrip() + "\n" for block in blocks)
+
+
+PAGES: Mapping[str, Callable[[], str]] = {"environments": environments_page, "sdk": sdk_page}
+
+
+def _environment_of(module: ModuleType) -> type[BaseEnv]:
+    own = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, BaseEnv)]
+    (environment,) = [value for value in own if value.__module__ == module.__name__]
+    return environment
+
+
+def _shipped(name: str, module: ModuleType) -> str:
+    """One environment: its module's text, its own settings, and the defaults that it changes."""
+    config, _ = _environment_of(module).config_init()
+    general = QuestionEnvConfig if isinstance(config, DataFields) else BaseEnvConfig
+    own = _beyond(type(config), general)
+    usual = {**type(config)().model_dump(mode="json"), **general().model_dump(mode="json")}
+    settled = config.model_dump(mode="json")
+    changed = {field: value for field, value in settled.items() if value != usual[field]}
+    parts = [f"## `{name}.py`\n", textwrap.dedent(module.__doc__ or "").strip() + "\n"]
+    if own:
+        parts.append(option_table(own))
+    if changed:
+        parts.append("Other defaults: " + ", ".join(f"`{field}` {value}" for field, value in changed.items()) + ".\n")
+    return "\n".join(parts)
+
+
+def _beyond(model: type[BaseModel], general: type[BaseModel]) -> list[Option]:
+    """The flags of a configuration that a more general one has not."""
+    known = {option.path for option in _options_of(general, "env.")}
+    return [option for option in _options_of(model, "env.") if option.path not in known]
+
+
+def _options_of(model: type[BaseModel], prefix: str) -> list[Option]:
+    return list_options(model, prefix)
+
+
+def _parts_of_base_env() -> tuple[list[str], list[str]]:
+    """Names of what is overridden and of what is used, as comments in the class's source divide them."""
+    lines, _ = inspect.getsourcelines(Environment)
+    marks = [next(at for at, line in enumerate(lines) if mark in line) for mark in (OVERRIDES_FROM, USES_FROM)]
+    (body,) = ast.parse(textwrap.dedent("".join(lines))).body
+    assert isinstance(body, ast.ClassDef)
+    named = [
+        (statement.name, statement.lineno)
+        for statement in body.body
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and not statement.name.startswith("_")
+    ]
+    used = [name for name, at in named if at > marks[1]]
+    return [name for name, at in named if marks[0] < at <= marks[1]], [*used, "cli"]
+
+
+def _members(cls: type) -> Iterator[str]:
+    for name, member in vars(cls).items():
+        if not name.startswith("_") and (callable(member) or isinstance(member, property | classmethod)):
+            yield _callable(name, member)
+
+
+def _callable(name: str, member: Any, *, required: bool = False) -> str:
+    """A function, method or property: how it is called, and the first paragraph of its docstring."""
+    function: Any = member.fget if isinstance(member, property) else getattr(member, "func", member)
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    is_attribute = isinstance(member, property) or hasattr(member, "func")
+    shown = f".{name}" if is_attribute else f"{'await ' if _is_awaited(function) else ''}{name}{_signature(function)}"
+    text = _doc(function)
+    return f"`{shown}`{' (required)' if required else ''}{': ' if text else ''}{text}\n"
+
+
+def _is_awaited(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function)
+
+
+def _signature(function: Any) -> str:
+    parts: list[str] = []
+    parameters = [one for one in inspect.signature(function).parameters.values() if one.name not in {"self", "cls"}]
+    for parameter in parameters:
+        stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
+        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else stars
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(part.startswith("*") for part in parts):
+            parts.append("*")
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        parts.append(f"{stars}{parameter.name}{default}")
+    return f"({', '.join(parts)})"
+
+
+def _fields(cls: type) -> str:
+    """The public fields of a class with what stands below each of them."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(body, ast.ClassDef)
+    rows = []
+    for statement, after in zip(body.body, [*body.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            found = after.value if isinstance(after, ast.Expr) else None
+            text = str(found.value) if isinstance(found, ast.Constant) else ""
+            if not statement.target.id.startswith("_"):
+                rows.append(f"| `{statement.target.id}` | {cell(text)} |\n")
+    return f"{_doc(cls)}\n\n| field | meaning |\n|---|---|\n{''.join(rows)}"
+
+
+def _doc(value: Any) -> str:
+    return " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+
+
+def _first_line(value: Any) -> str:
+    return (inspect.getdoc(value) or "").splitlines()[0]
+
+
+def _plain(annotation: Any) -> str:
+    text = getattr(annotation, "__forward_arg__", str(annotation))
+    return str(text).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    main()

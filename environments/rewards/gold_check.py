@@ -1,0 +1,119 @@
+"""Checking a reward on answers known to be right and wrong, before a model is trained on it.
+
+A reward that gives its best score to no right answer, or gives it to a wrong one, trains the wrong thing without any
+error; a wrong reference, a parser that misses a form and a mistyped key all look like that.
+
+Two signs that rewards will train badly, said in words: scores far from zero, and scores that hardly differ.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from environments.rewards.protocol import Reward, RewardUnusable, ScoreRange, range_of, score_samples
+
+ScoreAnswer = Callable[[Any, str], float | Awaitable[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class GoldItem:
+    """An item, a completion that must earn the best score, and completions that must not."""
+
+    item: Any
+    right: str
+    wrong: Sequence[str] = ("",)
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GoldResult:
+    """What came of one item; no problems means that it passed."""
+
+    name: str
+    problems: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+
+async def check_gold(items: Iterable[GoldItem], score: ScoreAnswer, *, best: float) -> AsyncIterator[GoldResult]:
+    """Score every item's right and wrong completions; an error while scoring is a problem of that item."""
+    for number, gold in enumerate(items, 1):
+        name = gold.name or f"item {number}"
+        problems = [await _problem(gold.item, gold.right, score, best=best, is_right=True)]
+        problems += [await _problem(gold.item, wrong, score, best=best, is_right=False) for wrong in gold.wrong]
+        yield GoldResult(name, tuple(filter(None, problems)))
+
+
+async def check_reward(reward: Reward, items: Iterable[GoldItem], *, best: float | None = None) -> list[GoldResult]:
+    """`check_gold` for a reward alone: an `item` is a sample without completion, `best`: by default its highest."""
+    stated = range_of(reward)
+    top = best if best is not None else stated.high if stated else math.inf
+    if not math.isfinite(top):
+        raise RewardUnusable("the best score is unknown; give best= or a reward with a finite range")
+
+    async def score(item: Any, text: str) -> float:
+        return (await score_samples(reward, [{**item, "completion": text}]))[0]
+
+    return [result async for result in check_gold(items, score, best=top)]
+
+
+async def _problem(item: Any, text: str, score: ScoreAnswer, *, best: float, is_right: bool) -> str | None:
+    kind = "right" if is_right else "wrong"
+    try:
+        earned = score(item, text)
+        value = float(await earned if inspect.isawaitable(earned) else earned)
+    except Exception as error:  # noqa: BLE001 - users' code may raise anything; it is reported, never raised
+        return f"the {kind} answer {_shown(text)} raised {type(error).__name__}: {error}"
+    if is_right and not math.isclose(value, best, rel_tol=1e-6, abs_tol=1e-9):
+        return f"the right answer {_shown(text)} earns {value:g}, not {best:g}"
+    if not is_right and value >= best:
+        return f"the wrong answer {_shown(text)} earns {value:g} like a right one"
+    return None
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"…{text[-60:]}")
+
+
+LARGEST_SCORE = 5.0
+
+SMALLEST_VARIANCE = 0.5
+
+
+def reward_range_warning(scores: Sequence[float], *, limit: float = LARGEST_SCORE) -> str | None:
+    """What to do about scores outside ±`limit`, or None when there are none."""
+    outside = [float(score) for score in scores if abs(score) > limit]
+    if not outside:
+        return None
+    worst = max(outside, key=abs)
+    return (
+        f"{len(outside)} of {len(scores)} scores lie outside ±{limit:g}, the furthest is {worst:g}; "
+        f"large rewards slow convergence, so scale them into ±{limit:g}"
+    )
+
+
+def low_variance_hint(
+    scores: Sequence[float], *, score_range: ScoreRange | None = None, threshold: float = SMALLEST_VARIANCE
+) -> str | None:
+    """What to do about scores that hardly differ, or None when they differ enough.
+
+    With the reward's range, `threshold` is a share of the largest variance that range allows: rewards of 0 and 1 never
+    exceed 0.25, so an absolute 0.5 would always complain about them.
+    """
+    if len(scores) < 2:
+        return None
+    mean = sum(scores) / len(scores)
+    variance = float(sum((score - mean) ** 2 for score in scores) / len(scores))
+    possible = 1.0 if score_range is None else ((score_range.high - score_range.low) / 2) ** 2
+    if variance >= threshold * possible:
+        return None
+    return (
+        f"the variance of {len(scores)} scores is {variance:.3g}, below {threshold * possible:.3g}: there is little to "
+        "learn from; take larger groups, problems of middling difficulty, or pairwise relative rewards"
+    )

@@ -1,0 +1,203 @@
+"""The program that compares mathematics, run apart because sympy can take for ever or fill the memory.
+
+It reads one JSON line a question from its standard input, `{"gold", "answer", "cpu_seconds"}`, and answers two lines:
+whether the gold could be read, then the verdict. A question that takes more CPU time than allowed kills it, by a
+timer of the kernel, which works inside C code too. It imports nothing of this project.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import sys
+from functools import lru_cache
+from typing import Any
+
+MEMORY_LIMIT_BYTES = 2 << 30
+
+DELIMITERS = ("\\boxed", "$", "\\(", "\\[")
+
+SMALL = 1e-2
+
+RELATIVE_ERROR = 1e-3
+
+ABOUT = 0.05
+
+_POWER_OF_TEN = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\w.]*\w)")
+
+_BASE = re.compile(r"(?<=[0-9A-Fa-f])_(?:\{\s*(\d+)\s*\}|(\d+))")
+
+_ESCAPED_BRACE = re.compile(r"\\[{}]")
+
+_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
+
+_SPACING = re.compile(r"\\(?:[,;:!]|q?quad\b|displaystyle\b|hspace\*?\{[^{}]*\})")
+
+_WRAPPED = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\(((?:(?!\\\)).)*)\\\)|\\\[((?:(?!\\\]).)*)\\\]", re.DOTALL)
+
+_ABOUT = re.compile(r"\\approx(?![a-zA-Z])|≈")
+
+_INTRODUCED = re.compile(r"^(?:=(?!=)|:(?![:=])|\\approx(?![a-zA-Z])|≈|\\therefore(?![a-zA-Z]))\s*")
+
+# One number among words; words that deny it or offer another make it no answer.
+_PROSE = re.compile(
+    r"(?!.*\b(?:not|or|nor|neither|either|except|than|least|most)\b)(?!.*n't\b)"
+    r"[^\W\d]*(?:[^\W\d_]|[\s.,:;!'\"’()*$€£])*-?\d[\d.,]*(?:[^\W\d_]|[\s.,:;!'\"’()*$€£%])*",
+    re.DOTALL | re.IGNORECASE,
+)
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    limit_resources()
+    # Ctrl-C reaches the whole group; the parent decides when its children end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        # The first comparison loads the grammar, which would be charged to the first question.
+        verdict("1", "2")
+    except ImportError as error:
+        replies.write(json.dumps({"ready": False, "reason": str(error)}) + "\n")
+        return
+    replies.write(json.dumps({"ready": True}) + "\n")
+    for line in sys.stdin:
+        question = json.loads(line)
+        limit_cpu(question["cpu_seconds"])
+        try:
+            readable = bool(expressions(question["gold"]))
+            replies.write(json.dumps({"gold": readable}) + "\n")
+            answer = verdict(question["gold"], question["answer"]) if readable else "gold"
+        except (Exception, RecursionError) as error:  # noqa: BLE001 - sympy may raise anything; the reason goes back
+            answer = f"failed with {type(error).__name__}"
+        limit_cpu(0)
+        replies.write(json.dumps({"verdict": answer}) + "\n")
+
+
+def verdict(gold: str, answer: str) -> str:
+    from math_verify import verify
+
+    wanted, parsed = expressions(gold), expressions(answer)
+    if not parsed:
+        return "no answer"
+    same = (
+        verify(list(wanted), list(parsed), timeout_seconds=None)
+        and same_size(wanted, parsed)
+        and sides_agree(parsed)
+        and percentage_is_meant(wanted, parsed)
+        and not (bases(gold) and bases(answer) and bases(gold) != bases(answer))
+    )
+    return "correct" if same else "wrong"
+
+
+def same_size(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> bool:
+    """Whether a gold near zero is met in its own size: to six decimals, as math-verify compares, all such are 0."""
+    golds, answers = numbers(wanted), numbers(parsed)
+    if not golds or not answers or abs(golds[0]) >= SMALL:
+        return True
+    return any(abs(golds[0] - value) <= RELATIVE_ERROR * abs(golds[0]) for value in answers)
+
+
+def sides_agree(parsed: tuple[Any, ...]) -> bool:
+    """`6 = 5` is no way to write 5: math-verify reads the last side of an equation and believes the others."""
+    values = numbers(tuple(sides(parsed[0])))
+    return all(abs(value - values[-1]) <= RELATIVE_ERROR * abs(values[-1]) for value in values)
+
+
+def sides(expression: Any) -> list[Any]:
+    """The sides of an equation or of a chain of equations, the last of which is the answer."""
+    from latex2sympy2_extended.logic import And
+    from sympy import Eq
+
+    # sympy sorts the parts of a conjunction; math-verify keeps the order in which they were written.
+    pairs = expression._unsorted_args if isinstance(expression, And) else (expression,)  # noqa: SLF001 - its one place
+    return [side for pair in pairs if isinstance(pair, Eq) for side in (pair.lhs, pair.rhs)]
+
+
+def percentage_is_meant(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> bool:
+    """Whether an answer in percent can be the gold's value: math-verify takes both 5% and 500% for a gold of 5.
+
+    Which of the two it would be depends on the question, so a gold above 1 takes a percentage only if it is one itself.
+    """
+    from math_verify.grader import get_pct_val
+
+    if get_pct_val(parsed[0]) is None or get_pct_val(wanted[0]) is not None:
+        return True
+    golds, answers = numbers(wanted), numbers((parsed[0].doit(),))
+    if not golds or not answers:
+        return True
+    return abs(golds[0]) <= 1 and abs(golds[0] - answers[0]) <= RELATIVE_ERROR * abs(golds[0])
+
+
+def bases(text: str) -> list[str]:
+    """The bases that numerals are written in, as 3 and 5 in `12_3 + 4_{5}`; math-verify drops them."""
+    return [braced or bare for braced, bare in _BASE.findall(text)]
+
+
+def numbers(expressions: tuple[Any, ...]) -> list[float]:
+    """The values of those expressions that are real numbers; the others are text, sets, or hold a variable."""
+    return [float(value) for value in expressions if getattr(value, "is_number", False) and value.is_real]
+
+
+@lru_cache(maxsize=64)
+def expressions(text: str) -> tuple[Any, ...]:
+    r"""What `text` means, in order of preference. Bare mathematics is read as if it stood in a `\boxed{}`.
+
+    Where it is no mathematics, the number in it counts only if the rest is prose: math-verify takes the last number of
+    whatever it cannot read, so that `6 \vee 5`, `\neq 5` and `6 | 5` were 5.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    text = plain(text)
+    unescaped = _ESCAPED_BRACE.sub("", text)
+    if not text or unescaped.count("{") != unescaped.count("}"):
+        return ()
+    bare = not any(delimiter in text for delimiter in DELIMITERS)
+    latex = parse(f"\\boxed{{{text}}}" if bare else text, [LatexExtractionConfig()], parsing_timeout=None)
+    if not _PROSE.fullmatch(text) or not all(isinstance(found, str) for found in latex):
+        return tuple(latex)
+    return tuple(parse(text, [ExprExtractionConfig()], parsing_timeout=None)) or tuple(latex)
+
+
+def plain(text: str) -> str:
+    """The text without what says nothing: delimiters round all of it, spacing, a sign that only introduces it."""
+    # As references of the sciences are written: math-verify would read 4.5e33 as 4.5 times e times 33.
+    text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text).replace("°", "^\\circ ")
+    text = _THOUSANDS.sub("", text).replace("\\$", "")
+    text = _SPACING.sub(" ", text).strip()
+    wrapped = _WRAPPED.fullmatch(text)
+    if wrapped:
+        text = wrapped[wrapped.lastindex or 0].strip()
+    return exact_side(_INTRODUCED.sub("", text))
+
+
+def exact_side(text: str) -> str:
+    r"""What stands before `\approx`, unless the two sides are not even near each other."""
+    first, *rest = (side.strip() for side in _ABOUT.split(text, maxsplit=1))
+    if not rest:
+        return text
+    near = [value for side in (first, *rest) for value in numbers(expressions(side))]
+    return first if len(near) < 2 or abs(near[0] - near[1]) <= ABOUT * abs(near[0]) else ""
+
+
+def limit_resources() -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        import resource
+    except ImportError:  # Windows has neither these limits nor the timer; the parent's own limit holds there.
+        return
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_cpu(seconds: float) -> None:
+    """Die by SIGPROF after so much more CPU time; 0 takes the limit away."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The file system as code in the sandbox sees it: the interpreter, its packages, programs and libraries, read-only.
+
+Nothing else of the machine is there: no home, no `/run`, `/var` or `/sys`, no project, and of `/dev` what is harmless.
+
+What a run of code is given, and how its first process comes to be, whichever way it is kept in.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+WORK_FOLDER = "/tmp"  # noqa: S108 - the sandbox's own
+
+DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
+
+# What the dynamic linker and Debian's choices between programs read.
+_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache")
+
+_ROOTS = ("/", "/usr", "/usr/local")
+
+# Whole prefixes would show what else is kept there: a project in its own environment, sources in /usr/src.
+_PARTS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "share", "pyvenv.cfg")
+
+_STORES = ("/nix/store", "/gnu/store")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that is shown: `folders` and files are pairs of a source and the path inside, `links` of target and path."""
+
+    python: str
+    packages: tuple[str, ...]
+    folders: tuple[tuple[str, str], ...]
+    links: tuple[tuple[str, str], ...]
+
+    @property
+    def top(self) -> set[str]:
+        """The names in the root folder."""
+        paths = [path for _, path in (*self.folders, *self.links)]
+        return {Path(path).parts[1] for path in (*paths, WORK_FOLDER, "/dev", "/proc")}
+
+
+def view_of_this_python() -> View:
+    """The view for code that this process's interpreter is to run, with the packages that it finds here."""
+    packages = [path for path in sys.path if Path(path).name in {"site-packages", "dist-packages"}]
+    roots = dict.fromkeys((*_ROOTS, sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix))
+    wanted = [*(f"{root.rstrip('/')}/{part}" for root in roots for part in _PARTS), *_STORES, *_SETTINGS, *packages]
+    # The interpreter's own path may lead through links to a folder that is none of its prefixes.
+    wanted += [str(link) for link in _followed(Path(sys.executable))]
+    folders: dict[str, str] = {}
+    links: dict[str, str] = {}
+    for path in sorted(dict.fromkeys(filter(os.path.exists, wanted)), key=len):
+        if _is_below(path, folders) or _is_below(path, links):
+            continue
+        source = os.path.realpath(path)
+        if Path(path).is_symlink() and _is_below(source, [*folders, *wanted]):
+            links[path] = source
+        else:
+            folders[path] = source
+    return View(
+        python=sys.executable,
+        packages=tuple(packages),
+        folders=tuple((source, path) for path, source in folders.items()),
+        links=tuple((source, path) for path, source in links.items()),
+    )
+
+
+def _followed(path: Path) -> Iterator[Path]:
+    """Each step from a path that may be a link to the file itself."""
+    while path.is_symlink():
+        yield path
+        path = path.parent / path.readlink()
+    yield path
+
+
+def _is_below(path: str, others: Iterable[str]) -> bool:
+    return any(path == other or path.startswith(f"{other}/") for other in others)
+
+
+READY, FILTER = 3, 4
+"""Descriptors of the code's process: a socket by which it asks to begin, and bubblewrap's filter of system calls."""
+
+START_FAILED = 97
+
+NOBODY = 65534
+
+MOST_OPEN_FILES, MOST_PROCESSES = 64, 32
+
+RUNNER = Path(__file__).with_name("runner.py").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Isolation:
+    """How code is kept in: by bubblewrap, by namespaces of our own making, or (`limits`) not at all.
+
+    `privileged`: by root's rights, which it gives up before the code begins; else in a user namespace. `proc`: with a
+    `/proc` of its own, which some containers forbid.
+    """
+
+    name: str
+    privileged: bool = False
+    proc: bool = True
+
+    @property
+    def isolates(self) -> bool:
+        return self.name != "limits"
+
+    def __str__(self) -> str:
+        rights = "as root" if self.privileged else "in a user namespace"
+        without = "" if self.proc else ", without /proc"
+        return f"{self.name} {rights}{without}" if self.isolates else "limits alone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One run of code, with its limits."""
+
+    code: str
+    way: Isolation
+    view: View
+    wall_seconds: float
+    cpu_seconds: int
+    memory_bytes: int
+    file_bytes: int
+    output_bytes: int
+    folder: str = ""
+    """The working folder of code that is not isolated."""
+
+    use_cgroups: bool = True
+
+    @classmethod
+    def from_json(cls, given: dict[str, Any]) -> Launch:
+        return cls(**given | {"way": Isolation(**given["way"]), "view": View(**given["view"])})
+
+    @property
+    def work_folder(self) -> str:
+        return WORK_FOLDER if self.way.isolates else self.folder
+
+    def environment(self) -> dict[str, str]:
+        """Nothing of this process's own environment, which may hold tokens."""
+        programs = [str(Path(self.view.python).parent), "/usr/local/bin", "/usr/bin", "/bin"]
+        folder = self.work_folder
+        return {
+            "PATH": os.pathsep.join(programs),
+            "LANG": "C.UTF-8",
+            "HOME": folder,
+            "TMPDIR": folder,
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+
+    def runner_command(self, user: int = -1) -> list[str]:
+        """Python with the program that becomes the code; `user` is whom it becomes first, -1 nobody else."""
+        # Counted for one user of one user namespace; as nobody of this machine it would count other programs too.
+        processes = MOST_PROCESSES if self.way.isolates and user != NOBODY else -1
+        numbers = (user, READY, self.cpu_seconds, self.memory_bytes, self.file_bytes, MOST_OPEN_FILES, processes, 0)
+        return [self.view.python, "-I", "-S", "-B", "-c", RUNNER, *map(str, numbers), *self.view.packages]
+
+
+def user_of_its_own() -> int:
+    """A user id for code that root starts: this process's own where there are enough of them, else nobody's.
+
+    The kernel counts processes by user, so that runs with one user between them would take each other's.
+    """
+    first, count = 0x70000000, 0x400000
+    for line in Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines():
+        inside, _, length = map(int, line.split())
+        if inside <= first and first + count <= inside + length:
+            return first + os.getpid() % count
+    return NOBODY
+
+
+def sealed_file(content: bytes) -> int:
+    """A file in memory that nobody can change, read from its beginning."""
+    file = os.memfd_create("code", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    written = 0
+    while written < len(content):
+        written += os.write(file, content[written:])
+    os.lseek(file, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
+
+
+def start(become: Callable[[], NoReturn], files: dict[int, int]) -> int:
+    """Fork a child that holds nothing but `files` (its descriptor: ours) and is then what `become` makes of it."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        # First out of the way of the numbers that are wanted, then to them.
+        apart = {wanted: fcntl.fcntl(file, fcntl.F_DUPFD, 64) for wanted, file in files.items()}
+        for wanted, file in apart.items():
+            os.dup2(file, wanted)
+        os.closerange(max(files) + 1, os.sysconf("SC_OPEN_MAX"))
+        become()
+    except BaseException as error:  # noqa: BLE001 - a child must never go on as its parent
+        os.write(2, f"{error.strerror if isinstance(error, OSError) else error!r}\n".encode())
+    finally:
+        os._exit(START_FAILED)
+
+
+def exec_program(command: list[str], environment: dict[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    os.execve(command[0], command, environment)  # noqa: S606 - the purpose of this program

@@ -1,0 +1,259 @@
+"""Control groups (version 2 or 1), by which the kernel holds a run's processes together to its limits.
+
+A group can be made where this process may write below its own group or beside it: as root in most places, as a user
+where systemd has handed over a part of the tree. Elsewhere the supervisor counts, see `process_tree`.
+
+Which processes a run has, and what they hold together, for limits that no control group holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "atropos-sandbox-"
+
+_STALE_SECONDS = 60.0
+
+_REMOVAL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The group of one run. `folders` are those of its controllers, which version 2 has in one place."""
+
+    folders: Mapping[str, Path]
+    unified: bool
+
+    def limit(self, memory_bytes: int, processes: int) -> None:
+        memory = self.folders["memory"]
+        _write(memory / ("memory.max" if self.unified else "memory.limit_in_bytes"), memory_bytes)
+        optional = {"memory.swap.max": 0, "memory.oom.group": 1}
+        if not self.unified:
+            optional = {"memory.memsw.limit_in_bytes": memory_bytes}
+        for name, value in optional.items():
+            # Not there without swap, or in older kernels.
+            with contextlib.suppress(OSError):
+                _write(memory / name, value)
+        _write(self.folders["pids"] / "pids.max", processes)
+
+    def enter(self) -> None:
+        """Move this process into the group."""
+        for folder in dict.fromkeys(self.folders.values()):
+            _write(folder / "cgroup.procs", 0)
+
+    def ran_out_of_memory(self) -> bool:
+        """Whether the kernel has ended a process of this group for its memory."""
+        name = "memory.events" if self.unified else "memory.oom_control"
+        with contextlib.suppress(OSError):
+            for line in (self.folders["memory"] / name).read_text().splitlines():
+                word, _, count = line.partition(" ")
+                if word == "oom_kill":
+                    return int(count) > 0
+        return False
+
+    def remove(self) -> None:
+        """Take the group away; its last process may be a moment in going."""
+        deadline = time.monotonic() + _REMOVAL_SECONDS
+        for folder in dict.fromkeys(self.folders.values()):
+            while True:
+                try:
+                    folder.rmdir()
+                except FileNotFoundError:
+                    break
+                except OSError:
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(0.002)
+                else:
+                    break
+
+
+@dataclass(slots=True)
+class Groups:
+    """The places below which runs get their groups."""
+
+    places: Mapping[str, Path]
+    unified: bool
+
+    def make(self) -> Group:
+        # Containers that share a tree number their processes alike.
+        name = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
+        folders = {controller: place / name for controller, place in self.places.items()}
+        for folder in dict.fromkeys(folders.values()):
+            folder.mkdir()
+        return Group(folders, self.unified)
+
+    def sweep(self) -> None:
+        """Remove groups that supervisors left behind which were killed; those in use cannot be removed."""
+        for place in dict.fromkeys(self.places.values()):
+            for folder in place.glob(f"{PREFIX}*"):
+                with contextlib.suppress(OSError):
+                    if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+                        folder.rmdir()
+
+
+def find() -> Groups | None:
+    """Where groups with limits on memory and processes can be made; None where that is nowhere."""
+    own = _own_groups()
+    unified, memory, pids = own.get(""), own.get("memory"), own.get("pids")
+    for beside in (False, True):
+        if unified is not None:
+            place = unified.parent if beside else unified
+            groups = Groups({"memory": place, "pids": place}, unified=True)
+            if _works(groups):
+                return groups
+        if memory is not None and pids is not None:
+            places = {"memory": memory, "pids": pids}
+            groups = Groups({name: path.parent if beside else path for name, path in places.items()}, unified=False)
+            if _works(groups):
+                return groups
+    return None
+
+
+def _works(groups: Groups) -> bool:
+    """Whether a group can be made, limited and entered there: tried, since permissions alone do not tell."""
+    groups.sweep()
+    group = None
+    try:
+        group = groups.make()
+        group.limit(64 << 20, 16)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                group.enter()
+                code = 0
+            finally:
+                os._exit(code)
+        return os.waitpid(pid, 0)[1] == 0
+    except OSError:
+        return False
+    finally:
+        if group is not None:
+            group.remove()
+
+
+def _own_groups() -> dict[str, Path]:
+    """The group that this process is in, by controller; version 2 has no name."""
+    mounts = dict(_mounts())
+    found = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        for name in names.split(","):
+            if name in mounts:
+                root, folder = mounts[name]
+                relative = path.removeprefix(root.rstrip("/"))
+                if not relative.startswith("/.."):
+                    found[name] = folder / relative.lstrip("/")
+    return found
+
+
+def _mounts() -> Iterator[tuple[str, tuple[str, Path]]]:
+    """Each controller with the group that is mounted, and where."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        root, folder = before.split()[3:5]
+        kind, _, options = after.split(None, 2)
+        if kind == "cgroup2":
+            yield "", (root, Path(folder))
+        elif kind == "cgroup":
+            for name in options.split(","):
+                yield name, (root, Path(folder))
+
+
+def _write(file: Path, number: int) -> None:
+    """Never makes a file: beside a hierarchy's root is no control group but a plain folder."""
+    descriptor = os.open(file, os.O_WRONLY)
+    try:
+        os.write(descriptor, str(number).encode())
+    finally:
+        os.close(descriptor)
+
+
+Children = Callable[[int], list[int]]
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What processes hold: threads count as the kernel's limits count them, CPU time includes ended children's."""
+
+    memory_bytes: int
+    threads: int
+    cpu_seconds: float
+
+
+def descendants(root: int) -> list[int]:
+    """The processes below `root`, parents first."""
+    children: Children = _children_of if os.path.exists(f"/proc/{root}/task/{root}/children") else _by_parent()  # noqa: PTH110
+    found = []
+    waiting = [root]
+    while waiting:
+        below = children(waiting.pop())
+        found += below
+        waiting += below
+    return found
+
+
+def measure(pids: Iterable[int], *, enough_bytes: int) -> Usage:
+    """What those processes hold. Shared pages are told apart only once all together seem to hold `enough_bytes`."""
+    pids = list(pids)
+    memory = threads = 0
+    cpu = 0.0
+    for pid in pids:
+        # A process may end at any moment.
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+            cpu += sum(map(int, fields[11:15])) / _TICKS
+            threads += int(fields[17])
+            memory += int(fields[21]) * _PAGE_BYTES + _kibibytes(f"/proc/{pid}/status", "VmSwap:")
+    if memory > enough_bytes:
+        memory = sum(map(_own_share, pids))
+    return Usage(memory, threads, cpu)
+
+
+def _own_share(pid: int) -> int:
+    """What a process holds, of shared pages its part; all of them if it does not let itself be looked into."""
+    for file, names in (
+        (f"/proc/{pid}/smaps_rollup", ("Pss:", "SwapPss:")),
+        (f"/proc/{pid}/status", ("VmRSS:", "VmSwap:")),
+    ):
+        with contextlib.suppress(OSError):
+            return _kibibytes(file, *names)
+    return 0
+
+
+def _kibibytes(file: str, *names: str) -> int:
+    lines = (line.split() for line in _read(file).splitlines())
+    return sum(int(words[1]) << 10 for words in lines if words and words[0] in names)
+
+
+def _children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+            found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+    return found
+
+
+def _by_parent() -> Children:
+    """The same from a look at all processes, for kernels that do not list children."""
+    below: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
+        with contextlib.suppress(OSError, IndexError):
+            parent = int(_read(f"/proc/{name}/stat").rpartition(")")[2].split()[1])
+            below.setdefault(parent, []).append(int(name))
+    return lambda pid: below.get(pid, [])
+
+
+def _read(file: str) -> str:
+    with open(file, encoding="utf-8", errors="replace") as opened:  # noqa: PTH123 - called hundreds of times a second
+        return opened.read()

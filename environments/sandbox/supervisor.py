@@ -1,0 +1,292 @@
+"""The process that starts runs of code one after another, holds each to its limits and leaves nothing of it.
+
+It is the parent of whatever a run leaves behind (a subreaper), so that also what has left its group and its session is
+found and ended before the run's result is given.
+
+The program that runs a model's Python in a sandbox: a supervisor that is asked over its standard input, a socket.
+
+`environments.sandbox.python_tool` starts it with Python's `-I -S`, so that it knows nothing of the packages, the
+folder and the variables of the environment that it works for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from environments.sandbox import isolation, limits, system_calls
+from environments.sandbox.isolation import MOST_FILES, Namespaces
+from environments.sandbox.launch import (
+    FILTER,
+    MOST_PROCESSES,
+    READY,
+    WORK_FOLDER,
+    Launch,
+    exec_program,
+    sealed_file,
+    start,
+)
+
+START_SECONDS = 20.0
+
+END_SECONDS = 10.0
+
+OWN_PROCESSES = 3
+"""Of those that a run has, bubblewrap's or ours."""
+
+COUNTING_SECONDS, LOOKING_SECONDS = 0.02, 0.1
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+_ENDED_BY_SIGNAL = frozenset({signal.SIGXCPU, signal.SIGKILL})
+
+
+class ParentGone(Exception):
+    """Nobody waits for the result any more."""
+
+
+class Supervisor:
+    """Runs what it is asked for over a socket: one JSON object a line each way."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl")
+        self._channel = channel
+        self._groups = limits.find()
+        self._bubblewrap = isolation.find()
+        self._namespaces = Namespaces()
+
+    def serve(self) -> None:
+        """Until the other side closes the channel."""
+        with self._channel.makefile("rb") as requests:
+            for line in requests:
+                try:
+                    reply = self.run(Launch.from_json(json.loads(line)))
+                except OSError as error:
+                    reply = {"failed": error.strerror or str(error)}
+                except ParentGone:
+                    return
+                self._channel.sendall(json.dumps(reply).encode() + b"\n")
+
+    def run(self, launch: Launch) -> dict[str, Any]:
+        """Run the code to its end or to a limit; afterwards no process of it is left."""
+        group = self._groups.make() if self._groups and launch.use_cgroups else None
+        try:
+            if group is not None:
+                group.limit(launch.memory_bytes, MOST_PROCESSES + OWN_PROCESSES)
+            run = Run(launch, self._channel, group)
+            try:
+                run.begin(self)
+                run.watch()
+            finally:
+                run.end()
+            return run.result()
+        finally:
+            if group is not None:
+                group.remove()
+
+    def become(self, launch: Launch, group: limits.Group | None, denied: bytes) -> NoReturn:
+        """Turn a new process into the first one of a run."""
+        if group is not None:
+            group.enter()
+        if launch.way.name == "bubblewrap":
+            if self._bubblewrap is None:
+                raise OSError(0, "bubblewrap is not installed")
+            exec_program(isolation.command(self._bubblewrap, launch), launch.environment())
+        if launch.way.name == "namespaces":
+            self._namespaces.become(launch, denied)
+        os.chdir(launch.folder)
+        if denied:
+            system_calls.install(denied)
+        exec_program(launch.runner_command(), launch.environment())
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of code, from its first process to its last."""
+
+    launch: Launch
+    channel: socket.socket
+    group: limits.Group | None
+    ended_by: str = ""
+    """The limit that ended it: time, memory, processes or files; empty where it ended by itself."""
+
+    began: bool = False
+    _first: int = 0
+    _output: bytearray = field(default_factory=bytearray)
+    _descriptors: dict[str, int] = field(default_factory=dict)
+    _status: int | None = None
+    _cpu_seconds: float = 0.0
+    _deadline: float = 0.0
+
+    def begin(self, supervisor: Supervisor) -> None:
+        self._deadline = time.monotonic() + START_SECONDS
+        denied = self._filter()
+        ours = self._descriptors
+        ours["output"], output = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        ours["ready"], ready = (end.detach() for end in socket.socketpair())
+        os.set_blocking(output, True)
+        code = sealed_file(self.launch.code.encode("utf-8", "replace"))
+        given = {0: code, 1: output, 2: output, READY: ready}
+        if self.launch.way.name == "bubblewrap":
+            given[FILTER] = sealed_file(denied)
+        try:
+            self._first = start(lambda: supervisor.become(self.launch, self.group, denied), given)
+            ours["process"] = os.pidfd_open(self._first)
+        finally:
+            for descriptor in set(given.values()):
+                os.close(descriptor)
+
+    def _filter(self) -> bytes:
+        """The filter of system calls; memory that is shared without a file is a control group's to count."""
+        try:
+            return system_calls.program(shared_memory=self.group is not None)
+        except system_calls.FilterUnknown:
+            if self.launch.way.isolates:
+                raise
+            return b""
+
+    def watch(self) -> None:
+        """Wait until the code has ended by itself or has reached a limit, which is then noted."""
+        ours, waiting = self._descriptors, select.poll()
+        for name in ("output", "ready", "process"):
+            waiting.register(ours[name], select.POLLIN)
+        waiting.register(self.channel, select.POLLRDHUP)
+        interval = COUNTING_SECONDS if self.group is None else LOOKING_SECONDS
+        next_look = time.monotonic() + interval
+        while not self.ended_by:
+            now = time.monotonic()
+            happened = dict(waiting.poll(max(0.0, min(next_look, self._deadline) - now) * 1000))
+            if self.channel.fileno() in happened:
+                raise ParentGone
+            if ours["output"] in happened and not self._read_output():
+                waiting.unregister(ours["output"])
+            if ours["ready"] in happened:
+                waiting.unregister(ours["ready"])
+                self._let_begin()
+            if ours["process"] in happened:
+                return
+            now = time.monotonic()
+            if now >= self._deadline:
+                self.ended_by = "time"
+            elif now >= next_look:
+                next_look = now + interval
+                self.ended_by = self._limit_reached()
+
+    def end(self) -> None:
+        """End every process of the run, and wait until they are gone."""
+        deadline = time.monotonic() + END_SECONDS
+        while self._reap():
+            for pid in limits.descendants(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline:
+                # Whoever asked starts another supervisor; this one's successor in the tree is init.
+                sys.exit("processes of a run do not end")
+            time.sleep(0.0005)
+        # What was written last. Nobody has the other end any more, so that this comes to an end.
+        with contextlib.suppress(KeyError, BlockingIOError):
+            while self._read_output():
+                pass
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def result(self) -> dict[str, Any]:
+        """What came of it; only after `end`."""
+        output = self._output.decode("utf-8", "replace")
+        if not self.began:
+            return {"failed": output.strip() or f"{self.launch.way} does not start"}
+        code = os.waitstatus_to_exitcode(self._status or 0)
+        ended_by = self.ended_by
+        if not ended_by and self.group is not None and self.group.ran_out_of_memory():
+            ended_by = "memory"
+        by_signal = -code if code < 0 else code - 128
+        if not ended_by and by_signal in _ENDED_BY_SIGNAL and self._cpu_seconds > self.launch.cpu_seconds - 1:
+            ended_by = "time"
+        return {
+            "output": output,
+            "exit_code": code,
+            "ended_by": ended_by,
+            "by_cgroup": self.group is not None,
+        }
+
+    def _let_begin(self) -> None:
+        """The runner asks when it is done with itself. From now on it is the code's time, and its files are watched."""
+        ready = self._descriptors["ready"]
+        if os.read(ready, 1) != b"r":
+            return
+        if self.launch.way.isolates and not self._watch_folder():
+            self._output[:] = b"the working folder of the code cannot be watched"
+            self._deadline = 0.0
+            return
+        self._deadline = time.monotonic() + self.launch.wall_seconds
+        self.began = True
+        os.write(ready, b"g")
+
+    def _watch_folder(self) -> bool:
+        """Open the code's working folder by a process that is in there."""
+        own_root = Path("/").stat()
+        for pid in limits.descendants(self._first):
+            with contextlib.suppress(OSError):
+                if not os.path.samestat(Path(f"/proc/{pid}/root").stat(), own_root):
+                    self._descriptors["folder"] = os.open(f"/proc/{pid}/root{WORK_FOLDER}", os.O_PATH | os.O_CLOEXEC)
+                    return True
+        return False
+
+    def _read_output(self) -> bool:
+        """Take a piece, keep of it what was asked for; False at the end."""
+        piece = os.read(self._descriptors["output"], 1 << 16)
+        self._output += piece[: max(0, self.launch.output_bytes - len(self._output))]
+        return bool(piece)
+
+    def _limit_reached(self) -> str:
+        """The limit that the run as a whole has reached, if any."""
+        pids = limits.descendants(os.getpid())
+        usage = limits.measure(pids, enough_bytes=self.launch.memory_bytes)
+        if usage.cpu_seconds > self.launch.cpu_seconds:
+            return "time"
+        in_files = 0
+        if "folder" in self._descriptors:
+            folder = os.fstatvfs(self._descriptors["folder"])
+            in_files = (folder.f_blocks - folder.f_bfree) * folder.f_frsize
+            if folder.f_files - folder.f_ffree > MOST_FILES:
+                return "files"
+        if self.group is not None:
+            return "memory" if self.group.ran_out_of_memory() else ""
+        if usage.memory_bytes + in_files > self.launch.memory_bytes:
+            return "memory"
+        return "processes" if usage.threads > MOST_PROCESSES + OWN_PROCESSES else ""
+
+    def _reap(self) -> bool:
+        """Bury whoever has ended; False once nobody is left."""
+        while True:
+            try:
+                pid, status, used = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            self._cpu_seconds += used.ru_utime + used.ru_stime
+            if pid == self._first:
+                self._status = status
+
+
+def main() -> None:
+    with socket.socket(fileno=0) as channel:
+        Supervisor(channel).serve()
+
+
+if __name__ == "__main__":
+    main()

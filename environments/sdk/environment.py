@@ -1,0 +1,389 @@
+"""`Environment`: the hooks and state of an environment, and the state file that it asks to keep.
+
+Users subclass `BaseEnv` of `base_env.py`, which is this class with a command line. `runtime` runs what is described
+here: `runtime/worker.py` for `serve`, `runtime/commands.py` for the other verbs. State is one JSON file a trainer step,
+beside the trainer's checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import anyio
+
+from atropos_api.common.files import write_whole
+from atropos_api.common.secrets import public_settings
+from environments.rewards.gold_check import GoldItem
+from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, SessionSettings, as_server_list
+from environments.sdk.errors import EnvironmentsError, TokenizerUnavailable
+from environments.sdk.groups import Item, ScoredDataGroup, ScoredDataItem, group_items
+from environments.sdk.inference.sampling import Reasoning
+from environments.sdk.reporting import (
+    DroppedGroups,
+    EvaluationResult,
+    ResultFolders,
+    RolloutMetrics,
+    WandbTracker,
+    format_metrics,
+    rollout_table,
+    run_name,
+)
+from environments.sdk.server_manager import ServerManager
+from environments.sdk.session.sequences import NOT_TRAINED, current_journal
+from environments.sdk.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from atropos_api.wire.groups import Group
+
+
+class StateUnreadable(EnvironmentsError):
+    """What an environment has kept for a resumed run cannot be read."""
+
+
+def path_of(checkpoint_dir: Path, name: str, step: int) -> Path:
+    return checkpoint_dir / "env_checkpoints" / name / f"step-{step}.json"
+
+
+def save_state(checkpoint_dir: Path, name: str, step: int, data: dict[str, Any]) -> None:
+    """Write the file whole or not at all."""
+    path = path_of(checkpoint_dir, name, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(data))
+
+
+def load_state(checkpoint_dir: Path, name: str, step: int) -> dict[str, Any]:
+    """The newest state saved at or before `step`; nothing when there is none."""
+    folder = path_of(checkpoint_dir, name, step).parent
+    steps = sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.json"))
+    usable = [saved for saved in steps if saved <= step]
+    if not usable:
+        return {}
+    path = path_of(checkpoint_dir, name, usable[-1])
+    try:
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StateUnreadable(
+            f"{path}: the environment's state cannot be read ({error}); remove it to go on without"
+        ) from error
+    return state
+
+
+logger = logging.getLogger(__name__)
+
+KEPT_LENGTHS = 65_536
+
+
+class GroupSink(Protocol):
+    """Takes the groups that an environment collected, and sends those that the rules allow."""
+
+    async def deliver(self, scored_data: Any, item: Item, *, send: bool, check_length: bool) -> None:
+        """Send one group or several; `check_length`: drop those longer than the run allows."""
+
+
+class Scheduler(Protocol):
+    """Begins an environment's rollouts, and tells the environment about the run and the trainer's steps."""
+
+    def take_run_facts(self) -> None:
+        """Let the run's batch size and longest sequence be the environment's."""
+
+    def take_step(self) -> None:
+        """Take over the trainer's step: checkpoints, metrics and evaluations may be due."""
+
+    async def admit(self) -> None:
+        """Begin rollouts until there is no room or no item, or something else is due."""
+
+
+class Environment(ABC):
+    """The environment as the runtime knows it: what users override and use, and nothing of how it is run.
+
+    Users subclass `BaseEnv` (`base_env.py`), which adds the command line and the tutorial. The worker and the delivery
+    of groups are known here by what is asked of them: `Scheduler` and `GroupSink`.
+    """
+
+    name: ClassVar[str | None] = None
+    best_score: ClassVar[float] = 1.0
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
+    server_config_cls: ClassVar[type[APIServerConfig]] = APIServerConfig
+    lenient: ClassVar[bool] = False
+    """Whether files may hold keys that nothing knows, and text alone may be trained on: for Atropos' environments."""
+
+    def __init__(
+        self,
+        config: BaseEnvConfig,
+        server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig],
+        slurm: bool = False,
+        testing: bool = False,
+    ) -> None:
+        self.config = config
+        self.slurm = slurm
+        self.testing = testing
+        self.server = ServerManager(
+            as_server_list(server_configs),
+            load_tokenizer=lambda: self.tokenizer,
+            wait_timeout_seconds=config.wait_timeout,
+            allow_truncated_sampling=config.allow_truncated_sampling,
+            allow_estimated_tokens=config.allow_estimated_tokens,
+            reasoning=Reasoning.from_config(config),
+            tool_parser=config.tool_parser,
+            sessions=SessionSettings.from_config(config, key_in_url=self.lenient),
+        )
+        self.curr_step = 0
+        self.max_token_len = -1
+        self.checkpoint_dir = ""
+        self.wandb_prepend: str | None = None
+        self.process_mode = False
+        self.evaluation_only = self.overwrite_results = False
+        self.status_dict: dict[str, Any] = {}
+        self.metrics = RolloutMetrics()
+        self.dropped_groups = DroppedGroups()
+        self.completion_lengths: MutableSequence[int] = deque(maxlen=KEPT_LENGTHS)
+        self.rollouts_for_wandb: MutableSequence[Any] = []
+        self.wandb_project: str | None = None
+        self.wandb_group: str | None = None
+        self.delivery: GroupSink | None = None
+        self.worker: Scheduler | None = None
+        self.evaluation_step: int | None = None
+        self._results = ResultFolders()
+        self.tracker: WandbTracker | None = None
+
+    # What an environment overrides.
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, ServerBaseline | APIServerConfig | list[APIServerConfig]]:
+        """The defaults under files and flags; called for `--help` too, so it loads nothing."""
+        return cls.env_config_cls(), ServerBaseline()
+
+    @classmethod
+    def teacher_config_init(cls) -> ServerBaseline | APIServerConfig | list[APIServerConfig] | None:
+        """The servers of a teacher under files and `--teacher.*`; None for an environment that has none."""
+        return None
+
+    @abstractmethod
+    async def setup(self) -> None:
+        """Load what the environment needs, once, before anything else."""
+
+    @abstractmethod
+    async def get_next_item(self) -> Item:
+        """The next thing to try; None when there is none for now (`serve`) or no more (`process`)."""
+
+    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
+        """One scored attempt at `item`, and items to try next. Override this or `collect_trajectories`."""
+        raise NotImplementedError(f"{type(self).__name__} needs collect_trajectories or collect_trajectory")
+
+    async def collect_trajectories(
+        self, item: Item
+    ) -> tuple[ScoredDataGroup | Sequence[ScoredDataGroup | None] | Any | None, list[Item]]:
+        """A group of scored attempts at `item`, and items to try next; by default `group_size` single attempts."""
+        results: list[tuple[ScoredDataItem | None, list[Item]] | None] = [None] * self.config.group_size
+
+        async def collect(index: int) -> None:
+            results[index] = await self.collect_trajectory(item)
+
+        async with anyio.create_task_group() as attempts:
+            for index in range(self.config.group_size):
+                attempts.start_soon(collect, index)
+        done = [result for result in results if result is not None]
+        backlog = [later for _, more in done for later in more]
+        items = [attempt for attempt, _ in done if attempt is not None]
+        return (group_items(items) if items else None), backlog
+
+    async def postprocess_histories(
+        self, trajectories: Any
+    ) -> ScoredDataGroup | Sequence[ScoredDataGroup | None] | None:
+        """A last change to what was collected, such as scoring against other groups; None drops it."""
+        return trajectories  # type: ignore[no-any-return]
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Measure the model and report with `evaluate_log`; an environment may go without.
+
+        Requests made in here count as evaluation by themselves.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no evaluate")
+
+    def gold_items(self) -> Iterable[GoldItem]:
+        """For `validate`: items, each with a completion that must earn `best_score` and some that must earn less."""
+        raise NotImplementedError(f"{type(self).__name__} has no gold_items")
+
+    async def score_answer(self, item: Item, text: str) -> float:
+        """For `validate`: what the completion `text` is worth for `item`; let `collect_trajectories` use it as well."""
+        raise NotImplementedError(f"{type(self).__name__} has no score_answer")
+
+    async def cleanup(self) -> None:  # noqa: B027 - most environments have nothing to clean up
+        """Called after every group."""
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        """Override to call `super().save_checkpoint(step, {...})` with what must survive a restart."""
+        if data is not None and self.checkpoint_dir:
+            save_state(Path(self.checkpoint_dir), self.registered_name, step, data)
+
+    def load_checkpoint(self) -> None:
+        """Called when a run is resumed: sets what was saved at the step as attributes."""
+        if not self.checkpoint_dir:
+            return
+        for key, value in load_state(Path(self.checkpoint_dir), self.registered_name, self.curr_step).items():
+            setattr(self, key, value)
+
+    async def handle_send_to_api(
+        self,
+        scored_data: Any,
+        item: Item = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> None:
+        """Deliver what was collected, one group or several; override it to add to the groups, and call this."""
+        if self.delivery is None:
+            raise RuntimeError("groups can be sent only while the environment serves or processes")
+        await self.delivery.deliver(
+            scored_data, item, send=do_send_to_api, check_length=abort_on_any_max_length_exceeded
+        )
+
+    async def check_servers(self) -> None:  # noqa: B027 - most environments have none of their own
+        """Called before `setup` where groups are collected, after the tokenizer: raise on an unfit server."""
+
+    def require_servable(self) -> None:  # noqa: B027 - most environments are
+        """Called first by `serve`: raise where the environment was written for another scheduler than this one."""
+
+    async def get_server_info(self) -> None:
+        """Called when a run is joined: takes over its batch size and longest sequence; without `super()` they stay."""
+        if self.worker is not None:
+            self.worker.take_run_facts()
+
+    async def env_step_checks(self) -> None:
+        """Called when the trainer has made a step, which `status_dict` tells and `curr_step` does not yet.
+
+        What is due by then (a checkpoint, metrics, an evaluation) happens in here.
+        """
+        if self.worker is not None:
+            self.worker.take_step()
+
+    async def add_train_workers(self) -> None:
+        """Called while there is room for rollouts, and begins them; without `super()` none begin."""
+        if self.worker is not None:
+            await self.worker.admit()
+
+    async def setup_wandb(self) -> None:
+        """Called once the run is known: what is logged from now on goes to Weights & Biases, if it is wanted."""
+        if self.config.use_wandb and self.tracker is None:
+            self.tracker = WandbTracker(
+                name=run_name(self.registered_name),
+                project=self.wandb_project,
+                group=self.wandb_group,
+                config=public_settings(self.config),
+            )
+
+    async def add_rollouts_for_wandb(self, scored_data: Any, item: Item = None) -> None:  # noqa: ARG002 - for overrides
+        """Keep the texts and scores of a group for the rollout table."""
+        if not self.config.use_wandb or self.config.num_rollouts_to_keep < 1:
+            return
+        most = self.config.num_rollouts_per_group_for_logging
+        count = len(scored_data["tokens"]) if most < 0 else most
+        texts = self.tokenizer.batch_decode(scored_data["tokens"][:count])
+        self.rollouts_for_wandb.append(list(zip(texts, scored_data["scores"], strict=False)))
+        while len(self.rollouts_for_wandb) > self.config.num_rollouts_to_keep:
+            del self.rollouts_for_wandb[0]
+
+    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Add the kept rollouts to the metrics as a table."""
+        if self.tracker is not None and self.rollouts_for_wandb:
+            table = rollout_table([row for rows in self.rollouts_for_wandb for row in rows])
+            return {**wandb_metrics, "train/rollouts": table} if table is not None else wandb_metrics
+        return wandb_metrics
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Log the environment's metrics of the last trainer step; overriding methods add theirs and call this."""
+        summary = self.metrics.summary(self.completion_lengths, self.max_token_len)
+        merged = await self.create_rollout_table({**summary, **(wandb_metrics or {})})
+        self.completion_lengths.clear()
+        self.rollouts_for_wandb.clear()
+        prefixed = {self._prefixed(key): value for key, value in merged.items()}
+        self.log_metrics({**prefixed, **self.server.metrics()}, self.curr_step)
+
+    # What an environment uses.
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer: encode, decode, chat template, and all of transformers' on demand."""
+        name = self.config.tokenizer_name
+        if name is None:
+            raise TokenizerUnavailable("no tokenizer is named, and no server has told one; set --env.tokenizer_name")
+        return load_tokenizer(name)
+
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether there is an `evaluate`."""
+        return type(self).evaluate is not Environment.evaluate
+
+    @property
+    def registered_name(self) -> str:
+        """The stable name this environment has towards the broker."""
+        return self.config.wandb_name or self.name or type(self).__name__
+
+    async def evaluate_log(
+        self,
+        metrics: Mapping[str, Any],
+        task_name: str | None = None,
+        model_name: str | None = None,
+        start_time: float | None = None,
+        end_time: float | None = None,
+        generation_parameters: Mapping[str, Any] | None = None,
+        samples: Sequence[Mapping[str, Any]] | None = None,
+        verbose: bool = True,
+    ) -> EvaluationResult:
+        """Report an evaluation: logged, and written to `data_dir_to_save_evals` where that is set."""
+        finished = time.time() if end_time is None else end_time
+        journal = current_journal()
+        result = EvaluationResult(
+            metrics=metrics,
+            task_name=task_name or f"{self.registered_name}_eval",
+            model_name=model_name or self.server.servers[0].config.model_name,
+            seconds=finished - (finished if start_time is None else start_time),
+            generation_parameters={"max_new_tokens": self.config.max_token_length, **(generation_parameters or {})},
+            samples=samples or (),
+            step=self.evaluation_step,
+            versions=frozenset(journal.versions) if journal is not None else frozenset(),
+        )
+        if verbose:
+            when = "" if self.evaluation_step is None else f" at step {self.evaluation_step}"
+            logger.info("evaluation%s: %s", when, format_metrics(result.all_metrics()))
+        directory = self.evaluation_directory()
+        if directory is not None:
+            await anyio.to_thread.run_sync(self._results.write, result, directory)
+        self.log_metrics(result.all_metrics(), self.evaluation_step or 0)
+        return result
+
+    def evaluation_directory(self) -> Path | None:
+        """Where the current evaluation's files go: a folder a step while serving."""
+        if self.config.data_dir_to_save_evals is None:
+            return None
+        root = Path(self.config.data_dir_to_save_evals)
+        return root if self.evaluation_step is None else root / f"step-{self.evaluation_step}"
+
+    def note_sent(self, group: Group) -> None:
+        """Count a group that is on its way."""
+        self.metrics.sent += 1
+        self.dropped_groups.note_sent()
+        self.completion_lengths.extend(len(mask) - mask.count(NOT_TRAINED) for mask in group.masks)
+
+    def set_teacher(self, server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> None:
+        """Where the teacher answers; for environments that have one."""
+        raise NotImplementedError(f"{type(self).__name__} has no teacher")
+
+    async def aclose(self) -> None:
+        """Close what was opened; the last call."""
+        await self.server.aclose()
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Hand metrics of a trainer step to W&B, if it is used."""
+        if self.tracker is not None:
+            self.tracker.log(metrics, step)
+
+    def _prefixed(self, key: str) -> str:
+        return f"{self.wandb_prepend}_{key}" if self.wandb_prepend else key

@@ -1,0 +1,306 @@
+"""Where exports get their groups: a file of JSON lines, or a broker whose batches they take in a trainer's place.
+
+The newest groups of a run, in a file that stays small: what a model writes now, for people to read.
+
+A run makes more groups than anybody reads, and writing each would cost a busy environment time. So at most ten a second
+are kept, fewer where they are long, and of these the newest so many.
+
+Groups as a page for a browser: one file without scripts, fonts or pictures, which loads nothing from anywhere.
+
+What models write is shown as text: every character of it is escaped, and the page forbids itself to run scripts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from html import escape
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from atropos_api.common.errors import AtroposError
+from atropos_api.common.files import free_path, write_whole
+from atropos_api.wire.groups import Group
+
+NEVER_ENDING = 1_000_000_000
+
+
+class GroupsUnreadable(AtroposError):
+    """A file of groups that is not there, or a line of it that is no group."""
+
+
+def read_groups(path: Path) -> Iterator[dict[str, Any]]:
+    """The groups of a file, one a line, as Atropos' and our environments write them.
+
+    A last line without an end is passed over unless it is whole: its writer is still at it, or was killed.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise GroupsUnreadable(
+            f"{path}: cannot be read ({error.strerror}); name a file that `process` wrote"
+        ) from error
+    with file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    group = _read_line(line, f"{path}:{number}")
+                except GroupsUnreadable:
+                    if line.endswith(b"\n") or number == 1:
+                        raise
+                    return
+                yield group
+
+
+def groups_from_broker(
+    url: str, *, group_size: int, tasks_per_step: int, max_token_length: int, token: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Groups as they come in, batch after batch, until the caller has enough; then the run is finished."""
+    from atropos_api.client import BrokerClient
+    from atropos_api.wire.messages import RunRequest
+
+    request = RunRequest(
+        name="export", batch_size=group_size * tasks_per_step, max_token_length=max_token_length, num_steps=NEVER_ENDING
+    )
+    with BrokerClient(url, token=token) as client:
+        run = client.begin_run(request)
+        number = run.next_batch
+        try:
+            while True:
+                batch = None
+                while batch is None:
+                    batch = client.get_batch(number, run_id=run.run_id, epoch=run.epoch, wait_seconds=10)
+                yield from (msgspec.to_builtins(group) for group in batch.groups)
+                client.commit(number, run_id=run.run_id, epoch=run.epoch)  # not before they are written
+                number += 1
+        finally:
+            client.finish_run(run.run_id, epoch=run.epoch)
+
+
+def trained_text(tokenizer: Any, tokens: list[int], mask: list[int]) -> tuple[str, str]:
+    """The text before the first trained token, and the text from there on."""
+    start = next((index for index, value in enumerate(mask) if value != -100), len(tokens))
+    prefix = str(tokenizer.decode(tokens[:start])) if start else ""
+    whole = str(tokenizer.decode(tokens))
+    # Some tokenizers decode the parts otherwise than the whole; then the parts are what there is.
+    rest = whole[len(prefix) :] if whole.startswith(prefix) else str(tokenizer.decode(tokens[start:]))
+    return prefix, rest
+
+
+def _read_line(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        group = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise GroupsUnreadable(f"{where}: no JSON ({error})") from error
+    if not isinstance(group, dict) or "scores" not in group:
+        raise GroupsUnreadable(f"{where}: not a group: it has no scores")
+    return group
+
+
+LEAST_INTERVAL_SECONDS = 0.1
+
+# Of the event loop's time: 16 sequences of 4,096 tokens take 30 ms, which ten times a second would be a third of it.
+MOST_SHARE_OF_TIME = 0.01
+
+MOST_BYTES = 16 << 20
+
+Chats = list[list[dict[str, Any]]]
+
+logger = logging.getLogger(__name__)
+
+
+class RecentGroups:
+    """JSON lines of at most twice `keep` groups while it is written, and of the newest `keep` once it is closed.
+
+    Long groups are fewer, so that the file has at most twice `most_bytes`. An attempt that goes on with a run goes on
+    with its file. A disk that takes no more ends the keeping and nothing else.
+    """
+
+    def __init__(
+        self, path: Path, keep: int, *, clock: Callable[[], float] = time.monotonic, most_bytes: int = MOST_BYTES
+    ) -> None:
+        self.path = path
+        self._keep = keep
+        self._clock = clock
+        self._most_bytes = most_bytes
+        self._due_at = float("-inf")
+        self._lines = self._bytes = 0
+        self._file: BinaryIO | None = None
+
+    def offer(self, group: Group, chats: Callable[[], Chats]) -> None:
+        """Keep the group with its chats if one is due; it is on its way to the disk when this returns."""
+        started = self._clock()
+        if started < self._due_at:
+            return
+        try:
+            self._append(msgspec.structs.replace(group, messages=group.messages or chats()))
+        except OSError as error:
+            logger.warning("%s: groups are no longer kept to be read (%s)", self.path, error.strerror)
+            self._due_at = float("inf")
+            return
+        ended = self._clock()
+        self._due_at = max(started + LEAST_INTERVAL_SECONDS, ended + (ended - started) / MOST_SHARE_OF_TIME)
+
+    def close(self) -> None:
+        """Leave the newest groups; the next one opens the file again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            try:
+                self._trim()
+            except OSError as error:
+                logger.warning("%s: the oldest groups are left in it (%s)", self.path, error.strerror)
+
+    def _append(self, group: Group) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._trim()
+            self._file = self.path.open("ab")
+        line = msgspec.json.encode(group) + b"\n"
+        self._file.write(line)
+        self._file.flush()
+        self._lines, self._bytes = self._lines + 1, self._bytes + len(line)
+        if self._lines >= 2 * self._keep or self._bytes >= 2 * self._most_bytes:
+            self.close()
+
+    def _trim(self) -> None:
+        """Keep the newest whole lines; of a killed writer's last line there may be a part."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            newest = deque((line for line in file if line.endswith(b"\n")), maxlen=self._keep)
+        while len(newest) > 1 and sum(map(len, newest)) > self._most_bytes:
+            newest.popleft()
+        write_whole(self.path, b"".join(newest))
+        self._lines, self._bytes = len(newest), sum(map(len, newest))
+
+
+class GroupFile:
+    """Groups as JSON lines in a file of their own, made with the first one: nothing is ever overwritten."""
+
+    def __init__(self, wanted: Path) -> None:
+        self.path = wanted
+        self.count = 0
+        self._file: BinaryIO | None = None
+
+    def append(self, group: Group) -> None:
+        """Add a line that is on its way to the disk when this returns."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path = free_path(self.path)
+            self._file = self.path.open("xb")
+        self._file.write(msgspec.json.encode(group) + b"\n")
+        self._file.flush()
+        self.count += 1
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+MOST_GROUPS = 2000
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+details { border: 1px solid #ddd; border-radius: 6px; margin: .5rem 0; padding: .3rem .8rem }
+summary { cursor: pointer }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .6rem; margin: .2rem 0 .8rem }
+.score { font-variant-numeric: tabular-nums; font-weight: 600; padding: 0 .4rem; border-radius: 4px }
+.positive { background: #d8f0dc } .negative { background: #f8dada } .zero { background: #e8e8e8 }
+.role { color: #666; font-size: .85rem }
+.sampled { border-left: 3px solid #4a7ebb }
+"""
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def write_page(source: Path, page: Path | None = None) -> Path:
+    """The page of a file of groups: where it is said, else beside the file, of its name or a free one like it."""
+    place = page or free_path(source.with_suffix(".html"))
+    write_whole(place, render(islice(read_groups(source), MOST_GROUPS), title=source.name))
+    return place
+
+
+def render(groups: Iterable[Mapping[str, Any]], *, title: str, refresh_seconds: int | None = None) -> str:
+    """The whole page; with `refresh_seconds` the browser asks for it again and again."""
+    again = f'<meta http-equiv="refresh" content="{refresh_seconds}">' if refresh_seconds else ""
+    body = "".join(render_group(number, group) for number, group in enumerate(groups, 1))
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{again}'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
+        f"<body><h1>{escape(title)}</h1>{body or '<p>No groups yet.</p>'}</body></html>\n"
+    )
+
+
+def render_group(number: int, group: Mapping[str, Any]) -> str:
+    scores = list(group["scores"])
+    mean = sum(scores) / max(len(scores), 1)
+    chats = group.get("messages") or [None] * len(scores)
+    shared = _shared_beginning([chat for chat in chats if isinstance(chat, list)])
+    rest = [chat[len(shared) :] if isinstance(chat, list) else chat for chat in chats]
+    rollouts = "".join(_rollout(i, score, chat) for i, (score, chat) in enumerate(zip(scores, rest, strict=False), 1))
+    badges = " ".join(_badge(score) for score in scores)
+    prompt = "".join(_turn(turn) for turn in shared)
+    return f"<details><summary>Group {number}, mean {mean:.3g}: {badges}</summary>{prompt}{rollouts}</details>"
+
+
+def _shared_beginning(chats: Sequence[list[Any]]) -> list[Any]:
+    """The turns that all rollouts begin with, before the model's first: the prompt, which is shown once."""
+    shared: list[Any] = []
+    for turns in zip(*(chat[:-1] for chat in chats), strict=False):
+        first = turns[0]
+        if any(turn != first for turn in turns) or _is_sampled(first):
+            break
+        shared.append(first)
+    return shared
+
+
+def _is_sampled(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and turn.get("role") == "assistant"
+
+
+def _rollout(number: int, score: float, chat: Any) -> str:
+    return f"<details><summary>Rollout {number} {_badge(score)}</summary>{_chat(chat)}</details>"
+
+
+def _chat(chat: Any) -> str:
+    if chat is None:
+        return '<p class="role">no messages were saved; set --env.include_messages true</p>'
+    turns: Sequence[Any] = chat if isinstance(chat, list) else [chat]
+    return "".join(_turn(turn) for turn in turns)
+
+
+def _turn(turn: Any) -> str:
+    if not isinstance(turn, Mapping):
+        return f"<pre>{escape(_text(turn))}</pre>"
+    role, kind = escape(str(turn.get("role", "")).capitalize()), ' class="sampled"' if _is_sampled(turn) else ""
+    return f'<div class="role">{role}</div><pre{kind}>{escape(_content(turn))}</pre>'
+
+
+def _content(turn: Mapping[str, Any]) -> str:
+    calls = turn.get("tool_calls")
+    text = _text(turn.get("content"))
+    return f"{text}\n{json.dumps(calls, indent=1)}" if calls else text
+
+
+def _text(content: Any) -> str:
+    """Text as it is; of OpenAI's content parts the text, and what else they are by name alone."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    if isinstance(content, list):
+        return "\n".join(_text(part) for part in content)
+    if isinstance(content, Mapping):
+        return str(content["text"]) if "text" in content else f"[{content.get('type', 'object')}]"
+    return str(content)
+
+
+def _badge(score: float) -> str:
+    kind = "positive" if score > 0 else "negative" if score < 0 else "zero"
+    return f'<span class="score {kind}">{score:.3g}</span>'

@@ -1,0 +1,262 @@
+"""HTTP to one inference server: limits for training and evaluation, and outages waited out.
+
+A server that restarts, is paused for a publish or has no policy yet is normal here. While it is out, one request at a
+time probes it and all others wait for that one's outcome, so that an outage costs next to nothing and ends at once.
+Nothing but real requests is ever sent to find out whether a server is well. Where another server is up, a request
+leaves one that is out instead of waiting; one that is out is tried again now and then, by a single request each time.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import msgspec
+
+from environments.sdk.config import APIServerConfig
+from environments.sdk.errors import EnvironmentsError, InferenceHostUnknown, InferenceRefused, InferenceUnavailable
+from environments.sdk.inference.http_transport import HttpTransport, Limit, OnPiece, Response, Timings, Transport
+from environments.sdk.inference.sampling import Failover, Split
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.1, 0.5
+
+FIRST_AVOIDED_SECONDS, LONGEST_AVOIDED_SECONDS = 0.5, 5.0
+
+LOOK_ELSEWHERE_SECONDS = 0.5
+
+WAIT_LINE_SECONDS = 10.0
+
+RETRIED_STATUSES = frozenset({429, 500, 502, 503, 504})
+
+SERVER_ERROR_ATTEMPTS = 3  # a 500 that comes again is about the request, not about the moment
+
+Outcome = Response | OSError
+
+
+class ServerUnavailable(EnvironmentsError):
+    """The server is out and another one is up: told to the pool, which goes there. Environments never see it."""
+
+    ends_server = False
+
+
+@dataclass(slots=True)
+class _Call:
+    method: str
+    url: str
+    body: bytes | None
+    elsewhere: Failover = None
+    on_piece: OnPiece | None = None
+    attempts: int = 0
+    begun: bool = False
+    """Whether a part of the answer was handed on, so that the request cannot be made again."""
+
+    @property
+    def may_leave(self) -> bool:
+        return self.elsewhere is not None and self.elsewhere()
+
+
+class ServerChannel:
+    """Posts JSON to one server."""
+
+    def __init__(
+        self, config: APIServerConfig, *, wait_timeout_seconds: float, transport: Transport | None = None
+    ) -> None:
+        self.config = config
+        self.limits: dict[Split, Limit] = {
+            "train": Limit(config.num_max_requests_at_once),
+            "eval": Limit(config.num_requests_for_eval),
+        }
+        self.timings: dict[Split, Timings] = {
+            "train": Timings(config.rolling_buffer_length),
+            "eval": Timings(config.rolling_buffer_length),
+        }
+        self._wait_timeout_seconds = wait_timeout_seconds
+        self._transport = transport or HttpTransport(_headers(config), timeout_seconds=config.timeout)
+        self._recovered: anyio.Event | None = None
+        self._avoided_seconds = 0.0
+        self._avoided_until = 0.0
+
+    @property
+    def up(self) -> bool:
+        """Nothing is known against it."""
+        return self._recovered is None and self._avoided_seconds == 0
+
+    @property
+    def worth_trying(self) -> bool:
+        """Up, or out for so long that a request may find out about it."""
+        return self._recovered is None and time.monotonic() >= self._avoided_until
+
+    async def post(
+        self,
+        url: str,
+        body: bytes,
+        split: Split,
+        *,
+        elsewhere: Failover = None,
+        on_piece: OnPiece | None = None,
+    ) -> bytes:
+        """The body of a successful answer; waits for a server that is out, raises what waiting does not mend.
+
+        Once a part of it was handed to `on_piece`, a broken connection is an error and the request is not repeated.
+        """
+        async with self.limits[split]:
+            if self._avoided_seconds:
+                self._avoid()  # this request finds out; others keep away until it has
+            call = _Call("POST", url, body, elsewhere, on_piece)
+            started = time.monotonic()
+            answer = await self._through_outages(call)
+            self.timings[split].note(time.monotonic() - started, call.attempts)
+            return answer
+
+    async def get(self, url: str, *, elsewhere: Failover = None) -> bytes | None:
+        """The body there, or None when the server, once it answers, has none."""
+        try:
+            return await self._through_outages(_Call("GET", url, None, elsewhere))
+        except InferenceRefused:
+            return None
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+
+    async def _through_outages(self, call: _Call) -> bytes:
+        while True:
+            if self._recovered is not None:
+                await self._wait_for_recovery(call, self._recovered)
+                continue
+            outcome = await self._attempt(call)
+            if _is_final(outcome):
+                return self._settle(outcome, call.url)
+            self._leave_if_possible(call, outcome)
+            if self._recovered is None:
+                return await self._probe(call, outcome)
+
+    async def _wait_for_recovery(self, call: _Call, recovered: anyio.Event) -> None:
+        if call.elsewhere is None:
+            await recovered.wait()
+            return
+        with anyio.move_on_after(LOOK_ELSEWHERE_SECONDS):
+            await recovered.wait()
+            return
+        self._leave_if_possible(call, None)
+
+    def _leave_if_possible(self, call: _Call, outcome: Outcome | None) -> None:
+        if call.may_leave and not (isinstance(outcome, Response) and outcome.status == 500):
+            self._avoid()
+            raise ServerUnavailable(f"{self.config.root_url} is out")
+
+    def _avoid(self) -> None:
+        longer = max(FIRST_AVOIDED_SECONDS, self._avoided_seconds * 2)
+        self._avoided_seconds = min(LONGEST_AVOIDED_SECONDS, longer)
+        self._avoided_until = time.monotonic() + self._avoided_seconds
+
+    async def _probe(self, call: _Call, outcome: Outcome) -> bytes:
+        """Repeat this request until the server answers it, on behalf of all."""
+        recovered = self._recovered = anyio.Event()
+        try:
+            return self._settle(await self._repeat(call, outcome), call.url)
+        finally:
+            self._recovered = None
+            recovered.set()
+
+    async def _repeat(self, call: _Call, outcome: Outcome) -> Outcome:
+        started = time.monotonic()
+        next_line = started + WAIT_LINE_SECONDS
+        server_errors = 0
+        delay = FIRST_DELAY_SECONDS
+        while True:
+            server_errors += not isinstance(outcome, OSError) and outcome.status == 500
+            waited = time.monotonic() - started
+            if not self._worth_waiting(outcome, server_errors) or waited > self._wait_timeout_seconds:
+                return outcome
+            if time.monotonic() >= next_line:
+                logger.info("waiting for %s (%.0f s): %s", self.config.root_url, waited, _describe(outcome))
+                next_line += WAIT_LINE_SECONDS
+            await anyio.sleep(delay)
+            delay = min(LONGEST_DELAY_SECONDS, delay * 1.5)
+            self._leave_if_possible(call, outcome)
+            outcome = await self._attempt(call)
+            if _is_final(outcome):
+                return outcome
+
+    def _worth_waiting(self, outcome: Outcome, server_errors: int) -> bool:
+        unknown_host = isinstance(outcome, OSError) and _find_host_error(outcome) is not None
+        return self.config.health_check and not unknown_host and server_errors < SERVER_ERROR_ATTEMPTS
+
+    def _settle(self, outcome: Outcome, url: str) -> bytes:
+        if isinstance(outcome, OSError):
+            raise self._unreachable(outcome) from outcome
+        if outcome.is_success:
+            return outcome.content
+        reason = f"{url} answered {_describe(outcome)}"
+        if outcome.status in RETRIED_STATUSES and outcome.status != 500:
+            raise InferenceUnavailable(f"{reason}; is the inference server healthy?")
+        raise InferenceRefused(reason)
+
+    def _unreachable(self, error: OSError) -> InferenceHostUnknown | InferenceUnavailable:
+        url = self.config.base_url
+        if (unknown := _find_host_error(error)) is not None:
+            return InferenceHostUnknown(f"the host of {url} cannot be resolved ({unknown}); check --openai.base_url")
+        return InferenceUnavailable(
+            f"no inference server answers at {url} ({type(error).__name__} {error}); start it or set --openai.base_url"
+        )
+
+    async def _send(self, call: _Call) -> Response:
+        on_piece = call.on_piece
+        if on_piece is None:
+            return await self._transport.request(call.method, call.url, call.body)
+
+        def hand_on(part: bytes) -> None:
+            call.begun = True
+            on_piece(part)
+
+        return await self._transport.request(call.method, call.url, call.body, on_piece=hand_on)
+
+    async def _attempt(self, call: _Call) -> Outcome:
+        call.attempts += 1
+        try:
+            outcome = await self._send(call)
+        except OSError as error:  # among them the timeout
+            if call.begun:
+                raise InferenceUnavailable(f"the answer of {call.url} broke off: {_describe(error)}") from error
+            return error
+        if outcome.status not in RETRIED_STATUSES:
+            self._avoided_seconds = self._avoided_until = 0.0
+        return outcome
+
+
+def _headers(config: APIServerConfig) -> dict[str, str]:
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    if config.api_key:
+        headers["Authorization"] = f"Bearer {config.api_key}"
+    return headers
+
+
+def _is_final(outcome: Outcome) -> bool:
+    return not isinstance(outcome, OSError) and outcome.status not in RETRIED_STATUSES
+
+
+def _describe(outcome: Outcome) -> str:
+    if isinstance(outcome, OSError):
+        return f"{type(outcome).__name__} {outcome}".rstrip()
+    try:
+        problem = msgspec.json.decode(outcome.content, type=dict[str, Any])
+        detail = problem.get("detail") or problem.get("error") or problem
+    except msgspec.DecodeError:
+        detail = outcome.content[:300].decode("utf-8", "replace")
+    return f"{outcome.status}: {detail}"
+
+
+def _find_host_error(error: BaseException | None) -> socket.gaierror | None:
+    seen: set[int] = set()  # a chain of causes may lead back to itself
+    while error is not None and id(error) not in seen:
+        if isinstance(error, socket.gaierror):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None

@@ -1,0 +1,345 @@
+"""What an environment server counts and times, summed up when the trainer makes a step.
+
+Weights & Biases for environment servers, when it is asked for and installed.
+
+Results of an evaluation as files: `metrics.json` and `samples.jsonl`, with the policy versions they belong to.
+
+Groups that were collected and not sent: counted by reason, told in the log with an example, reported to the broker.
+
+Without this a reward that is always the same, a task that is too hard and a limit that is too small look alike from
+outside: nothing is ever trained, and nothing says so.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import logging
+import random
+import string
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from atropos_api.common.concurrency import Condition
+from atropos_api.common.files import free_path, write_whole
+from atropos_api.wire.groups import Group
+from atropos_api.wire.messages import DropReport
+from environments.sdk.session.sequences import NOT_TRAINED
+
+KEPT_TIMINGS = 1000
+
+
+@dataclass(slots=True)
+class RolloutMetrics:
+    """Counters since the last summary; timings keep the latest thousand, so nothing grows."""
+
+    sent: int = 0
+    rejected: int = 0
+    failed: int = 0
+    retried: int = 0
+    seconds_succeeded: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMINGS))
+    seconds_failed: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMINGS))
+
+    def summary(self, lengths: Sequence[int], max_token_length: int) -> dict[str, float]:
+        """The metrics by Atropos' names, with the numbers of trained tokens; the counters begin anew."""
+        metrics: dict[str, float] = {
+            "train/items_sent_to_api": self.sent,
+            "train/items_rejected": self.rejected,
+            "train/items_failed": self.failed,
+            "train/items_retried": self.retried,
+            **_spread("train_perf/succeeded_task_duration", self.seconds_succeeded),
+            **_spread("train_perf/failed_task_duration", self.seconds_failed),
+            **_spread("train_perf/task_duration", [*self.seconds_succeeded, *self.seconds_failed]),
+        }
+        if lengths:
+            spread = _spread("train/completion_lengths", lengths)
+            metrics["train/completion_lengths"] = spread.pop("train/completion_lengths_mean")
+            metrics |= spread
+            near_limit = sum(length > 0.95 * max_token_length for length in lengths)
+            metrics["train/completion_lengths_p95"] = near_limit / len(lengths)
+        self.sent = self.rejected = self.failed = self.retried = 0
+        return metrics
+
+
+def _spread(name: str, values: Sequence[float] | deque[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    mean = sum(values) / len(values)
+    deviation = (sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5
+    return {
+        f"{name}_mean": mean,
+        f"{name}_std": deviation,
+        f"{name}_max": float(max(values)),
+        f"{name}_min": float(min(values)),
+    }
+
+
+logger = logging.getLogger(__name__)
+
+
+class WandbTracker:
+    """A W&B run that is begun with the first metrics; without the package it says so once and does nothing."""
+
+    def __init__(self, *, name: str, project: str | None, group: str | None, config: Mapping[str, Any]) -> None:
+        self._arguments: dict[str, Any] = {"name": name, "project": project, "group": group, "config": dict(config)}
+        self._run: Any = None
+        self._given_up = False
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        self.begin()
+        if self._run is not None:
+            self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+    def begin(self) -> None:
+        """Begin the run, unless that was done or could not be."""
+        if self._run is not None or self._given_up:
+            return
+        try:
+            import wandb
+
+            self._run = wandb.init(**self._arguments)
+        except Exception as error:  # noqa: BLE001 - W&B fails in many ways; none may stop the rollouts
+            self._given_up = True
+            logger.warning(
+                "not logging to W&B (%s %s); --env.use_wandb false ends this line", type(error).__name__, error
+            )
+
+
+def run_name(name: str) -> str:
+    """A name for one run among many of the same environment: with the day and six letters."""
+    letters = "".join(random.choices(string.ascii_lowercase, k=6))
+    return f"{name}-{dt.datetime.now(dt.UTC):%Y-%m-%d}-{letters}"
+
+
+def rollout_table(rows: Sequence[Sequence[Any]]) -> Any | None:
+    """W&B's table of texts and scores; None without the package."""
+    try:
+        import wandb
+    except ImportError:
+        return None
+    return wandb.Table(columns=["text", "score"], data=[list(row[:2]) for row in rows])
+
+
+METRICS_FILE: Final = "metrics.json"
+
+SAMPLES_FILE: Final = "samples.jsonl"
+
+EARLIER_FOLDER: Final = "earlier"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """What `BaseEnv.evaluate_log` was given, plus where in the run it belongs."""
+
+    metrics: Mapping[str, Any]
+    task_name: str
+    model_name: str
+    seconds: float
+    generation_parameters: Mapping[str, Any]
+    samples: Sequence[Mapping[str, Any]] = ()
+    step: int | None = None
+    versions: frozenset[int] = field(default_factory=frozenset)
+
+    def all_metrics(self) -> dict[str, Any]:
+        """The metrics with the range of policy versions that were sampled; the same number twice when it was one."""
+        versions = {}
+        if self.versions:
+            versions = {"policy_version_min": min(self.versions), "policy_version_max": max(self.versions)}
+        return {**self.metrics, **versions}
+
+    def document(self) -> dict[str, Any]:
+        """The content of `metrics.json`, in the form of Atropos and lighteval."""
+        metrics = self.all_metrics()
+        return {
+            "config_general": {
+                "model_name": self.model_name,
+                "total_evaluation_time_seconds": str(self.seconds),
+                "generation_parameters": dict(self.generation_parameters),
+                "step": self.step,
+            },
+            "results": {f"atropos|{self.task_name}|0": metrics, "all": metrics},
+        }
+
+    def write(self, directory: Path) -> None:
+        """Both files, each whole or not there."""
+        directory.mkdir(parents=True, exist_ok=True)
+        write_whole(directory / SAMPLES_FILE, "".join(json.dumps(sample) + "\n" for sample in self.samples))
+        write_whole(directory / METRICS_FILE, json.dumps(self.document(), indent=2) + "\n")
+
+
+class ResultFolders:
+    """The folders that one process writes results to; what another has left for the same step is kept aside."""
+
+    def __init__(self) -> None:
+        self._own: set[Path] = set()
+
+    def write(self, result: EvaluationResult, directory: Path) -> None:
+        if directory not in self._own and result.step is not None:
+            kept = keep_earlier(directory)
+            if kept is not None:
+                logger.info("%s held the results of another run, which are in %s now", directory, kept)
+        self._own.add(directory)
+        result.write(directory)
+
+
+def holds_results(directory: Path) -> bool:
+    return any((directory / name).exists() for name in (METRICS_FILE, SAMPLES_FILE))
+
+
+def keep_earlier(directory: Path) -> Path | None:
+    """Move the results of an earlier process out of the way; where they are now, None if there were none."""
+    if not holds_results(directory):
+        return None
+    kept = free_path(directory.parent / EARLIER_FOLDER / directory.name)
+    kept.parent.mkdir(exist_ok=True)
+    return directory.rename(kept)
+
+
+def format_metrics(metrics: Mapping[str, Any]) -> str:
+    """One line of `name value`; what is no number is left as it is."""
+    return " ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in metrics.items()
+    )
+
+
+FIRST_LINE_AFTER: Final = 8
+
+LINE_SECONDS: Final = 30.0
+
+LONGEST_EXAMPLE: Final = 160
+
+EQUAL_SCORES, TOO_LONG, GROUP_SIZE = "equal-scores", "too-long", "group-size"
+
+NO_GROUP, FAILED, TIMED_OUT = "no-group", "failed", "timed-out"
+
+REFUSED, UNSENT = "refused", "unsent"
+
+ADVICE: Final[Mapping[str, str]] = {
+    EQUAL_SCORES: "--env.ensure_scores_are_not_same false sends them",
+    TOO_LONG: "a smaller --env.max_token_length or a larger --seq-len of the trainer lets them through",
+    GROUP_SIZE: "--env.group_size is what is expected; group_overrides={'group_size': n} says otherwise for a group",
+    NO_GROUP: "collect_trajectories or postprocess_histories returned None for them",
+    FAILED: "the warnings above say why; --env.rollout_attempts sets how often an item is tried",
+    TIMED_OUT: "--env.worker_timeout sets how long a rollout may take",
+    REFUSED: "the broker refused them, and says which field is wrong",
+    UNSENT: "--env.drain_seconds sets how long the end may take",
+}
+"""What to do about each reason."""
+
+Example = Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Why a group is not sent: a reason that is counted, and a sentence with this group's values."""
+
+    reason: str
+    why: str
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known of all groups dropped for one reason."""
+
+    count: int = 0
+    why: str = ""
+    example: Example | None = None
+
+
+class DroppedGroups:
+    """The dropped groups of one environment process."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.changed = Condition()
+        self.sent = 0
+        self._clock = clock
+        self._session = uuid.uuid4().hex
+        self._kinds: dict[str, _Kind] = {}
+        self._first_at = self._told_at = float("-inf")
+        self._told = self._sent_when_told = 0
+
+    @property
+    def total(self) -> int:
+        return sum(kind.count for kind in self._kinds.values())
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {reason: kind.count for reason, kind in self._kinds.items()}
+
+    def note_sent(self) -> None:
+        self.sent += 1
+
+    def note(self, rejection: Rejection, example: Example | None = None, *, count: int = 1) -> None:
+        """Count a dropped group; the log gets a line after the first eight, and then each half a minute."""
+        kind = self._kinds.setdefault(rejection.reason, _Kind())
+        if rejection.reason == EQUAL_SCORES and kind.count and kind.why != rejection.why:
+            rejection = Rejection(EQUAL_SCORES, "the scores within each group are equal")
+        kind.count += count
+        kind.why, kind.example = rejection.why, example or kind.example
+        self.changed.ring()
+        now = self._clock()
+        if self.total == count:
+            self._first_at = now
+        enough = self._told or self.total >= FIRST_LINE_AFTER
+        if now - self._told_at >= LINE_SECONDS and (enough or now - self._first_at >= LINE_SECONDS):
+            self._told_at = now
+            self.tell()
+
+    def tell(self) -> None:
+        """Log what was dropped so far, if there is news; a warning where nothing at all has got through since."""
+        if self.total == self._told:
+            return
+        level = logging.INFO if self.sent > self._sent_when_told else logging.WARNING
+        logger.log(level, "%s", self.explain())
+        self._told, self._sent_when_told = self.total, self.sent
+
+    def explain(self) -> str:
+        """How many, why, the last answer dropped for the commonest reason, and what to change."""
+        if not self._kinds:
+            return ""
+        scored = self.total + self.sent
+        ranked = sorted(self._kinds.items(), key=lambda item: -item[1].count)
+        commonest, kind = ranked[0]
+        groups = "1 group" if scored == 1 else f"{scored} groups"
+        head = f"{self.total} of {groups} dropped" if self.sent else f"{groups} collected, all dropped"
+        whys = ", ".join(f"{one.why} ({one.count})" if len(ranked) > 1 else one.why for _, one in ranked)
+        shown = "" if kind.example is None else _shown(kind.example)
+        return f"{head}: {whys}{shown}; {ADVICE[commonest]}"
+
+    def report(self) -> DropReport:
+        """All of it for the broker."""
+        return DropReport(session=self._session, groups=self.counts, explanation=self.explain()[:2000])
+
+
+def _shown(example: Example) -> str:
+    try:
+        return f"; {example()}"
+    except Exception:  # noqa: BLE001 - an environment's own tokenizer may raise anything, and this is but an example
+        return ""
+
+
+def last_answer(group: Group, decode: Callable[[list[int]], str]) -> Example:
+    """The last rollout's sampled text as an example, decoded only when it is shown; the rest of the group may go."""
+    mask = group.masks[-1] if group.masks else []
+    sampled = [int(token) for token in mask if token != NOT_TRAINED]
+    return lambda: f"last answer: {quoted(decode(sampled))}"
+
+
+def quoted(value: Any) -> str:
+    """`value` in quotes on one line, its end where it is long: that says more of a score than how a text begins."""
+    text = value if isinstance(value, str) else repr(value)
+    return repr(text if len(text) <= LONGEST_EXAMPLE else f"…{text[-LONGEST_EXAMPLE:]}")
+
+
+def one_line(text: str) -> str:
+    """The beginning of a message, without its line breaks."""
+    return " ".join(text.split())[:LONGEST_EXAMPLE]

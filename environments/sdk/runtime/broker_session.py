@@ -1,0 +1,194 @@
+"""An environment server's connection to the broker: registered, paced, its outbox losing and doubling nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import anyio
+
+from atropos_api.common.concurrency import Condition
+from atropos_api.common.errors import AtroposError
+from atropos_api.wire.groups import Group
+from atropos_api.wire.messages import EnvironmentInfo, EnvironmentRequest, Pacing
+from environments.sdk.reporting import DroppedGroups
+
+if TYPE_CHECKING:
+    from atropos_api.client import AsyncBrokerClient
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_WAIT_SECONDS = 10.0
+
+MOST_GROUPS_A_POST = 64
+
+PAUSE_SECONDS = 0.5
+
+LEAVE_SECONDS = 1.0
+
+REPORT_SECONDS = 1.0
+
+NO_SUCH_ROUTE = frozenset({404, 405})
+
+GROUP_REFUSALS = frozenset({400, 413, 422})  # about the groups sent, not about who sends them
+
+
+class BrokerConnection:
+    """Keeps `pacing` fresh and submits groups; rings `changed` whenever either moves.
+
+    `pending_sequences` and `pending_groups` count what is handed in and not yet acknowledged.
+    """
+
+    def __init__(self, client: AsyncBrokerClient, request: EnvironmentRequest, *, wait_timeout_seconds: float) -> None:
+        self.changed = Condition()
+        self.pacing: Pacing | None = None
+        self.info: EnvironmentInfo | None = None
+        self.pending_sequences = self.pending_groups = 0
+        self.on_step: Callable[[Pacing], None] = lambda _: None
+        self.on_policy: Callable[[Pacing], None] = lambda _: None
+        self.on_refused: Callable[[Group, Exception], None] = lambda _, __: None
+        self._client = client
+        self._request = request
+        self._wait_timeout_seconds = wait_timeout_seconds
+        self._outbox: deque[Group] = deque()
+        self._adoptions = 0
+
+    async def register(self) -> EnvironmentInfo:
+        """Wait for the broker and register; again after a broker has forgotten this environment."""
+        await self._client.wait_until_ready(self._wait_timeout_seconds, logger.info)
+        self.info = await self._client.register_environment(self._request)
+        self._adopt(self.info.pacing, authoritative=True)
+        return self.info
+
+    def hand_in(self, group: Group) -> None:
+        """Queue a group for submission."""
+        self._outbox.append(group)
+        self.pending_sequences += len(group.tokens)
+        self.pending_groups += 1
+        self.changed.ring()
+
+    async def keep_pacing(self) -> None:
+        """Hear from the broker for ever: at once when the pacing changes, else every ten seconds."""
+        while True:
+            assert self.info is not None
+            seen = self._adoptions
+            try:
+                pacing = await self._client.heartbeat(
+                    self.info.environment_id,
+                    revision=self.pacing.revision if self.pacing is not None else None,
+                    wait_seconds=HEARTBEAT_WAIT_SECONDS,
+                )
+            except AtroposError as error:
+                await self._recover(error)
+                continue
+            # An answer that was on its way while a submission was answered may be the older one.
+            self._adopt(pacing, authoritative=seen == self._adoptions)
+
+    async def keep_submitting(self) -> None:
+        """Submit what is handed in, for ever; all that has gathered meanwhile goes in one request."""
+        while True:
+            while not self._outbox:
+                await self.changed.wait()
+            groups = [self._outbox.popleft() for _ in range(min(len(self._outbox), MOST_GROUPS_A_POST))]
+            await self._submit(groups)
+
+    async def keep_reporting(self, dropped: DroppedGroups) -> None:
+        """Tell the broker of dropped groups for as long as it takes such reports, at most every few seconds."""
+        from atropos_api.client import BrokerRefused
+
+        told = 0
+        while True:
+            while dropped.total == told:
+                await dropped.changed.wait()
+            assert self.info is not None
+            told = dropped.total
+            try:
+                await self._client.report_dropped(self.info.environment_id, dropped.report())
+            except BrokerRefused as error:
+                if error.status in NO_SUCH_ROUTE and error.kind != "unknown-environment":
+                    logger.debug("this broker takes no reports of dropped groups: %s", error)
+                    return
+            except AtroposError as error:
+                logger.debug("dropped groups are reported later: %s", error)
+            await anyio.sleep(REPORT_SECONDS)
+
+    async def leave(self) -> None:
+        """Say goodbye, so that nobody waits for this environment; a broker that is away finds out by itself."""
+        if self.info is not None:
+            with anyio.move_on_after(LEAVE_SECONDS, shield=True), contextlib.suppress(AtroposError):
+                await self._client.leave(self.info.environment_id)
+
+    async def flush(self) -> None:
+        """Return when everything handed in is acknowledged."""
+        while self.pending_sequences:
+            await self.changed.wait()
+
+    async def _submit(self, groups: list[Group]) -> None:
+        key = uuid.uuid4().hex
+        answered = None
+        while answered is None:
+            assert self.info is not None
+            try:
+                answered = await self._client.submit(self.info.environment_id, groups, idempotency_key=key)
+            except AtroposError as error:
+                if self._is_refusal(error):
+                    await self._refused(groups, error)
+                    return
+                await self._recover(error)
+        self._acknowledge(groups)
+        if answered.pacing is not None:
+            self._adopt(answered.pacing, authoritative=False)
+        self.changed.ring()
+
+    async def _refused(self, groups: list[Group], error: Exception) -> None:
+        """Find the group the broker will not have; its neighbours are sent again without it."""
+        if len(groups) > 1:
+            for group in groups:
+                await self._submit([group])
+            return
+        logger.error("a group was refused and is dropped: %s", error)
+        self.on_refused(groups[0], error)
+        self._acknowledge(groups)
+        self.changed.ring()
+
+    async def _recover(self, error: Exception) -> None:
+        """After an outage or a broker that lost its memory: wait, register again; anything else is raised."""
+        from atropos_api.client import BrokerRefused, BrokerUnreachable
+
+        out = isinstance(error, BrokerUnreachable) or (isinstance(error, BrokerRefused) and error.status >= 500)
+        if out:
+            logger.warning("%s; waiting for it", error)
+            await anyio.sleep(PAUSE_SECONDS)
+        elif not (isinstance(error, BrokerRefused) and error.kind == "unknown-environment"):
+            raise error
+        await self.register()
+
+    @staticmethod
+    def _is_refusal(error: Exception) -> bool:
+        from atropos_api.client import BrokerRefused
+
+        return isinstance(error, BrokerRefused) and error.status in GROUP_REFUSALS
+
+    def _acknowledge(self, groups: list[Group]) -> None:
+        self.pending_sequences -= sum(len(group.tokens) for group in groups)
+        self.pending_groups -= len(groups)
+
+    def _adopt(self, pacing: Pacing, *, authoritative: bool) -> None:
+        """Take over newer pacing. Only an answer that nothing overtook may lower the revision (a restarted broker)."""
+        known = self.pacing
+        if known is not None and pacing.revision < known.revision and not authoritative:
+            return
+        self.pacing = pacing
+        self._adoptions += 1
+        if known is None or known.policy_version != pacing.policy_version:
+            self.on_policy(pacing)
+        if known is not None and known.current_step != pacing.current_step:
+            self.on_step(pacing)
+        if pacing.paused_because and (known is None or known.paused_because != pacing.paused_because):
+            logger.warning("paused by the broker: %s", pacing.paused_because)
+        if known != pacing:
+            self.changed.ring()

@@ -1,0 +1,290 @@
+"""The command line every environment has: `serve`, `process`, `evaluate` and `validate`, with flags from its config.
+
+Runs one verb of an environment in an event loop: signals are heard, what was opened is closed, one error is told.
+
+Garbage collection for a server whose objects are mostly long lists of numbers, which hold no cycles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, cast
+
+import anyio
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from atropos_api.common.cliconfig import ConfigError, load_config, nearest
+from atropos_api.common.errors import AtroposError
+from atropos_api.common.identity import server_stem
+from atropos_api.common.logs import setup_logging
+from atropos_api.common.secrets import TokenSource
+from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list, slurm_servers
+from environments.sdk.environment import Environment
+from environments.sdk.errors import innermost
+from environments.sdk.runtime.stopping import StopRequest, listen_for_stop
+from environments.sdk.server_manager import MAX_N_COMPLETIONS
+
+logger = logging.getLogger(__name__)
+
+VERBS: dict[Verb, str] = {
+    "serve": "generate rollouts for a trainer, through the broker",
+    "process": "collect groups into a file, without a trainer",
+    "evaluate": "measure the model once",
+    "validate": "check the rewards on gold answers, without a model",
+}
+
+PRESETS: dict[Verb, dict[str, Any]] = {
+    "serve": {},
+    "process": {"ensure_scores_are_not_same": False, "include_messages": True},
+    "evaluate": {},
+    "validate": {},
+}
+
+
+class EnvironmentCommand(BaseModel):
+    """The sections of an environment's file, and the flags beside them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    env: BaseEnvConfig
+    openai: APIServerConfig | list[APIServerConfig]
+    slurm: bool = Field(False, description="find the inference servers of this Slurm job")
+    testing: bool = Field(False, description="refused: environments.sdk.testing has a server for tests")
+    overwrite: bool = Field(False, description="let `evaluate` replace the results in data_dir_to_save_evals")
+    max_n_completions: int = Field(MAX_N_COMPLETIONS, ge=1, description="samples asked for in one request")
+    proxy_url: str | None = Field(None, description="refused: sessions are kept here, without a proxy")
+
+    @property
+    def servers(self) -> list[APIServerConfig]:
+        return _listed(self.openai)
+
+    @property
+    def teachers(self) -> list[APIServerConfig] | None:
+        """The servers of the teacher, for environments that have one."""
+        teacher = getattr(self, "teacher", None)
+        return None if teacher is None else _listed(teacher)
+
+
+class LenientCommand(EnvironmentCommand):
+    """For environments written for Atropos, whose files may hold more."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def run_verb(env_cls: type[Environment], argv: Sequence[str]) -> int:
+    """Run `VERB [flags]`; the process's exit code."""
+    verb = _read_verb(env_cls, argv)
+    _require_complete(env_cls, verb)
+    setup_logging(env_cls.name or env_cls.__name__)
+    command = read_command(env_cls, verb, argv[1:])
+    _refuse_unsupported(command)
+    servers = slurm_servers(command.servers[0]) if command.slurm else command.servers
+    if verb == "serve" and not (env_cls.lenient or command.env.allow_estimated_tokens):
+        _require_trainable(servers)
+
+    def make_env() -> Environment:
+        env = env_cls(command.env, servers, slurm=command.slurm, testing=command.testing)
+        env.overwrite_results = command.overwrite
+        env.server.pool.max_n_completions = command.max_n_completions
+        if command.teachers is not None:
+            env.set_teacher(command.teachers)
+        return env
+
+    return run(verb, make_env)
+
+
+def read_command(env_cls: type[Environment], verb: Verb, argv: Sequence[str]) -> EnvironmentCommand:
+    """Flags over files over the environment's own defaults."""
+    env_config, server_configs = env_cls.config_init()
+    server = env_cls.server_config_cls | list[env_cls.server_config_cls]  # type: ignore[name-defined]
+    fields: dict[str, Any] = {"env": (type(env_config), ...), "openai": (server, ...)}
+    defaults = {"env": {**env_config.model_dump(), **PRESETS[verb]}, "openai": _as_default(server_configs)}
+    teacher_configs = env_cls.teacher_config_init()
+    if teacher_configs is not None:
+        fields["teacher"] = (server, ...)
+        defaults["teacher"] = _as_default(teacher_configs)
+    base: type[EnvironmentCommand] = LenientCommand if env_cls.lenient else EnvironmentCommand
+    model = cast("type[EnvironmentCommand]", create_model("EnvironmentCommand", __base__=base, **fields))
+    prog = f"{_program()} {verb}"
+    command: EnvironmentCommand = load_config(
+        model,
+        argv,
+        prog=prog,
+        description=f"{VERBS[verb]}.".capitalize(),
+        defaults=defaults,
+        adapt=partial(pass_over_foreign_keys, env_cls, type(env_config)),
+    )
+    return command
+
+
+def pass_over_foreign_keys(
+    env_cls: type[Environment], config: type[BaseModel], content: dict[str, Any], path: str
+) -> dict[str, Any]:
+    """What a run file holds, without settings of the environment that it was written for and that this one lacks."""
+    section = content.get("env")
+    written_for = section.get("server") if isinstance(section, Mapping) else None
+    if not isinstance(section, Mapping) or written_for is None or server_stem(str(written_for)) in _own_names(env_cls):
+        return content
+    known = {name for name in section if str(name).replace("-", "_") in config.model_fields}
+    if unknown := [str(name) for name in section if name not in known]:
+        logger.warning(
+            "%s is written for %s: passed over what %s has no setting for: %s",
+            path,
+            written_for,
+            env_cls.__name__,
+            ", ".join(unknown),
+        )
+    return {**content, "env": {name: value for name, value in section.items() if name in known}}
+
+
+def _own_names(env_cls: type[Environment]) -> set[str]:
+    """By what a run file may call this environment: its file, its module, its own name."""
+    return {server_stem(name) for name in (_program(), env_cls.__module__, env_cls.name or env_cls.__name__)}
+
+
+def _read_verb(env_cls: type[Environment], argv: Sequence[str]) -> Verb:
+    for verb in VERBS:
+        if argv and argv[0] == verb:
+            return verb
+    if argv and argv[0] in {"-h", "--help"}:
+        sys.stdout.write(_overview(env_cls))
+        raise SystemExit(0)
+    given = f"no verb {argv[0]!r}{nearest(argv[0], VERBS)}" if argv else "a verb is missing"
+    raise ConfigError(f"{given}; verbs are {', '.join(VERBS)}")
+
+
+def _require_complete(env_cls: type[Environment], verb: Verb) -> None:
+    """Say at once what the class lacks; `--help` of an unfinished one is of use all the same."""
+    missing = sorted(getattr(env_cls, "__abstractmethods__", ()))
+    collects = any(
+        getattr(env_cls, name) is not getattr(Environment, name)
+        for name in ("collect_trajectories", "collect_trajectory")
+    )
+    if verb in {"serve", "process"} and not collects:
+        missing.append("collect_trajectories")
+    if missing:
+        raise ConfigError(f"{env_cls.__name__} has no {' and no '.join(missing)}; {verb} needs it")
+
+
+def _overview(env_cls: type[Environment]) -> str:
+    purpose = (env_cls.__doc__ or "").strip().splitlines()
+    lines = [f"usage: {_program()} VERB [--help] [flags]", "", *purpose[:1], "", "verbs:"]
+    return "\n".join([*lines, *(f"  {verb:<10}{text}" for verb, text in VERBS.items()), ""])
+
+
+def _program() -> str:
+    return os.path.basename(sys.argv[0])  # noqa: PTH119 - a name, not a path
+
+
+def _as_default(configs: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> Any:
+    servers = [server.model_dump() for server in as_server_list(configs)]
+    return servers[0] if len(servers) == 1 else servers
+
+
+def _listed(servers: APIServerConfig | list[APIServerConfig]) -> list[APIServerConfig]:
+    return servers if isinstance(servers, list) else [servers]
+
+
+def _refuse_unsupported(command: EnvironmentCommand) -> None:
+    if command.testing:
+        raise ConfigError(
+            "--testing: Atropos' stand-in servers never worked there and are not here; "
+            "environments.sdk.testing.FakeInference is an inference server for tests"
+        )
+    if command.proxy_url is not None:
+        raise ConfigError(
+            f"--proxy_url {command.proxy_url}: sessions talk to the inference servers themselves; "
+            "leave it out and name the servers with --openai.base_url"
+        )
+
+
+def _require_trainable(servers: Sequence[APIServerConfig]) -> None:
+    from environments.sdk.inference.server import refuse_for_training
+
+    for server in servers:
+        if server.server_type == "openai":
+            refuse_for_training(server)
+
+
+Verb = Literal["serve", "process", "evaluate", "validate"]
+
+CLOSING_SECONDS = 10.0
+"""How long files and the page of `process` may take after a signal."""
+
+
+def run(verb: Verb, make_env: Callable[[], Environment]) -> int:
+    """Make the environment and do what the verb says; the exit code. Of errors together the first one is raised."""
+    with listen_for_stop() as stop:
+        env = make_env()
+
+        async def run_and_close() -> int:
+            try:
+                return await _do(verb, env, stop)
+            finally:
+                await env.aclose()
+
+        collect_rarely()
+        try:
+            return anyio.run(run_and_close, backend_options={"use_uvloop": True})
+        except BaseExceptionGroup as errors:
+            known = errors.subgroup(AtroposError)
+            if known is None:
+                raise
+            raise innermost(known) from errors
+
+
+async def _do(verb: Verb, env: Environment, stop: StopRequest) -> int:
+    from environments.sdk.runtime.commands import evaluate_alone, process, validate
+
+    if verb == "serve":
+        await _serve(env, stop)
+        return 0
+    work = {"process": process, "evaluate": evaluate_alone, "validate": validate}[verb]
+    return await _unless_stopped(work(env), stop)
+
+
+async def _serve(env: Environment, stop: StopRequest) -> None:
+    from atropos_api.client import AsyncBrokerClient
+    from environments.sdk.runtime.worker import EnvironmentWorker
+
+    config = env.config
+    token = TokenSource.settle(
+        config.rollout_server_token,
+        config.rollout_server_token_file,
+        os.environ,
+        flag="--env.rollout_server_token_file",
+    )
+    async with AsyncBrokerClient(config.rollout_server_url, token=token) as client:
+        await EnvironmentWorker(env, client, stop).serve()
+
+
+async def _unless_stopped(work: Coroutine[Any, Any, int | None], stop: StopRequest) -> int:
+    """The exit code of `work`; a signal cancels it, and it has a little time to close its files."""
+    stop.patience_seconds = CLOSING_SECONDS
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait_for(1))
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result() or 0
+        task.cancel()
+        await asyncio.wait({task})
+        return stop.exit_code
+    finally:
+        stopped.cancel()
+
+
+YOUNG_OBJECTS = 50_000  # more than the rollouts in flight hold, which at 700 would be looked through all the time
+
+
+def collect_rarely() -> None:
+    """Never look at what is loaded already again, and at what is new less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, 20, 50)

@@ -1,0 +1,223 @@
+"""What an environment needs before its `setup`: places to write to, and the model's tokenizer, loaded once.
+
+The verb `process`: collect groups one after another into a file, without a trainer or a broker.
+
+Beside the JSON lines lies a page of the same name to read them in a browser.
+
+Runs an environment's evaluation: its requests marked as such, its results placed in the run.
+
+The verb `validate`: the environment's rewards tried on answers known to be right and wrong, without any model.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import yaml
+
+from atropos_api.common.concurrency import run_blocking
+from atropos_api.common.files import FileInTheWay, write_private
+from atropos_api.common.secrets import public_settings
+from environments.rewards.gold_check import check_gold
+from environments.sdk.environment import Environment
+from environments.sdk.errors import EnvironmentsError, GoldMissing, TokenizerUnavailable
+from environments.sdk.group_files import write_page
+from environments.sdk.groups import GroupRules
+from environments.sdk.reporting import holds_results
+from environments.sdk.runtime.rollouts import Delivery, RolloutRunner
+from environments.sdk.session.sequences import keep_journal
+from environments.sdk.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class PathUnusable(EnvironmentsError):
+    """Nothing can be written where the configuration says."""
+
+
+async def prepare(env: Environment, *, needs_tokenizer: bool = True) -> None:
+    """Find out at once what would fail hours later: the first group or result that cannot be written, a tokenizer."""
+    config = env.config
+    if config.data_path_to_save_groups is not None:
+        _require_writable(Path(config.data_path_to_save_groups).parent, "--env.data_path_to_save_groups")
+    if config.data_dir_to_save_evals is not None:
+        _require_writable(Path(config.data_dir_to_save_evals), "--env.data_dir_to_save_evals")
+    if needs_tokenizer:
+        await prepare_tokenizer(env)
+    if not env.evaluation_only:
+        await env.check_servers()
+
+
+def evaluates(env: Environment) -> bool:
+    """Whether the environment can evaluate; a line in the log where it is asked to and cannot."""
+    config = env.config
+    if not env.can_evaluate and (config.eval_at_start or config.eval_at_end or config.steps_per_eval > 0):
+        logger.info("%s has no evaluate, so nothing is evaluated", type(env).__name__)
+    return env.can_evaluate
+
+
+def _require_writable(folder: Path, flag: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise PathUnusable(f"{flag}: nothing can be written into {folder} ({error.strerror}); name another") from error
+
+
+async def prepare_tokenizer(env: Environment) -> None:
+    """Load the tokenizer that is named, or else that of the model which the inference server serves.
+
+    Where every server speaks text alone and none is named there is none to load; whoever asks for it is told so.
+    """
+    if "tokenizer" in vars(env) or type(env).tokenizer is not Environment.tokenizer:
+        return  # the environment has one of its own
+    name = env.config.tokenizer_name
+    if name is not None:
+        env.tokenizer = await _load(name)
+        return
+    told = await env.server.tokenizer_name()
+    if told is None:
+        return
+    url, name = told
+    logger.info("the tokenizer is that of the model at %s: %s", url, name)
+    try:
+        env.tokenizer = await _load(name)
+    except TokenizerUnavailable as error:
+        raise TokenizerUnavailable(f"{url} serves {name}: {error}") from error
+    env.config.tokenizer_name = name
+
+
+async def _load(name: str) -> Any:
+    return await run_blocking(lambda: load_tokenizer(name), about=f"the tokenizer {name}")
+
+
+class NothingToCollect(EnvironmentsError):
+    """No number of groups is given: `process` has no run to take it from."""
+
+
+async def process(env: Environment) -> None:
+    """Collect `total_steps` groups; an item that yields none is replaced by the next."""
+    env.process_mode = True
+    if env.config.total_steps < 1:
+        raise NothingToCollect(f"total_steps is {env.config.total_steps}; say with --env.total_steps how many groups")
+    if env.config.data_path_to_save_groups is None:
+        env.config.data_path_to_save_groups = f"data/{env.registered_name}.jsonl"
+    env.config.groups_to_keep = 0  # every group that is asked for is kept
+    await prepare(env)
+    await env.setup()
+    await env.setup_wandb()
+    rules = GroupRules(
+        group_size=env.config.group_size,
+        max_token_length=-1,
+        ensure_scores_are_not_same=env.config.ensure_scores_are_not_same,
+    )
+    delivery = Delivery(env, lambda: rules, send=lambda _: None)
+    try:
+        await _collect(env, RolloutRunner(env, delivery))
+    finally:
+        env.dropped_groups.tell()
+        _close(env, delivery)
+    if delivery.file is None or not delivery.file.count:
+        logger.warning("no group was collected, so nothing is written")
+
+
+async def _collect(env: Environment, collector: RolloutRunner) -> None:
+    done = 0
+    while done < env.config.total_steps:
+        item = await collector.next_item()
+        if item is None:
+            return
+        sent = await collector.collect(item)
+        if sent:
+            done += sent
+            env.curr_step += 1
+            await env.wandb_log()
+
+
+def _close(env: Environment, delivery: Delivery) -> None:
+    delivery.close()
+    if env.tracker is not None:
+        env.tracker.finish()
+    file = delivery.file
+    if file is not None and file.count:
+        page = write_page(file.path)
+        logger.info("wrote %d groups to %s and a page to read them to %s", file.count, file.path, page)
+
+
+class NoEvaluation(EnvironmentsError):
+    """An evaluation was asked for by name of an environment that has none."""
+
+
+async def run_evaluation(env: Environment, *, step: int | None) -> None:
+    """Evaluate once; `step` is the trainer step it belongs to, None outside a run."""
+    env.evaluation_step = step
+    with keep_journal("eval"):
+        await env.evaluate()
+
+
+async def evaluate_alone(env: Environment) -> None:
+    """The verb `evaluate`: set up, evaluate, done. `evaluation_only` spares an environment what it trains on."""
+    if not env.can_evaluate:
+        raise NoEvaluation(f"{type(env).__name__} has no evaluate; write one that calls self.evaluate_log")
+    env.evaluation_only = True
+    _require_free_folder(env)
+    await prepare(env, needs_tokenizer=any(server.config.server_type != "openai" for server in env.server.servers))
+    await env.setup()
+    await env.setup_wandb()
+    try:
+        await run_evaluation(env, step=None)
+    finally:
+        if env.tracker is not None:
+            env.tracker.finish()
+    if env.config.data_dir_to_save_evals is not None:
+        _save_config(env, Path(env.config.data_dir_to_save_evals))
+
+
+def _require_free_folder(env: Environment) -> None:
+    folder = env.config.data_dir_to_save_evals
+    if folder is not None and holds_results(Path(folder)) and not env.overwrite_results:
+        raise FileInTheWay(
+            f"{folder} holds the results of an evaluation, which stay as they are; name another "
+            "--env.data_dir_to_save_evals, or let --overwrite replace them"
+        )
+
+
+def _save_config(env: Environment, folder: Path) -> None:
+    """Write beside the results what they were measured with; secrets stay out."""
+    document = {
+        "env": public_settings(env.config),
+        "openai": [public_settings(server.config) for server in env.server.servers],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_private(folder / "evaluate_config.yaml", yaml.safe_dump(document, sort_keys=False))
+
+
+async def validate(env: Environment) -> int:
+    """Report pass or fail for every gold item; the exit code, 1 when any failed."""
+    _require_hooks(type(env))
+    await env.setup()
+    count, failed = 0, []
+    async for result in check_gold(env.gold_items(), env.score_answer, best=env.best_score):
+        count += 1
+        if result.passed:
+            sys.stdout.write(f"pass  {result.name}\n")
+        else:
+            failed.append(result.name)
+            sys.stdout.write(f"FAIL  {result.name}: {'; '.join(result.problems)}\n")
+    if not count:
+        raise GoldMissing(f"{type(env).__name__}.gold_items gave no item, so nothing was checked; give at least one")
+    sys.stdout.write(f"{count - len(failed)} of {count} items passed\n")
+    if failed:
+        sys.stdout.write(f"failed: {', '.join(failed)}\n")
+    return 1 if failed else 0
+
+
+def _require_hooks(env_cls: type[Environment]) -> None:
+    for hook in ("gold_items", "score_answer"):
+        if getattr(env_cls, hook) is getattr(Environment, hook):
+            raise GoldMissing(f"{env_cls.__name__} has no {hook}; validate needs gold_items and score_answer")

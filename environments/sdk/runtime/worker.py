@@ -1,0 +1,340 @@
+"""`serve`: rollouts for a trainer, as many at once as the broker's pacing leaves room for, until the run is finished.
+
+Everything runs in one task group: the link to the broker, the rollouts, an evaluation now and then. Admission waits
+for something to change (pacing, a finished rollout, the end of an evaluation) and never polls.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.lowlevel
+from anyio.abc import TaskGroup
+
+from atropos_api.wire.groups import Group
+from atropos_api.wire.messages import EnvironmentRequest, Pacing
+from environments.sdk.config import EvalHandlingEnum
+from environments.sdk.environment import Environment
+from environments.sdk.errors import EnvironmentsError, EvaluationFailed
+from environments.sdk.groups import GroupRules, Item
+from environments.sdk.reporting import REFUSED, UNSENT, Rejection, last_answer, one_line
+from environments.sdk.runtime.broker_session import BrokerConnection
+from environments.sdk.runtime.commands import evaluates, prepare, run_evaluation
+from environments.sdk.runtime.rollouts import Delivery, RolloutRunner
+from environments.sdk.runtime.stopping import StopRequest, listen_for_stop
+
+if TYPE_CHECKING:
+    from atropos_api.client import AsyncBrokerClient
+
+logger = logging.getLogger(__name__)
+
+NO_ITEM_PAUSE_SECONDS = 1.0
+
+ENDING_SECONDS = 5.0
+"""What an orderly end may take beside the drains of rollouts and of groups."""
+
+FINISHING_SECONDS = 30.0
+"""What W&B may take to send what it has."""
+
+
+class EnvironmentWorker:
+    """Serves one environment to one broker."""
+
+    def __init__(self, env: Environment, client: AsyncBrokerClient, stop: StopRequest | None = None) -> None:
+        """Without `stop` the worker listens for signals itself, for as long as it serves."""
+        config = env.config
+        self._stop = stop
+        request = EnvironmentRequest(
+            name=env.registered_name,
+            group_size=config.group_size,
+            max_token_length=config.max_token_length,
+            weight=config.inference_weight,
+            min_batch_allocation=config.min_batch_allocation,
+            max_batches_offpolicy=config.max_batches_offpolicy,
+        )
+        self._env = env
+        env.worker = self
+        self._link = BrokerConnection(client, request, wait_timeout_seconds=config.wait_timeout)
+        self._link.on_step = self._note_step
+        self._link.on_refused = self._note_refused
+        self._link.on_policy = lambda pacing: env.server.follow(pacing.policy_name, pacing.policy_version)
+        self._changed = self._link.changed
+        self._delivery = Delivery(env, self._rules, self._link.hand_in)
+        self._collector = RolloutRunner(env, self._delivery)
+        self._rolling = self._begun = self._given_up = 0
+        self._background: TaskGroup | None = None
+        self._rollouts: TaskGroup | None = None
+        self._beginning: anyio.CancelScope | None = None
+        self._evaluation: anyio.CancelScope | None = None
+        self._evaluation_due = self._evaluates = False
+        self._log_due = False
+        self._stopping = False
+
+    async def serve(self) -> None:
+        """Run until the broker says the run is finished, or until SIGTERM or SIGINT."""
+        self._env.require_servable()
+        with listen_for_stop() if self._stop is None else nullcontext(self._stop) as stop:
+            try:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(self._obey, stop, group)
+                    with anyio.CancelScope() as self._beginning:
+                        await self._begin(group)
+                        stop.patience_seconds = 2 * self._env.config.drain_seconds + ENDING_SECONDS
+                    await self._serve_run(group)
+                    group.cancel_scope.cancel()
+            finally:
+                await self._link.leave()
+            if self._stopping:
+                stop.allow(FINISHING_SECONDS)
+            self._finish()
+
+    async def _begin(self, group: TaskGroup) -> None:
+        """All that comes before the first rollout; a stop ends it at once, whatever it waits for."""
+        self._evaluates = evaluates(self._env)
+        await prepare(self._env)
+        await self._env.setup()
+        info = await self._link.register()
+        logger.info("registered as %s with %s", info.display_name, self._env.config.rollout_server_url)
+        self._background = group
+        group.start_soon(self._link.keep_pacing)
+        group.start_soon(self._link.keep_submitting)
+        group.start_soon(self._link.keep_reporting, self._env.dropped_groups)
+        await self._wait_for_run()
+        await self._adopt_run()
+
+    async def _serve_run(self, group: TaskGroup) -> None:
+        if self._active and self._evaluates and self._env.config.eval_at_start:
+            await self._evaluate(required=True)
+        async with anyio.create_task_group() as rollouts:
+            self._rollouts = rollouts
+            await self._admit_rollouts(evaluations=group)
+            with anyio.move_on_after(self._env.config.drain_seconds if self._stopping else 0):
+                while self._rolling:
+                    await self._changed.wait()
+            self._given_up = self._rolling
+            rollouts.cancel_scope.cancel()
+        if self._stopping:
+            with anyio.move_on_after(self._env.config.drain_seconds):
+                await self._link.flush()
+        elif self._evaluates and self._env.config.eval_at_end:
+            await self._end_evaluation()
+            await self._evaluate(required=True)
+
+    async def _wait_for_run(self) -> None:
+        """Until a trainer has begun a run; a run that is finished already is not waited for."""
+        while self._pacing.state == "wait":
+            with anyio.move_on_after(10.0):
+                await self._changed.wait()
+                continue
+            logger.info("waiting for a trainer to begin a run at %s", self._env.config.rollout_server_url)
+
+    async def _adopt_run(self) -> None:
+        """Learn the run's facts, which a registration before the run could not tell."""
+        info = await self._link.register()
+        env = self._env
+        env.curr_step = self._pacing.current_step
+        env.config.group_size = env.config.group_size_at(env.curr_step)
+        env.checkpoint_dir = info.checkpoint_dir
+        env.status_dict = self._status(self._pacing)
+        await env.get_server_info()
+        env.wandb_prepend = info.display_name
+        env.wandb_project, env.wandb_group = info.wandb_project or None, info.wandb_group or None
+        await env.setup_wandb()
+        if env.curr_step > 0:
+            env.load_checkpoint()
+
+    def take_run_facts(self) -> None:
+        """Let the run's batch size and longest sequence be the environment's."""
+        info = self._link.info
+        assert info is not None
+        self._env.max_token_len = info.max_token_length
+        if info.batch_size > 0:
+            self._env.config.batch_size = info.batch_size
+
+    async def _admit_rollouts(self, *, evaluations: TaskGroup) -> None:
+        """Start rollouts while there is room for them, and evaluations when they are due."""
+        while self._active:
+            if self._log_due:
+                await self._log()
+            if self._evaluation_due and self._evaluation is None:
+                self._evaluation_due = False
+                evaluations.start_soon(self._evaluate)
+                await anyio.lowlevel.checkpoint()  # it stops admission, where the configuration says so
+            if not self._has_room():
+                await self._changed.wait()
+                continue
+            begun = self._begun
+            await self._env.add_train_workers()
+            if self._begun == begun and self._has_room():
+                with anyio.move_on_after(NO_ITEM_PAUSE_SECONDS):
+                    await self._changed.wait()
+
+    async def admit(self) -> None:
+        """Begin rollouts until there is no room or no item, or something else is due."""
+        assert self._rollouts is not None
+        while self._active and self._has_room() and not (self._log_due or self._evaluation_due):
+            item = await self._collector.next_item()
+            if item is None:
+                return
+            self._rolling += 1
+            self._begun += 1
+            self._rollouts.start_soon(self._roll_out, item)
+
+    async def _roll_out(self, item: Item) -> None:
+        try:
+            await self._collector.collect(item)
+        finally:
+            self._rolling -= 1
+            self._changed.ring()
+
+    async def _evaluate(self, *, required: bool = False) -> None:
+        """Evaluate now; one that is `required` must succeed, any other failure is told and training goes on."""
+        step = self._pacing.current_step
+        try:
+            with anyio.CancelScope() as self._evaluation:
+                await run_evaluation(self._env, step=step)
+        except Exception as error:  # an evaluation is the environment's own code and may raise anything
+            if isinstance(error, EnvironmentsError):
+                raise
+            if required:
+                raise EvaluationFailed(f"the evaluation at step {step} failed: {error!r}") from error
+            logger.exception("the evaluation at step %d failed", step)
+        finally:
+            self._evaluation = None
+            self._changed.ring()
+
+    async def _end_evaluation(self) -> None:
+        """Stop an evaluation that is under way."""
+        while self._evaluation is not None:
+            self._evaluation.cancel()
+            await self._changed.wait()
+
+    async def _log(self) -> None:
+        self._log_due = False
+        try:
+            await self._env.wandb_log()
+        except Exception:  # the environment's own metrics may raise anything, and cost no rollout
+            logger.exception("metrics of step %d could not be logged", self._env.curr_step)
+
+    def _has_room(self) -> bool:
+        """Whether another group may begin: by the broker's pacing, the number of workers and a running evaluation."""
+        group_size = self._env.config.group_size
+        in_flight = self._rolling * group_size + self._link.pending_sequences
+        return (
+            self._pacing.state == "run"
+            and in_flight < self._pacing.room_sequences
+            and self._rolling < self._worker_limit()
+        )
+
+    def _worker_limit(self) -> int:
+        config = self._env.config
+        most = config.max_num_workers
+        if most < 1:
+            most = config.max_num_workers_per_node * len(self._env.server.servers)
+        if self._evaluation is None or config.eval_handling is EvalHandlingEnum.NONE:
+            return most
+        return 0 if config.eval_handling is EvalHandlingEnum.STOP_TRAIN else max(1, int(most * config.eval_limit_ratio))
+
+    def _note_step(self, pacing: Pacing) -> None:
+        """The trainer made a step. An environment that looks into it is asked beside all else: it may take long."""
+        self._env.status_dict = self._status(pacing)
+        if type(self._env).env_step_checks is Environment.env_step_checks or self._background is None:
+            self.take_step()
+        else:
+            self._background.start_soon(self._check_step)
+
+    async def _check_step(self) -> None:
+        try:
+            await self._env.env_step_checks()
+        except Exception:  # the environment's own code may raise anything; the step is made all the same
+            logger.exception("env_step_checks failed at step %d", self._pacing.current_step)
+            self.take_step()
+
+    def take_step(self) -> None:
+        """Take over the trainer's step: checkpoints, metrics and evaluations may be due."""
+        env, pacing = self._env, self._pacing
+        before, env.curr_step = env.curr_step, pacing.current_step
+        env.config.group_size = env.config.group_size_at(env.curr_step)
+        info = self._link.info
+        if info is not None and crossed(before, env.curr_step, info.checkpoint_interval):
+            self._save_state(env.curr_step - env.curr_step % info.checkpoint_interval)
+        if self._evaluates and crossed(before, env.curr_step, env.config.steps_per_eval) and pacing.state == "run":
+            self._evaluation_due = True
+        self._log_due = env.metrics.sent >= env.config.min_items_sent_before_logging
+        self._changed.ring()
+
+    def _save_state(self, step: int) -> None:
+        try:
+            self._env.save_checkpoint(step)
+        except Exception:  # a full disk, or the environment's own code: neither is worth the rollouts under way
+            logger.exception("the environment's state of step %d is not kept; a run resumed there begins anew", step)
+
+    def _status(self, pacing: Pacing) -> dict[str, Any]:
+        """The broker's state by Atropos' names; both queues are the whole one, in groups of this environment's size."""
+        queued = -(-pacing.outstanding_sequences // self._env.config.group_size)
+        return {
+            "current_step": pacing.current_step,
+            "queue_size": queued,
+            "self_queue_size": queued,
+            "max_group_size": self._env.config.group_size,
+            "env_weight": 1.0,
+        }
+
+    def _note_refused(self, group: Group, error: Exception) -> None:
+        example = last_answer(group, lambda tokens: str(self._env.tokenizer.decode(tokens)))
+        self._env.dropped_groups.note(Rejection(REFUSED, one_line(str(error))), example)
+
+    def _rules(self) -> GroupRules:
+        return GroupRules(
+            group_size=self._env.config.group_size,
+            max_token_length=self._env.max_token_len,
+            ensure_scores_are_not_same=self._env.config.ensure_scores_are_not_same,
+            scheduled_sizes=self._env.config.scheduled_sizes,
+        )
+
+    @property
+    def _pacing(self) -> Pacing:
+        assert self._link.pacing is not None
+        return self._link.pacing
+
+    @property
+    def _active(self) -> bool:
+        return not self._stopping and self._pacing.state != "finished"
+
+    async def _obey(self, stop: StopRequest, group: TaskGroup) -> None:
+        """The first signal drains, the second stops at once."""
+        await stop.wait_for(1)
+        logger.info("%s: finishing what is under way", stop.number.name if stop.number is not None else "stopped")
+        self._stopping = True
+        for scope in (self._beginning, self._evaluation):
+            if scope is not None:
+                scope.cancel()
+        self._changed.ring()
+        await stop.wait_for(2)
+        self._given_up = self._rolling
+        group.cancel_scope.cancel()
+
+    def _finish(self) -> None:
+        self._delivery.close()
+        self._note_unsent()
+        self._env.dropped_groups.tell()
+        if self._env.tracker is not None:
+            self._env.tracker.finish()
+        logger.info("stopped" if self._stopping else "the run is finished")
+
+    def _note_unsent(self) -> None:
+        """What a stop in the middle of a run leaves behind; after the run's end nobody wants it."""
+        if not self._stopping:
+            return
+        if self._given_up:
+            logger.warning("%d items were still under way and are given up", self._given_up)
+        if left := self._link.pending_groups:
+            self._env.dropped_groups.note(Rejection(UNSENT, "the broker did not acknowledge them"), count=left)
+
+
+def crossed(before: int, now: int, interval: int) -> bool:
+    """Whether a multiple of `interval` lies in (before, now]; never when the interval is 0 or less."""
+    return interval > 0 and now // interval > before // interval

@@ -1,0 +1,214 @@
+"""`ServerManager`, which environments know as `self.server`: all inference servers behind one object."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from environments.sdk.config import APIServerConfig, SessionSettings
+from environments.sdk.inference.http_transport import Transport
+from environments.sdk.inference.pool import ServerPool, StickyServer
+from environments.sdk.inference.sampling import Reasoning, Sampling, Split
+from environments.sdk.inference.server import HttpServer, OpenAIServer, ServedPolicy
+from environments.sdk.inference.sglang import SglangServer
+from environments.sdk.inference.trl import TrlServer
+from environments.sdk.inference.vllm import VllmServer
+from environments.sdk.session.openai_types import ChatCompletion, Completion, read_openai_chat, read_openai_completion
+from environments.sdk.session.prefix_matching import DriftLog
+from environments.sdk.session.sequences import current_split
+from environments.sdk.session.session import ManagedSession, TextSession
+from environments.sdk.tokenizer import Codec
+
+if TYPE_CHECKING:
+    from environments.sdk.session.openai_proxy import SessionProxy
+
+SERVER_KINDS: Mapping[str, type[HttpServer]] = {
+    "vllm": VllmServer,
+    "sglang": SglangServer,
+    "trl": TrlServer,
+    "openai": OpenAIServer,
+}
+
+MAX_N_COMPLETIONS = 8
+
+
+class ServerManager:
+    """Sends each request to the healthy server with the fewest under way; a session stays with the one it began on."""
+
+    def __init__(
+        self,
+        configs: Sequence[APIServerConfig],
+        *,
+        load_tokenizer: Callable[[], Any],
+        wait_timeout_seconds: float = 600.0,
+        allow_truncated_sampling: bool = False,
+        allow_estimated_tokens: bool = False,
+        reasoning: Reasoning | None = None,
+        tool_parser: Any = "hermes",
+        max_n_completions: int = MAX_N_COMPLETIONS,
+        sessions: SessionSettings | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        servers = [
+            SERVER_KINDS[config.server_type](config, wait_timeout_seconds=wait_timeout_seconds, transport=transport)
+            for config in configs
+        ]
+        for server in servers:
+            server.reasoning = reasoning or Reasoning()
+            server.load_tokenizer = load_tokenizer
+            if isinstance(server, TrlServer):
+                server.decode = lambda tokens: self._codec().decode(tokens)
+        self.tool_parser = tool_parser
+        self.drift = DriftLog()
+        self.pool = ServerPool(servers, max_n_completions=max_n_completions, wait_timeout_seconds=wait_timeout_seconds)
+        self._load_tokenizer = load_tokenizer
+        self._allow_truncated = allow_truncated_sampling
+        self.allow_estimated_tokens = allow_estimated_tokens
+        self._sessions = sessions or SessionSettings()
+        self._proxy: SessionProxy | None = None
+        self._starting_proxy = anyio.Lock()
+        self._codecs: dict[int, Codec] = {}
+
+    @property
+    def config(self) -> APIServerConfig:
+        """The config of the first server, which is the only one of a dedicated server."""
+        return self.servers[0].config
+
+    @property
+    def servers(self) -> list[HttpServer]:
+        return self.pool.servers
+
+    @asynccontextmanager
+    async def managed_server(
+        self,
+        tokenizer: Any = None,
+        *,
+        use_proxy: bool = False,
+        base_url: str | None = None,
+        tool_call_parser: Any = None,
+        **options: Any,
+    ) -> AsyncIterator[ManagedSession]:
+        """A session that keeps exact tokens, masks, logprobs and versions; `options` as `ManagedSession` takes them.
+
+        With `use_proxy` its `get_url()` is an address that any client of OpenAI's API can use meanwhile, with its
+        `api_key`. `base_url` names one of several servers for it.
+        """
+        session = self.open_session(tokenizer, base_url=base_url, tool_call_parser=tool_call_parser, **options)
+        if not use_proxy:
+            yield session
+            return
+        proxy = await self._started_proxy()
+        with proxy.serve(session):
+            yield session
+
+    def open_session(self, tokenizer: Any = None, *, base_url: str | None = None, **options: Any) -> ManagedSession:
+        """The same without an end; a server that gives text alone has its tokens estimated."""
+        pinned = self.pool.pinned(base_url)
+        options = {"tool_parser": self.tool_parser, **options}
+        shared: dict[str, Any] = {"allow_truncated_sampling": self._allow_truncated, "drift": self.drift}
+        if pinned.config.server_type == "openai":
+            shared["allow_estimated_tokens"] = self.allow_estimated_tokens
+            return TextSession(pinned, self._codec(tokenizer), **shared, **options)
+        return ManagedSession(pinned, self._codec(tokenizer), **shared, **options)
+
+    @asynccontextmanager
+    async def dedicated_server(self) -> AsyncIterator[ServerManager]:
+        """The same manager with one server alone, for calls that must all go to the same one."""
+        narrowed = copy.copy(self)
+        narrowed.pool = self.pool.narrowed()
+        yield narrowed
+
+    async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+        """Answer a chat without keeping its tokens."""
+        return await self._chat(self.pool.pinned(), kwargs)
+
+    async def completion(self, **kwargs: Any) -> Completion:
+        """Go on with a text without keeping its tokens."""
+        return await self._complete(self.pool.pinned(), kwargs)
+
+    async def tokens_and_logprobs_completion(
+        self, **kwargs: Any
+    ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
+        """Prompt tokens, and for each sample its tokens, their logprobs and why it ended."""
+        split: Split = kwargs.pop("split", None) or current_split()
+        prompt = kwargs.get("input_ids") or self._codec().encode(kwargs.get("prompt", ""))
+        sampling = {name: value for name, value in kwargs.items() if name not in {"prompt", "input_ids"}}
+        samples = await self.pool.pinned().generate(prompt, Sampling.from_kwargs(sampling), split)
+        return prompt, [s.tokens for s in samples], [s.logprobs for s in samples], [s.finish_reason for s in samples]
+
+    async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
+        """The logprobs of a given `prompt`, `messages` or `input_ids`: `top_k` at each position."""
+        return await self._untracked(self.pool.pinned()).get_logprobs(**kwargs)
+
+    async def tokenizer_name(self) -> tuple[str, str] | None:
+        """Address and tokenizer of the first server that tells the tokenizer of its model; waits for those out."""
+        for server in self.servers:
+            named = server.config.tokenizer_name
+            name = await server.tokenizer_name() if named == "none" else named
+            if name is not None:
+                return server.config.base_url, name
+        return None
+
+    def follow(self, policy_name: str | None, version: int | None) -> None:
+        """From now on ask for the model of this name; None: for the one that each server's settings name."""
+        policy = None if policy_name is None else ServedPolicy(policy_name, version)
+        for server in self.servers:
+            server.policy = policy
+
+    def update_weight(self, weight: float) -> None:
+        """Use only this share of the training requests that each server may have in flight."""
+        for server in self.servers:
+            server.channel.limits["train"].weigh(weight)
+
+    def metrics(self) -> dict[str, float]:
+        """What all servers took, each under its own number, and how many chats had drifted."""
+        found = {
+            name: value for index, server in enumerate(self.servers) for name, value in server.metrics(index).items()
+        }
+        return {**found, "server/drifted_chats": self.drift.count} if self.drift.count else found
+
+    async def _started_proxy(self) -> SessionProxy:
+        from environments.sdk.session.openai_proxy import (
+            SessionProxy,  # a web server, which most environments never need
+        )
+
+        async with self._starting_proxy:
+            if self._proxy is None:
+                proxy = SessionProxy(self, self._sessions)
+                await proxy.start()
+                self._proxy = proxy
+            return self._proxy
+
+    async def aclose(self) -> None:
+        if self._proxy is not None:
+            await self._proxy.aclose()
+        for server in self.servers:
+            await server.aclose()
+
+    async def _chat(self, pinned: StickyServer, kwargs: dict[str, Any]) -> ChatCompletion:
+        if pinned.config.server_type != "openai":
+            return await self._untracked(pinned).chat_completion(**kwargs)
+        split: Split = kwargs.pop("split", None) or current_split()
+        messages = list(kwargs.pop("messages"))
+        return read_openai_chat(await pinned.chat(messages, kwargs, split))
+
+    async def _complete(self, pinned: StickyServer, kwargs: dict[str, Any]) -> Completion:
+        if pinned.config.server_type != "openai":
+            return await self._untracked(pinned).completion(**kwargs)
+        split: Split = kwargs.pop("split", None) or current_split()
+        return read_openai_completion(await pinned.complete(kwargs.pop("prompt"), kwargs, split))
+
+    def _codec(self, tokenizer: Any = None) -> Codec:
+        tokenizer = tokenizer or self._load_tokenizer()
+        codec = self._codecs.get(id(tokenizer))
+        if codec is None or codec.tokenizer is not tokenizer:
+            codec = self._codecs[id(tokenizer)] = Codec(tokenizer)
+        return codec
+
+    def _untracked(self, pinned: StickyServer) -> ManagedSession:
+        # Nothing of it is trained on, so any sampling is allowed.
+        return ManagedSession(pinned, self._codec(), trainable=False, tool_parser=self.tool_parser, drift=self.drift)

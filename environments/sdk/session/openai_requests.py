@@ -1,0 +1,213 @@
+"""Requests of OpenAI's API as sessions read them: each field is taken or refused, none is passed over.
+
+The tables below are what the code goes by and what the reference page of sessions shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from atropos_api.common.cliconfig import nearest
+from environments.sdk.errors import RequestRefused
+from environments.sdk.inference.sampling import TRUNCATING
+
+Route = Literal["chat", "text"]
+
+MOST_CHOICES = 1024
+
+TEMPLATE_VARIABLES = ("reasoning_effort",)
+
+LABELS = ("user", "safety_identifier", "metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A field that a session heeds: what it means there, and which values it may have."""
+
+    name: str
+    meaning: str
+    wanted: str
+    valid: Callable[[Any], bool]
+    routes: tuple[Route, ...] = ("chat", "text")
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field that a session does not do. The values in `neutral` ask for nothing, so they are taken, as null is."""
+
+    reason: str
+    neutral: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionRequest:
+    """A request that was read: what the session is called with, and how the client wants its answer."""
+
+    arguments: dict[str, Any]
+    stream: bool = False
+    include_usage: bool = False
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that mean something only where the chat template reads a variable of that name."""
+    labels: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _is_int(low: int, high: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def _is_stop(value: Any) -> bool:
+    texts = [value] if isinstance(value, str) else value
+    return isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or (_is_ids(value) and bool(value))
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_int(0, 1 << 31)(token) for token in value)
+
+
+def _is_tools(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(tool, dict)
+        and tool.get("type") == "function"
+        and isinstance(tool.get("function"), dict)
+        and isinstance(tool["function"].get("name"), str)
+        for tool in value
+    )
+
+
+def _is_stream_options(value: Any) -> bool:
+    known = {"include_usage", "include_obfuscation"}
+    return isinstance(value, dict) and set(value) <= known and not value.get("include_obfuscation")
+
+
+_64_BITS = (-(1 << 63), (1 << 63) - 1)
+
+_WHOLE = "a whole number of 1 or more"
+
+_FLAG = "true or false"
+
+CHAT: tuple[Route, ...] = ("chat",)
+
+TEXT: tuple[Route, ...] = ("text",)
+
+TAKEN: tuple[Parameter, ...] = (
+    Parameter("messages", "the chat; content is text or a list of text parts", "a list of messages", _is(list), CHAT),
+    Parameter("prompt", "a text, or the ids of its tokens", "a text or a list of token ids", _is_prompt, TEXT),
+    Parameter("model", "any name: a session has one model, which the answer names", "a name", _is(str)),
+    Parameter(
+        "n", "so many answers, each a sequence", f"a whole number from 1 to {MOST_CHOICES}", _is_int(1, MOST_CHOICES)
+    ),
+    Parameter("max_tokens", "tokens sampled at most", _WHOLE, _is_int(1, 1 << 31)),
+    Parameter("max_completion_tokens", "the same, by its newer name", _WHOLE, _is_int(1, 1 << 31), CHAT),
+    Parameter("temperature", "above 0 in training, see below", "a number from 0 to 100", _is_number(0, 100)),
+    Parameter("stop", "texts that end the answer", "a text that is not empty, or a list of such", _is_stop),
+    Parameter("stop_token_ids", "tokens that end it", "a list of token ids", _is_ids),
+    Parameter("include_stop_str_in_output", "leave the stop text in the answer", _FLAG, _is(bool)),
+    Parameter("ignore_eos", "go on after the end token", _FLAG, _is(bool)),
+    Parameter("seed", "the same tokens again under the same weights", "a whole number of 64 bits", _is_int(*_64_BITS)),
+    Parameter("logprobs", "true: those of the sampled tokens", f"{_FLAG}: a session keeps no others", _is(bool), CHAT),
+    Parameter("logprobs", "0: those of the sampled tokens", "0: a session keeps no others", _is_int(0, 0), TEXT),
+    Parameter(
+        "tools", "given to the chat template; `--env.tool_parser` reads calls", "function tools", _is_tools, CHAT
+    ),
+    Parameter(
+        "tool_choice",
+        "auto, or none: calls stay in the text",
+        "auto or none: a call can only be forced by constrained sampling, which changes what is trained",
+        lambda value: value in ("auto", "none"),
+        CHAT,
+    ),
+    Parameter("parallel_tool_calls", "false: the first call alone is answered", _FLAG, _is(bool), CHAT),
+    Parameter("reasoning_effort", "given to a chat template that has this variable", "a text", _is(str), CHAT),
+    Parameter("chat_template_kwargs", "variables of the chat template", "an object", _is(dict), CHAT),
+    Parameter("stream", "answer piece by piece", _FLAG, _is(bool)),
+    Parameter("stream_options", "`include_usage`", "an object with include_usage", _is_stream_options),
+    Parameter("user", "kept with the sequence: `node.metadata['labels']`", "a text", _is(str)),
+    Parameter("safety_identifier", "the same", "a text", _is(str), CHAT),
+    Parameter("metadata", "the same", "an object", _is(dict), CHAT),
+    Parameter("prompt_cache_key", "a session stays with one server in any case", "a text", _is(str), CHAT),
+)
+
+REFUSED: Mapping[str, Refused] = {
+    "top_logprobs": Refused("a session keeps the logprob of the sampled token alone", (0,)),
+    "echo": Refused("the prompt is not repeated", (False,)),
+    "best_of": Refused("every sample is answered", (1,)),
+    "suffix": Refused("nothing is put in between", ("",)),
+    "store": Refused("no answer is stored", (False,)),
+    "service_tier": Refused("there is one", ("auto", "default")),
+    "verbosity": Refused("the model has none", ("medium",)),
+    "modalities": Refused("a session speaks text", (["text"],)),
+    "audio": Refused("a session speaks text"),
+    "prediction": Refused("nothing is predicted"),
+    "web_search_options": Refused("there is no search"),
+    "functions": Refused("use tools"),
+    "function_call": Refused("use tool_choice"),
+}
+
+FIELDS: Mapping[Route, Mapping[str, Parameter]] = {
+    route: {taken.name: taken for taken in TAKEN if route in taken.routes} for route in (*CHAT, *TEXT)
+}
+
+SETTLED = frozenset(REFUSED) | {"model", "prompt_cache_key"}
+"""Fields that, once they are checked, nothing is left to do for."""
+
+
+def read_request(route: Route, body: Mapping[str, Any]) -> SessionRequest:
+    """The request for a session; a field that is unknown, malformed or refused raises and is named."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        _check(route, name, value)
+    required = "messages" if route == "chat" else "prompt"
+    if required not in given:
+        raise RequestRefused(f"{required} is missing", param=required)
+    if route == "text":
+        given = _read_text_fields(given)
+    if "stream_options" in given and not given.get("stream"):
+        raise RequestRefused("stream_options are for a stream: set stream to true", param="stream_options")
+    variables = {name: given.pop(name) for name in TEMPLATE_VARIABLES if name in given}
+    more = given.pop("stream_options", {})
+    labels = {name: given.pop(name) for name in LABELS if name in given}
+    stream = given.pop("stream", False)
+    return SessionRequest(
+        arguments={name: value for name, value in given.items() if name not in SETTLED},
+        stream=stream,
+        include_usage=bool(more.get("include_usage")),
+        template_variables=variables,
+        labels=labels,
+    )
+
+
+def _check(route: Route, name: str, value: Any) -> None:
+    taken = FIELDS[route].get(name)
+    if taken is not None:
+        if not taken.valid(value):
+            raise RequestRefused(f"{name} must be {taken.wanted}; got {value!r:.80}", param=name)
+    elif name in REFUSED:
+        _refuse_unless_neutral(name, value, REFUSED[name])
+    elif name not in TRUNCATING:  # which the sampling refuses unless it may be trained on
+        raise RequestRefused(f"unknown field {name!r}{nearest(name, [*FIELDS[route], *TRUNCATING])}", param=name)
+
+
+def _refuse_unless_neutral(name: str, value: Any, rule: Refused) -> None:
+    if not any(type(value) is type(neutral) and value == neutral for neutral in rule.neutral):
+        raise RequestRefused(f"{name} {value!r:.80} is not done here: {rule.reason}; leave it out", param=name)
+
+
+def _read_text_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A prompt of tokens by its own name, and `logprobs` as on the other route."""
+    fields = {name: value for name, value in given.items() if name not in {"prompt", "logprobs"}}
+    fields["prompt" if isinstance(given["prompt"], str) else "input_ids"] = given["prompt"]
+    return {**fields, "logprobs": True} if "logprobs" in given else fields

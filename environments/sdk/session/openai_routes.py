@@ -1,0 +1,264 @@
+"""Answers of sessions as server-sent events: OpenAI's chunks, one for each piece of an answer.
+
+The routes of one session: chats, texts, prompts as they are rendered, and the sequences so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive
+
+from environments.sdk.errors import RequestRefused
+from environments.sdk.session.openai_requests import Route, SessionRequest, read_request
+from environments.sdk.session.openai_types import (
+    ChatCompletion,
+    Completion,
+    chat_logprobs,
+    openai_document,
+    openai_finish_reason,
+    text_logprobs,
+)
+from environments.sdk.session.served import Served, problem_of, result_of
+from environments.sdk.session.session import ManagedSession
+from environments.sdk.session.turns import Delta
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Chunks:
+    """What the chunks of one answer have in common."""
+
+    model: str
+    include_usage: bool
+    kind: str = ""
+    prefix: str = ""
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+
+    def usage(self, answer: ChatCompletion | Completion) -> dict[str, Any]:
+        """The chunk after the last, which has no choice."""
+        return {**self._chunk([]), "usage": answer.model_dump()["usage"]}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices}
+        return {**chunk, "usage": None} if self.include_usage else chunk
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatChunks(_Chunks):
+    """Chunks of a chat: the role first, then text, then calls, then why it ended."""
+
+    kind: str = "chat.completion.chunk"
+    prefix: str = "chatcmpl"
+    _begun: set[int] = field(default_factory=set)
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        pieces: list[dict[str, Any]] = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            pieces.append({"role": "assistant", "content": ""})
+        if delta.text or delta.logprobs:
+            pieces.append({"content": delta.text})
+        pieces += [{"tool_calls": [part]} for part in delta.tool_calls]
+        if delta.finish_reason is not None:
+            pieces.append({})
+        found: list[dict[str, Any]] = [
+            {"index": delta.index, "delta": piece, "logprobs": None, "finish_reason": None} for piece in pieces
+        ]
+        if delta.logprobs:
+            found[-1]["logprobs"] = chat_logprobs(delta.logprobs)
+        if delta.finish_reason is not None:
+            found[-1]["finish_reason"] = openai_finish_reason(delta.finish_reason)
+        return [self._chunk([choice]) for choice in found]
+
+
+@dataclass(slots=True, kw_only=True)
+class TextChunks(_Chunks):
+    """Chunks of a text completion."""
+
+    kind: str = "text_completion"
+    prefix: str = "cmpl"
+    _offsets: dict[int, int] = field(default_factory=dict)
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        logprobs = None
+        if delta.logprobs:
+            offset = self._offsets.get(delta.index, 0)
+            logprobs = text_logprobs(delta.logprobs, offset=offset)
+            self._offsets[delta.index] = offset + sum(len(token.text) for token in delta.logprobs)
+        reason = None if delta.finish_reason is None else openai_finish_reason(delta.finish_reason)
+        choice = {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": reason}
+        return [self._chunk([choice])]
+
+
+class AnswerStream:
+    """Events of one answer: `on_delta` takes the pieces, `events` gives them on as they come."""
+
+    task: asyncio.Task[Any]
+
+    def __init__(self, writer: ChatChunks | TextChunks) -> None:
+        self._writer = writer
+        self._pieces: asyncio.Queue[Delta | None] = asyncio.Queue()
+        self.begun = asyncio.Event()
+        """Set with the first piece."""
+
+    def follow(self, task: asyncio.Task[Any]) -> None:
+        """End when the task that makes the answer does."""
+        self.task = task
+        task.add_done_callback(lambda _: self._pieces.put_nowait(None))
+
+    def on_delta(self, delta: Delta) -> None:
+        self._pieces.put_nowait(delta)
+        self.begun.set()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The pieces, then the usage if it was asked for; a task that fails ends the stream with its problem."""
+        try:
+            while (delta := await self._pieces.get()) is not None:
+                for chunk in self._writer.chunks(delta):
+                    yield _event(chunk)
+            try:
+                answer = result_of(self.task)
+            except Exception as error:  # noqa: BLE001 - too late for a status: the client reads of it in the stream
+                yield _event(problem_of(error)[1])
+                return
+            if self._writer.include_usage:
+                yield _event(self._writer.usage(answer))
+            yield DONE
+        finally:
+            self.task.cancel()  # where the client has gone
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(document) + b"\n\n"
+
+
+MOST_BODY_BYTES = 32 << 20
+
+SPLIT_HEADER = "X-Atropos-Split"
+
+SENT_AS_GIVEN = ("full_text", "tokens", "masked_tokens", "logprobs", "policy_versions")
+
+
+class SessionRoutes:
+    """Answers what is asked of a session that `find` has let in; `temperature` replaces that of training requests."""
+
+    def __init__(
+        self,
+        find: Callable[[Request], Served],
+        *,
+        model_name: Callable[[ManagedSession], str],
+        temperature: float | None,
+    ) -> None:
+        self._find = find
+        self._model_name = model_name
+        self._temperature = temperature
+
+    async def chat(self, request: Request) -> Response:
+        return await self._complete("chat", request)
+
+    async def text(self, request: Request) -> Response:
+        return await self._complete("text", request)
+
+    async def render(self, request: Request) -> Response:
+        """The prompt that a chat would become; nothing is sampled."""
+        session = self._find(request).session
+        asked = read_request("chat", await read_object(request))
+        messages, tools = asked.arguments["messages"], asked.arguments.get("tools")
+        options = session.arguments(asked).get("chat_template_kwargs")
+        text, tokens = session.render(messages, tools=tools, options=options)
+        return JSONResponse({"prompt_text": text, "token_ids": tokens, "num_tokens": len(tokens)})
+
+    async def nodes(self, request: Request) -> Response:
+        found = [
+            {**{key: getattr(node, key) for key in SENT_AS_GIVEN}, "finish_reason": node.finish_reason}
+            for node in self._find(request).session.nodes
+        ]
+        return JSONResponse({"nodes": found})
+
+    async def _complete(self, route: Route, request: Request) -> Response:
+        served = self._find(request)
+        session = served.session
+        asked = read_request(route, await read_object(request))
+        arguments = self._arguments(session, asked, request.headers.get(SPLIT_HEADER))
+        call = session.chat_completion if route == "chat" else session.completion
+        if asked.stream:
+            form = ChatChunks if route == "chat" else TextChunks
+            writer = form(model=self._model_name(session), include_usage=asked.include_usage)
+            stream = AnswerStream(writer)
+            stream.follow(served.start(call(**arguments, on_delta=stream.on_delta)))
+            await _until(stream.begun, stream.task, request.receive)
+            ended = BackgroundTask(stream.task.cancel)  # also where the client went before the first piece was sent
+            return StreamingResponse(stream.events(), media_type="text/event-stream", background=ended)
+        task = served.start(call(**arguments))
+        await _until(None, task, request.receive)
+        return JSONResponse({**openai_document(result_of(task)), "model": self._model_name(session)})
+
+    def _arguments(self, session: ManagedSession, asked: SessionRequest, split: str | None) -> dict[str, Any]:
+        """What the session is called with; a call for evaluation on the side leaves no sequence behind."""
+        arguments = session.arguments(asked)
+        if split not in {None, "train", "eval"}:
+            raise RequestRefused(f"{SPLIT_HEADER} is {split!r:.40}; it may be train or eval", param=SPLIT_HEADER)
+        if split == "eval":
+            return {**arguments, "split": "eval", "keep": False}
+        if self._temperature is not None:
+            arguments["temperature"] = self._temperature
+        return arguments
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The JSON object of a request's body, up to a limit of size."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MOST_BODY_BYTES:
+            raise HTTPException(413, f"the body has more than {MOST_BODY_BYTES >> 20} MiB")
+        parts.append(part)
+    try:
+        return msgspec.json.decode(b"".join(parts) or b"{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RequestRefused(f"the request is no JSON object: {error}") from None
+
+
+async def _until(begun: asyncio.Event | None, task: asyncio.Task[Any], receive: Receive) -> None:
+    """Wait until the answer has begun or is there; a client that goes away meanwhile ends its request.
+
+    What fails before the answer has begun is raised here, while it can still have a status of its own.
+    """
+    gone = asyncio.ensure_future(_disconnected(receive))
+    waited: set[asyncio.Future[Any]] = {task, gone}
+    if begun is not None:
+        waited.add(asyncio.ensure_future(begun.wait()))
+    try:
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    except BaseException:
+        task.cancel()
+        raise
+    finally:
+        for other in waited - {task}:
+            other.cancel()
+    if task.done():
+        result_of(task)
+    elif gone.done():
+        task.cancel()
+        raise ClientDisconnect
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

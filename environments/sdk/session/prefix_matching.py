@@ -1,0 +1,257 @@
+"""Chats whose history is no longer what was sampled: counted, and told once with the place where they differ.
+
+Which sequence a call continues, and the tokens of its prompt: those it has already, and the new part encoded.
+
+A chat is compared message by message. The messages that were sampled are rendered as placeholders, so that a template
+that trims answers or drops their thoughts still tells what comes between them; their tokens are used as they came.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from environments.sdk.session.messages import (
+    PREFILL_END,
+    Conversation,
+    Key,
+    key_of,
+    placeholder,
+    plain_messages,
+    read_messages,
+    text_of,
+)
+from environments.sdk.session.sequences import SequenceNode
+from environments.sdk.tokenizer import Codec
+
+logger = logging.getLogger(__name__)
+
+SHOWN_CHARACTERS = 40
+
+
+class DriftLog:
+    """Shared by the sessions of an environment, so that the same mistake is not told a thousand times."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self, sampled: str, given: str, why: str) -> None:
+        self.count += 1
+        level = logging.WARNING if self.count == 1 else logging.DEBUG
+        if not logger.isEnabledFor(level):
+            return
+        at = first_difference(sampled, given)
+        shown = slice(max(0, at - SHOWN_CHARACTERS // 2), at + SHOWN_CHARACTERS)
+        logger.log(
+            level,
+            "a chat's next turn does not continue what was sampled: %s differs from character %d on, where %r was "
+            "sampled and %r is given; it becomes a sequence of its own (told once, counted as server/drifted_chats)",
+            why,
+            at,
+            sampled[shown],
+            given[shown],
+        )
+
+
+def first_difference(one: str, other: str) -> int:
+    """Where two texts part; the shorter one's end if it begins the other."""
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return min(len(one), len(other))
+
+
+THINK_TAGS = ("<think>", "</think>")
+
+
+@dataclass(slots=True)
+class Prompt:
+    """What a call sends, what it continues, and for a chat the conversation that its answer will complete."""
+
+    tokens: list[int]
+    text: str
+    base: SequenceNode | None = None
+    chat: Chat | None = None
+    prompt_text: str = ""
+    sampled_before: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Chat:
+    """A chat request: its messages and how they are rendered. An assistant's message at the end is gone on with."""
+
+    messages: list[dict[str, Any]]
+    given: Sequence[Any] = ()
+    """The messages as they came, for a provider that reads more than text."""
+    tools: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    keys: list[Key] = field(default_factory=list)
+
+    @classmethod
+    def read(
+        cls, messages: Sequence[Any], tools: Any, options: Mapping[str, Any], *, other_parts: bool = False
+    ) -> Chat:
+        read = read_messages(messages, other_parts=other_parts)
+        return cls(read, messages, tools, options, [key_of(message) for message in read])
+
+    @property
+    def as_given(self) -> list[dict[str, Any]]:
+        return plain_messages(self.given)
+
+    @property
+    def open_end(self) -> bool:
+        return bool(self.messages) and self.messages[-1].get("role") == "assistant"
+
+    @property
+    def answered_at(self) -> int:
+        """The index of the message that the answer belongs to."""
+        return len(self.messages) - self.open_end
+
+    @property
+    def prefill(self) -> str:
+        return text_of(self.messages[-1].get("content")) if self.open_end else ""
+
+    def completed(self, content: str | None, tool_calls: Any, said: str, prompt: Prompt) -> Conversation:
+        """The chat with an answer: what the client got of it, and the text that the model said."""
+        answered_at, prefill = self.answered_at, self.prefill
+        got = {"role": "assistant", "content": prefill + (content or ""), "tool_calls": tool_calls}
+        sampled = prompt.sampled_before
+        return Conversation(
+            messages=(*self.messages[:answered_at], {"role": "assistant", "content": prefill + said}),
+            keys=(*self.keys[:answered_at], key_of(got)),
+            sampled_at=sampled if answered_at in sampled else (*sampled, answered_at),
+            prompt_text=prompt.prompt_text,
+        )
+
+    def render(self, codec: Codec, messages: list[dict[str, Any]]) -> str:
+        """The text of these messages in this chat's way, up to where the answer begins."""
+        if not self.open_end:
+            return codec.render(messages, tools=self.tools, options=self.options, add_generation_prompt=True)
+        last = {**messages[-1], "content": text_of(messages[-1].get("content")) + PREFILL_END}
+        text = codec.render([*messages[:-1], last], tools=self.tools, options=self.options, add_generation_prompt=False)
+        return text.partition(PREFILL_END)[0]
+
+
+class Prompter:
+    """Makes the prompts of one session."""
+
+    def __init__(self, codec: Codec, drift: DriftLog, *, preserve_think_blocks: bool) -> None:
+        self._codec = codec
+        self._drift = drift
+        self._preserve = preserve_think_blocks
+
+    def for_chat(self, chat: Chat, known: Iterable[SequenceNode]) -> Prompt:
+        """`known` in the order in which they are preferred, should several be equally long."""
+        known = list(known)
+        candidates = [
+            node
+            for node in known
+            if node.conversation is not None and node.conversation.is_continued_by(chat.keys, open_end=chat.open_end)
+        ]
+        base = max(candidates, key=_messages_held, default=None)
+        self._note_rewritten_message(chat, known, start=0 if base is None else _messages_held(base))
+        continued = self._continue_chat(chat, base) if base is not None else None
+        if continued is not None:
+            return continued
+        text = chat.render(self._codec, chat.messages)
+        same_text = self._continue_text(text, known)
+        if same_text is not None:
+            return Prompt(same_text.tokens, text, same_text.base, chat, text)
+        return Prompt(self._codec.encode_part(text), text, None, chat, text)
+
+    def for_text(self, text: str, known: Iterable[SequenceNode]) -> Prompt:
+        return self._continue_text(text, known) or Prompt(self._codec.encode(text), text)
+
+    def for_tokens(self, tokens: list[int], known: Iterable[SequenceNode]) -> Prompt:
+        """A prompt that is tokens already continues the longest sequence that it begins with."""
+        fitting = [node for node in known if tokens[: len(node.tokens)] == node.tokens]
+        base = max(fitting, key=lambda node: len(node.tokens), default=None)
+        return Prompt(list(tokens), self._codec.decode(tokens), base)
+
+    def _continue_chat(self, chat: Chat, base: SequenceNode) -> Prompt | None:
+        """The prompt as `base` and what the template adds to it; None where the template tells another story."""
+        conversation = base.conversation
+        assert conversation is not None
+        if not self._preserve and self._has_thoughts(conversation):
+            return self._continue_as_rendered(chat, base, conversation)
+        text = chat.render(self._codec, conversation.with_placeholders(chat.messages))
+        before, mark, tail = text.partition(placeholder(conversation.sampled_at[-1]))
+        if not mark or not self._begins_alike(chat, conversation, before):
+            self._drift.note(conversation.prompt_text, before, "the chat as its template renders it")
+            return None
+        still_open = chat.open_end and len(chat.keys) == len(conversation.keys)
+        return Prompt(
+            base.tokens + self._tail_tokens(base, tail),
+            base.full_text + self._without_end(base, tail),
+            base,
+            chat,
+            before if still_open else text,
+            conversation.sampled_at,
+        )
+
+    def _continue_as_rendered(self, chat: Chat, base: SequenceNode, conversation: Conversation) -> Prompt | None:
+        """Where thoughts are the template's business: only if it left every one of them in its place."""
+        messages = [
+            {"role": "assistant", "content": conversation.messages[index]["content"]}
+            if index in conversation.sampled_at
+            else message
+            for index, message in enumerate(chat.messages)
+        ]
+        text = chat.render(self._codec, messages)
+        tail = base.tail_after(text)
+        if tail is None:
+            self._drift.note(base.texts[-1], text, "the chat as its template renders it")
+            return None
+        tokens = base.tokens + self._tail_tokens(base, tail)
+        return Prompt(tokens, text, base, chat, text, conversation.sampled_at)
+
+    def _begins_alike(self, chat: Chat, conversation: Conversation, before: str) -> bool:
+        """Whether the text before the last sample is the one it was sampled after.
+
+        Templates write an answer's opening differently while it is asked for and once it is history (an empty block
+        of thoughts, say). That opening is kept as it was prompted, so only the text before it has to agree.
+        """
+        if before == conversation.prompt_text:
+            return True
+        asked = conversation.with_placeholders(conversation.messages)[:-1]
+        stem = self._codec.render(asked, tools=chat.tools, options=chat.options, add_generation_prompt=False)
+        return before.startswith(stem) and conversation.prompt_text.startswith(stem)
+
+    def _continue_text(self, text: str, known: Iterable[SequenceNode]) -> Prompt | None:
+        fitting = [(node, tail) for node in known if (tail := node.tail_after(text)) is not None]
+        if not fitting:
+            return None
+        base, tail = max(fitting, key=lambda found: len(found[0].tokens))
+        return Prompt(base.tokens + self._tail_tokens(base, tail), text, base)
+
+    def _tail_tokens(self, base: SequenceNode, tail: str) -> list[int]:
+        """What comes after a sequence; the end token that it has already is not written a second time."""
+        tokens = self._codec.encode_part(tail)
+        return tokens[1:] if base.ended and tokens[:1] == base.tokens[-1:] else tokens
+
+    def _without_end(self, base: SequenceNode, tail: str) -> str:
+        return tail.removeprefix(self._codec.text_of(base.tokens[-1])) if base.ended else tail
+
+    def _has_thoughts(self, conversation: Conversation) -> bool:
+        texts = [text_of(conversation.messages[index].get("content")) for index in conversation.sampled_at]
+        return any(tag in text for tag in THINK_TAGS for text in texts)
+
+    def _note_rewritten_message(self, chat: Chat, known: list[SequenceNode], *, start: int) -> None:
+        """Tell when an assistant's message was sampled here, but is given back as something else."""
+        for index in range(start, len(chat.messages)):
+            message = chat.messages[index]
+            if message.get("role") != "assistant":
+                continue
+            held = [
+                n.conversation for n in known if n.conversation and n.conversation.has_sampled_after(chat.keys, index)
+            ]
+            if held and all(c.keys[index].isdisjoint(chat.keys[index]) for c in held):
+                sampled = text_of(held[-1].messages[index].get("content"))
+                self._drift.note(sampled, text_of(message.get("content")), "the assistant's message")
+                return
+
+
+def _messages_held(node: SequenceNode) -> int:
+    return len(node.conversation.keys) if node.conversation is not None else 0

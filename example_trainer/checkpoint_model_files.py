@@ -1,0 +1,225 @@
+"""Whether a checkpoint is whole: the sizes and checksums of its files, noted when it was written.
+
+The rename that gives a checkpoint its name makes it whole or absent on the disk it was written to. The
+seal is for what happens to it afterwards: a copy that broke off, a disk that filled up, a changed byte.
+
+The model's part of a checkpoint: Hugging Face's layout, or PEFT's for an adapter, with tokenizer and card.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from example_trainer.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    from example_trainer.modeling.policy import Policy
+    from example_trainer.state import TrainerState
+
+
+def seal(directory: Path) -> dict[str, dict[str, Any]]:
+    """`{file: {bytes, blake3}}` of all files in a directory."""
+    return {
+        path.name: {"bytes": path.stat().st_size, "blake3": _checksum(path)}
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+    }
+
+
+def broken_seal(directory: Path, sealed: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What is wrong with the files of a directory, or None; sizes are compared before anything is read."""
+    for name, expected in sealed.items():
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            return f"{name} has {size} of {expected['bytes']} bytes"
+    for name, expected in sealed.items():
+        if _checksum(directory / name) != expected["blake3"]:
+            return f"{name} has changed since it was written"
+    return None
+
+
+def _checksum(path: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+CARD_SETTINGS = (
+    "loss_type",
+    "importance_sampling",
+    "advantage_norm",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "training_steps",
+    "optimizer",
+    "lr",
+    "lr_schedule",
+    "master_weights",
+    "dtype",
+    "weight_bridge_mode",
+)
+
+CARD_ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "load_in_4bit")
+
+
+def write_model(directory: Path, policy: Policy) -> None:
+    """Weights or adapter, their configuration, and the tokenizer; an adapter without the base it belongs to."""
+    if policy.has_adapter:
+        write_adapter(directory, policy)
+    else:
+        _write_weights(directory, policy)
+    _copy_tokenizer(policy.tokenizer_name, directory)
+
+
+def write_adapter(directory: Path, policy: Policy, dtype: torch.dtype | None = None) -> None:
+    """The two files of an adapter as PEFT and vLLM load them; in the masters' dtype unless `dtype` says otherwise."""
+    from safetensors.torch import save_file
+
+    save_file(policy.adapter_tensors(dtype), directory / ADAPTER_FILE, metadata={"format": "pt"})
+    _write_json(directory / ADAPTER_CONFIG_FILE, policy.adapter_config())
+
+
+def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint's safetensors files, by name."""
+    return dict(StoredTensors(checkpoint))
+
+
+class StoredTensors(Mapping[str, "torch.Tensor"]):
+    """The tensors of a checkpoint by name, each read when it is asked for: no more than one need be in memory."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Raises `CheckpointError` where there are none."""
+        from safetensors import safe_open
+
+        files: list[Any] = [safe_open(path, framework="pt") for path in sorted(checkpoint.glob("*.safetensors"))]
+        if not files:
+            raise CheckpointError(f"{checkpoint} holds no safetensors file; resume from another checkpoint")
+        self._file_of: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def model_card(state: TrainerState, base_model: str, *, adapter: bool) -> str:
+    """The text of a checkpoint's README.md: what it is, of what, how it was trained and how it is loaded."""
+    settings = [*CARD_SETTINGS, *(CARD_ADAPTER_SETTINGS if adapter else ())]
+    rows = [f"| {name} | {state.config[name]} |" for name in settings if name in state.config]
+    kind = "LoRA adapter" if adapter else "Full weights"
+    version = "none" if state.policy_version is None else str(state.policy_version)
+    what = (
+        f"{kind} of {base_model} after {state.step} steps ({state.updates} optimizer updates) of reinforcement "
+        f"learning with seed {state.seed}; served as policy version {version}."
+    )
+    return "\n".join(
+        [
+            "---",
+            f"base_model: {json.dumps(base_model)}",
+            f"library_name: {'peft' if adapter else 'transformers'}",
+            "pipeline_tag: text-generation",
+            f"tags: [grpo, reinforcement-learning{', lora' if adapter else ''}]",
+            "---",
+            "",
+            f"# {state.run_name}, step {state.step}",
+            "",
+            what,
+            "",
+            "| setting | value |",
+            "|---|---|",
+            *rows,
+            "",
+            "## Loading",
+            "",
+            "```python",
+            *_loading_lines(base_model, adapter=adapter),
+            "```",
+            "",
+            "`trainer_state.json` holds all settings; the training goes on from here with `--resume PATH`.",
+            "",
+        ]
+    )
+
+
+def _loading_lines(base_model: str, *, adapter: bool) -> list[str]:
+    if not adapter:
+        return [
+            "from transformers import AutoModelForCausalLM",
+            "",
+            "model = AutoModelForCausalLM.from_pretrained(PATH)",
+        ]
+    return [
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base_model)})",
+        "model = PeftModel.from_pretrained(base, PATH)",
+    ]
+
+
+def _write_weights(directory: Path, policy: Policy) -> None:
+    tensors = policy.checkpoint_tensors()
+    _write_tensors(directory, tensors)
+    config = policy.hf_config.to_dict()
+    trained = next(iter(policy.masters))
+    config["dtype"] = str(tensors.get(trained, next(iter(tensors.values()))).dtype).removeprefix("torch.")
+    _write_json(directory / "config.json", config)
+
+
+def _write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """One safetensors file, or several with an index where the model is large."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    split = split_torch_state_dict_into_shards(dict(tensors))
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: tensors[name] for name in names}, directory / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(directory / "model.safetensors.index.json", index)
+
+
+def _copy_tokenizer(name: str, directory: Path) -> None:
+    source = Path(name)
+    if source.is_dir():
+        for file in TOKENIZER_FILES:
+            if (source / file).exists():
+                shutil.copyfile(source / file, directory / file)
+        return
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(name).save_pretrained(directory)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,206 @@
+"""The reference pages that follow from the code: `python -m example_trainer.commands.generate_docs cli` (or `metrics`).
+
+What is printed is the whole page; docs/reference holds it as it was printed last, and a test compares the two. Nothing
+here says anything of an option or a metric that its own declaration does not.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from atropos_api.common import metric_names
+from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
+from atropos_api.common.option_flags import cell, list_options, option_table
+from example_trainer.cli import TrainerCommand
+from example_trainer.config import TrainingConfig
+from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig
+from example_trainer.monitoring.health import limit_table, sign_table
+from example_trainer.options.presets import ENVIRONMENT_OPTIONS, PRESETS, Preset
+from example_trainer.serving.config import ServerConfig
+
+CLI_INTRODUCTION = """\
+# Command lines
+
+`python -m example_trainer.commands.generate_docs cli` prints this page; the options' own declarations are its source.
+
+An option is given as a flag (`--clip-eps 0.2`, `--clip_eps 0.2` and `--clip-eps=0.2` are the same), or as a key of a
+YAML file (`--config FILE`, repeatable, later files over earlier ones) in its `trainer:` section or bare. Flags win over
+files, files over a preset, a preset over the defaults below. A switch stands bare or takes `true` or `false`;
+`--no-...` turns it off. `None` clears what may be unset. A mistake is one line on standard error that names the value,
+and for a misspelt flag or key the nearest right one; the exit code is 2.
+
+"""
+
+LAUNCHER_INTRODUCTION = """\
+All of the trainer's options (`--weight-bridge-mode` is `shared_vllm` here unless said otherwise), those of the other
+programs under their section's name (`--api.port 8002`, `--vllm.max_num_seqs 64`, `--env.group_size 8`,
+`--openai.server_type vllm`), and the options below. The run files that come with the project are in `configs/`; guides
+that speak of `example_trainer/configs/` mean these.
+"""
+
+EXIT_CODES = """\
+## Exit codes
+
+Of `atropos-grpo`; `atropos-grpo-run` hands 2 and 3 on, and ends with 1 where a program crashed.
+
+| code | meaning |
+|---|---|
+| 0 | the last step was reached |
+| 2 | it cannot begin or go on; one line says why and what to change |
+| 3 | a sign of trouble ended the run (`--stop-on`); a checkpoint was written |
+| 128 + n | signal n ended it; after SIGTERM or SIGINT a checkpoint was written for `--resume auto` |
+"""
+
+METRICS_INTRODUCTION = """\
+# Metrics and events
+
+`python -m example_trainer.commands.generate_docs metrics` prints this page; the names' own declarations are its source.
+
+A step is a line of `metrics.jsonl` in the run directory, with `step`, `timestamp` (Unix time) and what of the metrics
+below the step has; W&B and TensorBoard get the same names, Prometheus has `_` for `/`. A value that is not finite is
+left out. A resumed run drops the lines of steps that it trains anew. Two runs of the same seed over the same batches
+have the same values, but for `time/*`, `perf/*`, `policy_version` and timestamps.
+"""
+
+EVENTS_INTRODUCTION = """\
+## Signs of trouble
+
+A sign that appears is a line of `events.jsonl` with `event` (`health`), `sign`, `step`, `value`, `message`, `advice`
+and `timestamp`, and a warning in the log. It is told once, and again only after it has gone. `--stop-on health` ends
+the run at any of them, `--stop-on kl loss` at those named.
+
+| sign | message | advice |
+|---|---|---|
+"""
+
+LIMITS_INTRODUCTION = """\
+`--health-limits` sets other limits than these, by name: `--health-limits mean_ratio=0.7-1.3 reward_drop=inf`.
+`reward_drop` counts in standard deviations of a batch's rewards, `rate_drop` is a share of the median rate of up to 100
+steps before; both look at the last `window_steps` steps. What the signs remember lies in the checkpoints, so a resumed
+run is judged as one that was left alone.
+
+| limit | usual |
+|---|---|
+"""
+
+
+def main() -> None:
+    run_cli(run)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the page that is asked for."""
+    if len(argv) != 1 or argv[0] not in PAGES:
+        asked = argv[0] if argv else ""
+        raise ConfigError(f"which page? One of {', '.join(PAGES)}{nearest(asked, PAGES)}")
+    sys.stdout.write(PAGES[argv[0]]())
+    return 0
+
+
+def cli_page() -> str:
+    """docs/reference/cli.md."""
+    launcher = [option for option in list_options(RunConfig) if option.path in LAUNCHER_FIELDS]
+    blocks = [
+        CLI_INTRODUCTION.rstrip() + "\n",
+        "## `atropos-grpo`: the trainer\n",
+        *_sections(),
+        "### What only the command line knows\n",
+        option_table(option for option in list_options(TrainerCommand) if option.path == "dry_run"),
+        _preset_block(),
+        _environment_block(),
+        "## `atropos-grpo-run`: broker, vLLM, environment and trainer at once\n",
+        LAUNCHER_INTRODUCTION,
+        option_table(launcher),
+        "## `python -m example_trainer.vllm_api_server`: the inference server\n",
+        "Every other option of vLLM is accepted too.\n",
+        option_table(list_options(ServerConfig)),
+        EXIT_CODES,
+    ]
+    return "\n".join(blocks)
+
+
+def metrics_page() -> str:
+    """docs/reference/metrics.md."""
+    blocks = [METRICS_INTRODUCTION]
+    for heading, metrics in metric_sections().items():
+        rows = "".join(f"| `{name}` | {cell(text)} |\n" for name, text in metrics)
+        blocks.append(f"## {heading}\n\n| metric | meaning |\n|---|---|\n{rows}")
+    signs = "".join(f"| `{name}` | {cell(_plain(text))} | {cell(advice)} |\n" for name, text, advice in sign_table())
+    limits = "".join(f"| `{name}` | {usual} |\n" for name, usual in limit_table())
+    blocks += [EVENTS_INTRODUCTION + signs, LIMITS_INTRODUCTION + limits]
+    return "\n".join(blocks)
+
+
+def metric_sections() -> dict[str, list[tuple[str, str]]]:
+    """Name and meaning of every metric, under the heading that `metric_names` gives."""
+    path = Path(metric_names.__file__)
+    source = path.read_text(encoding="utf-8")
+    headings = {number: line[2:] for number, line in enumerate(source.splitlines(), 1) if line.startswith("# ")}
+    sections: dict[str, list[tuple[str, str]]] = {}
+    body = ast.parse(source).body
+    for statement, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.value, ast.Constant):
+            above = max(number for number in headings if number < statement.lineno)
+            sections.setdefault(headings[above], []).append((str(statement.value.value), _docstring(after)))
+    return sections
+
+
+PAGES: Mapping[str, Callable[[], str]] = {"cli": cli_page, "metrics": metrics_page}
+
+
+def _docstring(statement: ast.stmt | None) -> str:
+    found = statement.value if isinstance(statement, ast.Expr) else None
+    return str(found.value) if isinstance(found, ast.Constant) else ""
+
+
+def _sections() -> Iterator[str]:
+    """The trainer's options, a block for each class that declares some."""
+    options = {option.path: option for option in list_options(TrainingConfig)}
+    for section in reversed(TrainingConfig.__mro__[1:]):
+        if issubclass(section, BaseModel) and section is not BaseModel and "__annotations__" in vars(section):
+            text = " ".join((section.__doc__ or "").split())
+            yield f"### {text.partition(';')[0].rstrip('.')}\n"
+            yield option_table(options[name] for name in section.__annotations__ if name in options)
+
+
+def _preset_block() -> str:
+    rows = "".join(
+        f"| `{name}` | {cell(preset.about)} | {_preset_settings(preset)} |\n" for name, preset in PRESETS.items()
+    )
+    return f"### Presets\n\n| `--preset` | what it is | what it sets |\n|---|---|---|\n{rows}"
+
+
+def _preset_settings(preset: Preset) -> str:
+    parts = [_assignments(preset.settings)]
+    if preset.with_adapters:
+        parts.append(f"with adapters {_assignments(preset.with_adapters)}")
+    if preset.environment:
+        parts.append(f"environment {_assignments(preset.environment)}")
+    return "; ".join(parts)
+
+
+def _assignments(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"`{name}` {value}" for name, value in settings.items())
+
+
+def _environment_block() -> str:
+    rows = "".join(f"| `--{name.replace('_', '-')}` | `--{owner}` |\n" for name, owner in ENVIRONMENT_OPTIONS.items())
+    return (
+        "### The environment's, by short names\n\n"
+        "The launcher hands these on; the trainer alone says whose they are.\n\n"
+        f"| option | the environment's |\n|---|---|\n{rows}"
+    )
+
+
+def _plain(template: str) -> str:
+    """A sign's message with its fields as words."""
+    return template.replace("{metrics[", "{").replace("]:", ":")
+
+
+if __name__ == "__main__":
+    main()

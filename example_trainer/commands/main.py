@@ -1,0 +1,143 @@
+"""The `atropos` command: verbs that look at a run or at this machine. Each verb is loaded only when it is called."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
+
+VERBS = {
+    "doctor": "check this machine; --memory MODEL: which settings fit a GPU; --layers MODEL: what layer filters take",
+    "dpo": "OUT: write pairs of better and worse rollouts as a data set, from --groups FILE or --api-url URL",
+    "env": "VERB: work on environments and their data, see atropos env --help",
+    "replay": "FILE: train one saved batch again, from the checkpoint before it",
+    "report": "RUN: print the summary of a run directory, redraw its picture and its pages of rollouts",
+    "sft": "OUT: write the best rollouts as a data set, from --groups FILE or --api-url URL",
+    "top": "URL: watch a broker",
+    "view": "[FILE]: a local page of the groups that come in",
+}
+
+
+OWN_HELP = frozenset({"doctor", "dpo", "env", "replay", "sft", "top", "view"})
+
+
+def main() -> NoReturn:
+    run_cli(run)
+
+
+def run(argv: list[str]) -> int:
+    """Hand the arguments to their verb."""
+    if not argv or argv[0] in {"-h", "--help"}:
+        sys.stdout.write(_usage())
+        return 0
+    verb, *rest = argv
+    if verb not in VERBS:
+        raise ConfigError(f"unknown verb {verb!r}{nearest(verb, VERBS)} (verbs: {', '.join(VERBS)})")
+    if verb not in OWN_HELP and rest and rest[0] in {"-h", "--help"}:
+        sys.stdout.write(f"usage: atropos {verb} {_operand(verb)}\n\n{VERBS[verb]}\n")
+        return 0
+    verbs = {
+        "doctor": _doctor,
+        "dpo": _dpo,
+        "env": _env,
+        "replay": _replay,
+        "report": _report,
+        "sft": _sft,
+        "top": _top,
+        "view": _view,
+    }
+    return verbs[verb](rest)
+
+
+def _usage() -> str:
+    lines = "".join(f"  {verb:8} {text}\n" for verb, text in VERBS.items())
+    programs = "The programs themselves: run-api, atropos-grpo, atropos-grpo-run."
+    return f"usage: atropos VERB [arguments]\n\n{lines}\n{programs}\n"
+
+
+def _operand(verb: str) -> str:
+    head, colon, _ = VERBS[verb].partition(":")
+    return head if colon else ""
+
+
+def _one_operand(verb: str, rest: list[str]) -> str:
+    if len(rest) != 1:
+        raise ConfigError(f"atropos {verb} takes one argument, {_operand(verb)}; got {len(rest)}")
+    return rest[0]
+
+
+def _doctor(rest: list[str]) -> int:
+    from atropos_api.common.cliconfig import load_config
+    from example_trainer.commands.memory import MemoryOptions, advise
+
+    options = load_config(
+        MemoryOptions, rest, prog="atropos doctor", description="Check this machine, or what fits on a GPU."
+    )
+    if options.memory is not None:
+        sys.stdout.writelines(f"{line}\n" for line in advise(options))
+        return 0
+    if options.layers is not None:
+        from example_trainer.commands.doctor import advise_on_layers
+
+        sys.stdout.writelines(f"{line}\n" for line in advise_on_layers(options.layers))
+        return 0
+    from example_trainer.commands.doctor import examine
+
+    findings = list(examine())
+    for finding in findings:
+        sys.stdout.write(f"{finding.verdict:6}{finding.subject:15}{finding.text}\n")
+    return 1 if any(finding.verdict == "fault" for finding in findings) else 0
+
+
+def _report(rest: list[str]) -> int:
+    from rich.console import Console
+
+    from example_trainer.launcher.summary import as_table, draw, read_timeline, summarise, write_rollout_pages
+
+    run_dir = Path(_one_operand("report", rest))
+    summary = summarise(run_dir, timeline=read_timeline(run_dir))
+    Console().print(as_table(summary))
+    sys.stdout.writelines(f"{line}\n" for line in (f"picture: {draw(run_dir)}", *write_rollout_pages(run_dir)))
+    return 0
+
+
+def _replay(rest: list[str]) -> int:
+    from example_trainer.commands.replay import run as replay
+
+    return replay(rest)
+
+
+def _env(rest: list[str]) -> int:
+    from environments.commands import run as work_on_environments
+
+    return work_on_environments(rest)
+
+
+def _dpo(rest: list[str]) -> int:
+    from environments.export import run_dpo
+
+    return run_dpo(rest)
+
+
+def _sft(rest: list[str]) -> int:
+    from environments.export import run_sft
+
+    return run_sft(rest)
+
+
+def _view(rest: list[str]) -> int:
+    from environments.export import run as show
+
+    return show(rest)
+
+
+def _top(rest: list[str]) -> int:
+    from example_trainer.commands.top import run as watch
+
+    return watch(rest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""`atropos replay BATCH_FILE`: one saved batch through the trainer again, without broker, server or environment.
+
+The settings are those of the run that the file lies in (its `config.json`), under whatever flags are given; the weights
+are those of the checkpoint before the batch. What is printed is the step's metrics but for times and rates, so that two
+replays of one batch print the same bytes, and a replay prints what the run itself logged.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from atropos_api.common import metric_names as names
+from atropos_api.common.cliconfig import ConfigError, load_config
+from example_trainer.config import TrainingConfig
+from example_trainer.errors import BadBatch
+
+if TYPE_CHECKING:
+    from atropos_api.wire import Batch
+    from example_trainer.step.train_step import TrainStep
+
+PROG = "atropos replay BATCH_FILE"
+
+DESCRIPTION = (
+    "Train one batch that --save-batches wrote once more, from the checkpoint before it, and print the step's metrics. "
+    "All of the trainer's options are accepted, over those of the run that the file lies in."
+)
+
+VARYING = ("time/", "perf/")
+"""Metrics that are not a function of batch, weights and settings."""
+
+NOT_A_REPLAY_S = frozenset({"run_dir", "save_path", "log_dir", "resume", "rollout_batch_size", "train_batch_size"})
+"""Settings of the run that say where it lives; its sizes stand there resolved."""
+
+
+class ReplayOptions(TrainingConfig):
+    """The trainer's settings and where to begin."""
+
+    checkpoint: str | None = Field(
+        None,
+        description="Checkpoint to begin with, or none: the model itself. Unset: the run's checkpoint of the step "
+        "before, or the model itself for batch 1.",
+    )
+
+
+def run(argv: Sequence[str]) -> int:
+    """Replay the file that `argv` names; 0 when it was trained."""
+    if {"-h", "--help"} & set(argv):
+        load_config(ReplayOptions, ["--help"], prog=PROG, description=DESCRIPTION)
+    if not argv or argv[0].startswith("-"):
+        raise ConfigError("atropos replay takes a batch file first: atropos replay RUN/rollouts/batch-7.atb [options]")
+    from example_trainer.api import read_batch
+
+    path = Path(argv[0])
+    batch = read_batch(path)
+    run_dir = path.resolve().parent.parent
+    recorded = recorded_settings(run_dir)
+    defaults = {name: value for name, value in recorded.items() if name not in NOT_A_REPLAY_S}
+    options = load_config(
+        ReplayOptions, argv[1:], prog=PROG, description=DESCRIPTION, section="trainer", defaults=defaults
+    )
+    checkpoint = choose_checkpoint(options, Path(recorded.get("save_path") or run_dir), batch.number)
+    metrics = replay(
+        TrainingConfig(**options.model_dump(exclude={"checkpoint"}, exclude_unset=True)), batch, checkpoint
+    )
+    sys.stdout.write(json.dumps({names.STEP: batch.number, **metrics}, indent=2, sort_keys=True) + "\n")
+    return 0
+
+
+def recorded_settings(run_dir: Path) -> dict[str, Any]:
+    """The trainer's settings as the run in this directory recorded them; none where there is no record."""
+    path = run_dir / "config.json"
+    if not path.exists():
+        return {}
+    recorded = json.loads(path.read_text(encoding="utf-8")).get("trainer", {})
+    return {name: value for name, value in recorded.items() if name in TrainingConfig.model_fields}
+
+
+def choose_checkpoint(options: ReplayOptions, root: Path, number: int) -> Path | None:
+    """The weights that batch `number` was trained from, or those that are asked for; None: the model's own."""
+    from example_trainer.checkpointing import PREFIX, find_checkpoint
+
+    if options.checkpoint is not None:
+        return None if options.checkpoint == "none" else find_checkpoint(options.checkpoint, root)
+    if number == 1:
+        return None
+    before = root / f"{PREFIX}{number - 1}"
+    if not before.is_dir():
+        raise ConfigError(
+            f"batch {number} was trained from the weights of step {number - 1}, and {before} is not there; name "
+            "another with --checkpoint PATH, or --checkpoint none for the model itself"
+        )
+    return before
+
+
+def replay(config: TrainingConfig, batch: Batch, checkpoint: Path | None) -> dict[str, float]:
+    """The metrics of training `batch` from `checkpoint`, those left out that vary between runs."""
+    import torch
+
+    from example_trainer.checkpointing import read_state
+    from example_trainer.model import load_policy
+    from example_trainer.step.metrics import StepClock
+    from example_trainer.step.train_step import make_train_step
+    from example_trainer.weights.factory import policy_options
+
+    if config.torch_threads is not None:
+        torch.set_num_threads(config.torch_threads)
+    torch.manual_seed(config.seed)
+    stepper = make_train_step(config, load_policy(policy_options(config)))
+    if checkpoint is not None:
+        state = read_state(checkpoint)
+        stepper.resume(checkpoint, state)
+        if state.policy_version is not None:
+            stepper.alignment.published(state.policy_version)
+    else:
+        _name_first_version(stepper, batch)
+    if not batch.groups:
+        raise BadBatch(f"batch {batch.number} holds no groups")
+    return reproducible(stepper.train(stepper.prepare(batch), StepClock()))
+
+
+def reproducible(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Without what two runs of the same step may differ in."""
+    return {name: value for name, value in metrics.items() if not name.startswith(VARYING)}
+
+
+def _name_first_version(stepper: TrainStep, batch: Batch) -> None:
+    """The model itself is served under the run's first version: the lowest that its first batch was sampled under."""
+    spans = [span for group in batch.groups for row in group.policy_versions or () for span in row]
+    versions = [version for _, _, version in spans if version is not None]
+    if versions:
+        stepper.progress.steps_by_version[min(versions)] = 0
+        stepper.alignment.published(min(versions))

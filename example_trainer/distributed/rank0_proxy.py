@@ -1,0 +1,120 @@
+"""Broker and weight bridge of a run with several ranks: rank 0 speaks for all, and each fetches its own share.
+
+The training loop is the same on every rank. What it asks the broker or the bridge is asked once, by rank 0, and all get
+the answer, so that they decide alike. Batches are the exception: each rank fetches the slice of whole groups that the
+broker keeps for it, in a thread of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from atropos_api.client import BrokerClient
+from atropos_api.wire import Batch, RunInfo, RunRequest
+from example_trainer.api import LONG_POLL_SECONDS, BrokerSession
+from example_trainer.distributed.ranks import Ranks
+from example_trainer.weights.base import PublishReport, WeightBridge
+
+if TYPE_CHECKING:
+    from example_trainer.modeling.loading import PolicyOptions
+    from example_trainer.modeling.policy import Policy
+
+AnswerT = TypeVar("AnswerT")
+
+
+class RankedSession(BrokerSession):
+    """A `BrokerSession` shared by all ranks."""
+
+    def __init__(self, client: BrokerClient, ranks: Ranks, *, all_see_whole: bool = False) -> None:
+        """With `all_see_whole` every rank fetches whole batches besides its share, not rank 0 alone."""
+        super().__init__(client, rank=ranks.rank, world_size=ranks.world_size)
+        self._ranks = ranks
+        self._sees_whole = all_see_whole or ranks.is_main
+
+    def refuse_unknown_host(self) -> None:
+        self._ranks.lead(super().refuse_unknown_host)
+
+    def wait_until_ready(self, timeout_seconds: float) -> None:
+        self._ranks.lead(partial(super().wait_until_ready, timeout_seconds))
+
+    def begin(self, request: RunRequest) -> RunInfo:
+        begin = super().begin
+        self._info = RunInfo(**self._ranks.lead(lambda: msgspec.structs.asdict(begin(request))))
+        return self._info
+
+    def announce_policy(self, version: int, step: int, policy_name: str | None = None) -> None:
+        self._ranks.lead(partial(super().announce_policy, version, step, policy_name))
+
+    def held_seconds(self, wait_seconds: float = 0.0) -> float:
+        return self._ranks.lead(partial(super().held_seconds, wait_seconds))
+
+    def commit(self, number: int) -> None:
+        self._ranks.lead(partial(super().commit, number))
+
+    def finish(self) -> None:
+        self._ranks.lead(super().finish)
+
+    def whole_batch(self, batch: Batch) -> Batch:
+        """The batch that `batch` is this rank's slice of; the slice itself where nobody needs to see more."""
+        if not self._sees_whole:
+            return batch
+        whole = self._client.get_batch(
+            batch.number,
+            run_id=self.info.run_id,
+            epoch=self.info.epoch,
+            wait_seconds=LONG_POLL_SECONDS,
+            arrays=True,
+        )
+        return batch if whole is None else whole
+
+
+class RankedBridge(WeightBridge):
+    """Implements `WeightBridge` for all ranks: the one at rank 0 serves what they trained together."""
+
+    def __init__(self, inner: WeightBridge | None, options: PolicyOptions, ranks: Ranks) -> None:
+        self._inner = inner
+        """None on the ranks that serve nothing."""
+        self._options = options
+        self._ranks = ranks
+        self._policy: Policy | None = None
+
+    def prepare(self) -> Policy:
+        from example_trainer.model import load_policy
+
+        self._policy = load_policy(self._options) if self._inner is None else self._inner.prepare()
+        if not self._policy.is_sharded:
+            self._ranks.copy_from_main(self._policy.masters.values())
+        return self._policy
+
+    def publish(self, version: int) -> PublishReport:
+        """Publish at rank 0; the other ranks wait, after giving it their part of the weights."""
+        assert self._policy is not None, "prepare() comes first"
+        with self._policy.gathered():
+            return PublishReport(**self._led(lambda bridge: asdict(bridge.publish(version))))
+
+    def highest_version(self) -> int:
+        return self._led(lambda bridge: bridge.highest_version())
+
+    def should_publish(self, steps_since_publish: int) -> bool:
+        return self._led(lambda bridge: bridge.should_publish(steps_since_publish))
+
+    def needs_publish(self) -> bool:
+        """Asked at rank 0 alone, while the others wait for its word."""
+        return self._main.needs_publish()
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+
+    def _led(self, ask: Callable[[WeightBridge], AnswerT]) -> AnswerT:
+        return self._ranks.lead(lambda: ask(self._main))
+
+    @property
+    def _main(self) -> WeightBridge:
+        assert self._inner is not None, "only rank 0 has a bridge of its own"
+        return self._inner

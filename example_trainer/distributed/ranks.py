@@ -1,0 +1,298 @@
+"""What the ranks of a run tell each other, as bytes: JSON with the bytes of tensors behind it, and nothing that is run.
+
+A pickled message would let whoever reaches the port of the process group execute code in every rank.
+
+The ranks of a training run: several processes that train one policy together, each on whole groups of its own.
+
+One process is the ordinary case and needs no `torch.distributed`: `Ranks` is its form, in which every sum is what went
+in. `joined_ranks` makes the form for several processes. Ranks agree on decisions and on what a step measured through
+small messages over gloo; gradients travel by the device's own backend.
+
+All ranks call the methods here in the same order, or wait for each other. What only one process can do (speak to the
+broker, own a server, write a file) is led by rank 0, and the others learn its outcome, an error included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from example_trainer.errors import RanksFailed
+from example_trainer.weight_protocol.broadcast_group import default_group_on_loopback, make_store
+
+_KIND: Final = "$kind"
+
+_HEAD: Final = struct.Struct("<Q")
+
+
+def encode(value: Any) -> bytes:
+    """`value` as bytes: None, numbers, texts, bytes, paths, CPU tensors, and lists, tuples and mappings of them."""
+    tensors: list[Tensor] = []
+    text = json.dumps(_pack(value, tensors)).encode()
+    return b"".join([_HEAD.pack(len(text)), text, *map(_bytes_of, tensors)])
+
+
+def decode(message: bytes) -> Any:
+    """The value that `encode` was given; tuples, keys that are numbers, and each bit of a tensor included."""
+    (length,) = _HEAD.unpack_from(message)
+    start = _HEAD.size + length
+    content = json.loads(message[_HEAD.size : start])
+    return _unpack(content, _Blob(message, start))
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    # An expanded tensor of one element counts as contiguous whatever its stride; a fresh one has the stride of its own.
+    fresh = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return fresh.copy_(tensor.reshape(-1)).view(torch.uint8).numpy().tobytes()
+
+
+class _Blob:
+    """The bytes of the tensors, taken in the order in which they were packed."""
+
+    def __init__(self, message: bytes, start: int) -> None:
+        self._message = message
+        self._at = start
+
+    def take(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        flat = tensor.reshape(-1).view(torch.uint8)
+        piece = self._message[self._at : self._at + flat.numel()]
+        self._at += flat.numel()
+        if piece:
+            flat.copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
+        return tensor
+
+
+def _pack(value: Any, tensors: list[Tensor]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_pack(item, tensors) for item in value]
+    if isinstance(value, Tensor):
+        tensors.append(value.detach())
+        return {_KIND: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if isinstance(value, Mapping):
+        pairs = [[_pack(key, tensors), _pack(item, tensors)] for key, item in value.items()]
+        return {_KIND: "mapping", "pairs": pairs}
+    return (
+        {_KIND: "tuple", "items": [_pack(item, tensors) for item in value]} if isinstance(value, tuple) else _tag(value)
+    )
+
+
+def _tag(value: Any) -> dict[str, str]:
+    if isinstance(value, Path):
+        return {_KIND: "path", "text": str(value)}
+    if isinstance(value, bytes):
+        return {_KIND: "bytes", "hex": value.hex()}
+    raise TypeError(f"a {type(value).__name__} is no message between ranks; send its fields")
+
+
+def _unpack(content: Any, blob: _Blob) -> Any:
+    if isinstance(content, list):
+        return [_unpack(item, blob) for item in content]
+    if not isinstance(content, dict):
+        return content
+    kind = content[_KIND]
+    if kind == "tensor":
+        return blob.take(getattr(torch, content["dtype"]), content["shape"])
+    if kind == "tuple":
+        return tuple(_unpack(item, blob) for item in content["items"])
+    if kind == "mapping":
+        return {_unpack(key, blob): _unpack(item, blob) for key, item in content["pairs"]}
+    return Path(content["text"]) if kind == "path" else bytes.fromhex(content["hex"])
+
+
+ValueT = TypeVar("ValueT")
+
+_TORCHRUN_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+
+
+class Ranks:
+    """One process, which is all ranks there are."""
+
+    rank = 0
+    world_size = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.rank == 0
+
+    def gather(self, value: ValueT) -> list[ValueT]:
+        """Every rank's value, in rank order; small things only, of what `rank_messages` can carry."""
+        return [value]
+
+    def lead(self, action: Callable[[], ValueT]) -> ValueT:
+        """What `action` gives at rank 0, where alone it runs; its error is raised everywhere."""
+        return action()
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up the gradients of parameters that each rank holds whole."""
+
+    def copy_from_main(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give parameters that each rank holds whole the values they have at rank 0."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The elementwise sum over ranks of a small tensor on the CPU."""
+        return values
+
+    def most(self, count: int) -> int:
+        """The largest of the ranks' counts."""
+        return count
+
+    def any(self, flag: bool) -> bool:
+        """Whether one rank at least says yes."""
+        return flag
+
+
+class GroupRanks(Ranks):
+    """One of several processes, over the process groups that `joined_ranks` has made."""
+
+    def __init__(self, control: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._control = control
+
+    def gather(self, value: ValueT) -> list[ValueT]:
+        own = _as_tensor(encode(value))
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(own)]), group=self._control)
+        longest = int(max(sizes))
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(found, torch.nn.functional.pad(own, (0, longest - len(own))), group=self._control)
+        return [decode(message[: int(size)].numpy().tobytes()) for message, size in zip(found, sizes, strict=True)]
+
+    def lead(self, action: Callable[[], ValueT]) -> ValueT:
+        if not self.is_main:
+            value, failure = decode(self._hear_main())
+            if failure is not None:
+                raise RanksFailed(f"rank 0 cannot go on, so rank {self.rank} ends as well: {failure}")
+            return cast("ValueT", value)
+        try:
+            led = action()
+            message = encode((led, None))
+        except Exception as error:
+            self._tell_others(encode((None, f"{type(error).__name__}: {error}")))
+            raise
+        self._tell_others(message)
+        return led
+
+    def _tell_others(self, message: bytes) -> None:
+        dist.broadcast(torch.tensor([len(message)]), src=0, group=self._control)
+        dist.broadcast(_as_tensor(message), src=0, group=self._control)
+
+    def _hear_main(self) -> bytes:
+        size = torch.zeros(1, dtype=torch.long)
+        dist.broadcast(size, src=0, group=self._control)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(message, src=0, group=self._control)
+        return message.numpy().tobytes()
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+
+    def copy_from_main(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            dist.broadcast(parameter.data, src=0)
+
+    def sum(self, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=self._control)
+        return total
+
+    def most(self, count: int) -> int:
+        largest = torch.tensor([count])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control)
+        return int(largest)
+
+    def any(self, flag: bool) -> bool:
+        return bool(self.most(int(flag)))
+
+
+@contextmanager
+def joined_ranks(
+    rank: int, world_size: int, init_method: str, *, device: str, timeout_seconds: float
+) -> Iterator[Ranks]:
+    """Join the `world_size` processes of a run while the context lasts; raises `RanksFailed` where they do not meet.
+
+    `init_method` is `env://` under torchrun and `accelerate launch`, else `tcp://host:port` or `file://path`. A rank
+    waits for the others up to `timeout_seconds`, which has to cover the longest that rank 0 may be busy alone.
+    """
+    if world_size == 1:
+        yield Ranks()
+        return
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(_gpu(device, rank))
+    _require_meeting_point(init_method, world_size)
+    timeout = timedelta(seconds=timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    host, port = _meeting_point(init_method)
+    with default_group_on_loopback(host):
+        try:
+            if port is None:
+                dist.init_process_group(
+                    backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+                )
+            else:
+                store = make_store(host, port, world_size=world_size, is_master=rank == 0, timeout=timeout)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise RanksFailed(
+                f"rank {rank} of {world_size} did not meet the others at --init-method {init_method}: {error}; start "
+                "as many processes as --world-size says, each with a --trainer-rank of its own"
+            ) from error
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    try:
+        yield GroupRanks(control)
+    finally:
+        dist.destroy_process_group()
+
+
+def _meeting_point(init_method: str) -> tuple[str, int | None]:
+    """Host of the meeting point, and the port at which a store of ours has to be there; None where it is another's."""
+    try:
+        if init_method.startswith("env://"):
+            # torchrun keeps the store in its own process, of which the ranks are clients.
+            own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) if own else None
+        parts = urlsplit(init_method)
+        if parts.scheme == "file" and not Path(parts.path).parent.is_dir():
+            raise RanksFailed(f"--init-method {init_method}: there is no directory {Path(parts.path).parent}")
+        return parts.hostname or "", parts.port if parts.scheme == "tcp" else None
+    except ValueError as error:
+        place = f"$MASTER_PORT {os.environ['MASTER_PORT']}" if init_method.startswith("env://") else init_method
+        raise RanksFailed(f"--init-method {init_method}: {place} names no port ({error})") from error
+
+
+def _as_tensor(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _gpu(device: str, rank: int) -> int:
+    """The GPU of this process on its host: the one it names, else as the starter says, else one after the other."""
+    named = torch.device("cuda" if device == "auto" else device).index
+    return int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())) if named is None else named
+
+
+def _require_meeting_point(init_method: str, world_size: int) -> None:
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if init_method.startswith("env://") and missing:
+        raise RanksFailed(
+            f"--world-size {world_size} with --init-method env:// needs {' and '.join(missing)} in the environment; "
+            "start with torchrun or accelerate launch, or name a meeting point: --init-method tcp://127.0.0.1:29500"
+        )

@@ -1,0 +1,102 @@
+"""The model that a run begins with: a directory, a name on the hub, or a base that is made on this machine.
+
+Whether a model that is named, and not a directory, can be had: asked once, before four programs ask for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from example_trainer.errors import ModelNotFound
+from example_trainer.processes.child import ChildSpec
+from example_trainer.processes.tree import python_path
+
+BASE_MODEL = "base-model"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalBase:
+    """A base model that is made on this machine: `tiny/chain`, or `tiny/chain:1` for another seed."""
+
+    task: str
+    seed: int
+
+    @property
+    def spec(self) -> ChildSpec:
+        command = (sys.executable, "-m", "example_trainer.tiny", "--task", self.task, "--seed", str(self.seed))
+        # Two threads, as the recipe was measured; nothing else runs meanwhile.
+        return ChildSpec(
+            name=BASE_MODEL,
+            command=command,
+            environment={"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "2"},
+            ends_by_itself=True,
+            watch_descendants=False,
+        )
+
+
+def local_base(model_name: str) -> LocalBase | None:
+    """The locally made base that `model_name` means, if it means one."""
+    match = re.fullmatch(r"tiny/([a-z]+)(?::(\d+))?", model_name)
+    if match is None or Path(model_name).exists():
+        return None
+    return LocalBase(task=match[1], seed=int(match[2] or 0))
+
+
+def require_model(model_name: str) -> str:
+    """`model_name`, made absolute if it is a directory; refuses a path at which there is no model."""
+    path = Path(model_name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(f"--model-name {model_name}: the directory holds no config.json, so it is no model")
+        return str(path.absolute())
+    if model_name.startswith(("/", ".", "~")) or model_name.count("/") > 1:
+        raise ModelNotFound(f"--model-name {model_name}: no such directory, and not the form of a Hugging Face id")
+    return model_name
+
+
+ANSWER_SECONDS = 5.0
+
+
+def require_on_hub(name: str) -> None:
+    """Pass if `name` is in the local cache or the hub knows it; else `ModelNotFound` says which of the two failed."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+    except HFValidationError as error:
+        raise ModelNotFound(f"--model-name {name}: not a directory and not a Hugging Face id: {error}") from None
+    if constants.HF_HUB_OFFLINE:
+        raise ModelNotFound(
+            f"--model-name {name}: not in the local Hugging Face cache, and HF_HUB_OFFLINE forbids to download it"
+        )
+    _ask_hub(name)
+
+
+def _ask_hub(name: str) -> None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name, timeout=ANSWER_SECONDS)
+    except HFValidationError as error:
+        raise ModelNotFound(f"--model-name {name}: not a directory and not a Hugging Face id: {error}") from None
+    except RepositoryNotFoundError:
+        raise ModelNotFound(
+            f"--model-name {name}: no such model on {_endpoint()}, or a private one (then set HF_TOKEN)"
+        ) from None
+    except HfHubHTTPError:
+        return  # it exists; whether these credentials may have it is told by the program that downloads it
+    except Exception as error:  # noqa: BLE001 - the hub's client has changed its HTTP library, and with it the errors
+        raise ModelNotFound(
+            f"--model-name {name}: not a directory, not in the local cache, and {_endpoint()} does not answer ({error})"
+        ) from None
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "huggingface.co")

@@ -1,0 +1,124 @@
+"""The addresses and ports of a run's programs, settled before any of them starts.
+
+The secrets of a launch: which tokens its programs share, and what of their settings may stand in no record.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atropos_api.common.secrets import TOKEN_VARIABLE, TokenSource
+from example_trainer.launcher.run_file import RunConfig, RunSettings
+from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
+
+THIS_HOST = frozenset({LOOPBACK, "localhost", "::1"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoints:
+    """Addresses and ports, settled before any program starts."""
+
+    broker_url: str
+    broker_port: int | None
+    """None: the broker is somebody else's."""
+    vllm_ports: tuple[int, ...]
+    """Of the inference servers on this host, whoever starts them."""
+    remote_urls: tuple[str, ...] = ()
+    """Of inference servers that are somebody else's."""
+
+    @property
+    def vllm_urls(self) -> tuple[str, ...]:
+        return self.remote_urls or tuple(f"http://{LOOPBACK}:{port}" for port in self.vllm_ports)
+
+
+def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> Endpoints:
+    """Ports for the programs we start: those asked for, if they are free, else free ones; held for the launch."""
+    config = settings.trainer
+    given = config.model_fields_set
+    broker_port = None if "atropos_url" in given else _broker_port(settings, held)
+    broker_url = config.atropos_url if broker_port is None else f"http://{LOOPBACK}:{broker_port}"
+    remote = remote_servers(config)
+    ports = () if remote else _vllm_ports(settings, held)
+    return Endpoints(broker_url=broker_url, broker_port=broker_port, vllm_ports=ports, remote_urls=remote)
+
+
+def broadcasts(config: RunConfig) -> bool:
+    """True where whole weights are sent to servers that share no memory with the trainer."""
+    return config.weight_bridge_mode == "shared_vllm" and config.num_inference_nodes > 0
+
+
+def remote_servers(config: RunConfig) -> tuple[str, ...]:
+    """The addresses of servers that are not the launcher's to start; none where it starts its own."""
+    count = config.num_inference_nodes
+    if not broadcasts(config):
+        return (f"http://{config.vllm_host}:{config.vllm_port}",) if count else ()
+    if config.inference_urls:
+        return tuple(config.inference_urls)
+    ports = range(config.vllm_port, config.vllm_port + count)
+    return () if config.vllm_host in THIS_HOST else tuple(f"http://{config.vllm_host}:{port}" for port in ports)
+
+
+def _broker_port(settings: RunSettings, held: ExitStack | None) -> int:
+    asked = settings.section("api").get("port")
+    if asked is None:
+        return free_port(held=held)
+    return require_free(as_port(asked, "--api.port"), flag="--api.port", held=held)
+
+
+def _vllm_ports(settings: RunSettings, held: ExitStack | None) -> tuple[int, ...]:
+    """Of as many servers as there are to be on this host: counted up from the one that is asked for, or any."""
+    config = settings.trainer
+    count = config.num_inference_nodes if broadcasts(config) else 1
+    asked, flag = settings.section("vllm").get("port"), "--vllm.port"
+    # Somebody else's environments were told the documented port.
+    if asked is None and ("vllm_port" in config.model_fields_set or not settings.environments):
+        asked, flag = config.vllm_port, "--vllm-port"
+    if asked is None:
+        return free_ports(count, held=held)
+    first = as_port(asked, flag)
+    return tuple(require_free(as_port(first + index, flag), flag=flag, held=held) for index in range(count))
+
+
+def broker_token(settings: RunSettings) -> TokenSource:
+    """The token by which the programs of this launch, and the launcher itself, speak to the broker."""
+    config, api = settings.trainer, settings.section("api")
+    if (
+        config.atropos_token is None
+        and config.atropos_token_file is None
+        and (api.get("token") or api.get("token_file"))
+    ):
+        file = api.get("token_file")
+        return TokenSource.settle(api.get("token"), Path(str(file)) if file else None, {}, flag="--api.token-file")
+    return TokenSource.settle(config.atropos_token, config.atropos_token_file, os.environ, flag="--atropos-token-file")
+
+
+def token_variables(token: TokenSource) -> dict[str, str]:
+    """Either variable, the other one emptied: what this process inherited must not contradict it."""
+    if token.file is not None:
+        return {TOKEN_VARIABLE: "", f"{TOKEN_VARIABLE}_FILE": str(token.file.expanduser().absolute())}
+    return {TOKEN_VARIABLE: token.value, f"{TOKEN_VARIABLE}_FILE": ""} if token.value else {}
+
+
+def bridge_token(settings: RunSettings) -> str:
+    """One token for all servers and the trainer: the one given to either, else the one inherited, else a new one."""
+    given = settings.trainer.bridge_token or settings.section("vllm").get("bridge_token")
+    return str(given or os.environ.get("ATROPOS_BRIDGE_TOKEN") or secrets.token_hex(16))
+
+
+def differing(whole: Mapping[str, Any], public: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `whole` is not in `public` or is another there, so that it can be laid over it; lists are whole."""
+    found: dict[str, Any] = {}
+    for key, value in whole.items():
+        shown = public.get(key)
+        if isinstance(value, Mapping) and isinstance(shown, Mapping):
+            if deeper := differing(value, shown):
+                found[key] = deeper
+        elif key not in public or value != shown:
+            found[key] = value
+    return found

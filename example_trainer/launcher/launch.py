@@ -1,0 +1,310 @@
+"""The course of one launch: base model, programs, training, final evaluation, end, summary."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from atropos_api.common import metric_names
+from atropos_api.common.secrets import TokenSource, public_settings
+from example_trainer.errors import TrainerError
+from example_trainer.launcher.base_model import BASE_MODEL, LocalBase, local_base, require_model, require_on_hub
+from example_trainer.launcher.endpoints import Endpoints, broker_token, settle_endpoints
+from example_trainer.launcher.plan import BROKER, FINAL_SERVER, TRAINER, VLLM, Plan, Programs, make_plan
+from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, View, make_view
+from example_trainer.launcher.run_dir import RunDir, plan_run_dir, telling, write_json, write_yaml
+from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
+from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
+from example_trainer.launcher.supervisor import Supervisor
+from example_trainer.monitoring.trackers import MetricsTail
+from example_trainer.processes.child import ChildFailed, ChildSpec
+from example_trainer.processes.tree import adopt_orphans, is_alive, python_path
+
+TICK_SECONDS = 0.1
+
+CACHE_LOOKUP_SECONDS = 2.0
+
+# Environments speak to the broker at least every ten seconds.
+SILENCE_SECONDS = 60.0
+
+# An environment that ended first has to be followed by the trainer, which still writes its last checkpoint.
+TRAINER_LAG_SECONDS = 120.0
+
+SETTLED_HERE = ("model_name", "atropos_url", "vllm_port", "inference_urls")
+"""What the trainer is told that the launcher has found out."""
+
+
+class Interrupted(TrainerError):
+    """The launch was told to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """Remembers the first signal that asked for an end; acted on between two looks at the children."""
+
+    number: int | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def listening(cls) -> Iterator[StopRequest]:
+        """Take SIGINT, SIGTERM and SIGHUP over for the length of a block."""
+        request = cls()
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, request.note) for number in numbers}
+        try:
+            yield request
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the form of a signal handler
+        if self.number is None:
+            self.number = number
+
+    def obey(self) -> None:
+        if self.number is not None:
+            raise Interrupted(self.number)
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """How long something has been so without a break."""
+
+    since: float | None = None
+
+    def seconds(self, holds: bool) -> float:
+        self.since = (self.since or time.monotonic()) if holds else None
+        return time.monotonic() - self.since if self.since else 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Launch:
+    """One launch from the resolved settings to the summary."""
+
+    settings: RunSettings
+    run: RunDir
+    programs: Programs = field(default_factory=Programs)
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the end of the run."""
+    pages: list[str] = field(default_factory=list)
+    """A line for each page of rollouts, once the run has ended."""
+    started_at: float = field(default_factory=lambda: psutil.Process().create_time())
+
+    def go(self) -> Summary:
+        """Run everything; raises `ChildFailed` or `Interrupted` when that could not be brought to its end."""
+        with contextlib.ExitStack() as ports:
+            return self._go(settle_endpoints(self.settings, ports))
+
+    def _go(self, places: Endpoints) -> Summary:
+        base = local_base(self.settings.trainer.model_name)
+        model = self.settings.trainer.model_name if base else require_model(self.settings.trainer.model_name)
+        if base is None and not Path(model).is_dir():
+            require_on_hub(model)
+        self.run.create()
+        adopt_orphans()
+        with StopRequest.listening() as stop, Supervisor(self.run.logs) as supervisor:
+            view = make_view(self.settings.trainer.progress)
+            snapshot = self._snapshot()
+            try:
+                if base is not None:
+                    model = self._make_base(base, supervisor, snapshot, view, stop)
+                plan = make_plan(self.settings, self.run, places, model=model, programs=self.programs)
+                self._record(plan)
+                return self._train(plan, supervisor, snapshot, view, stop)
+            finally:
+                view.close()
+
+    def _snapshot(self) -> Snapshot:
+        config = self.settings.trainer
+        return Snapshot(
+            name=config.name, run_dir=self.run.root, total_steps=config.training_steps, started_at=self.started_at
+        )
+
+    def _make_base(
+        self, base: LocalBase, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest
+    ) -> str:
+        """Have the base model made, or found, and answer where it lies."""
+        snapshot.milestones["base model"] = None
+        begun = time.monotonic()
+
+        def tick() -> None:
+            stop.obey()
+            making = time.monotonic() - begun > CACHE_LOOKUP_SECONDS
+            snapshot.phase = "making the base model (about a minute, once)" if making else "looking for the base model"
+            view.update(snapshot, ())
+
+        child = supervisor.start(base.spec)
+        supervisor.wait_for_end(child, tick)
+        report = dict(line.split(" ", 1) for line in child.last_lines() if " " in line)
+        supervisor.forget(BASE_MODEL)
+        snapshot.reach("base model")
+        self.notes.append(f"base model: {report['path']}, sha256 {report.get('sha256', 'unknown')}")
+        return report["path"]
+
+    def _train(self, plan: Plan, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> Summary:
+        for entry in self.settings.environments:
+            if entry.written_for is not None:
+                log = self.run.logs / f"{entry.name}.log"
+                self.notes.append(
+                    f"{entry.server} has run on settings for {entry.written_for}; {log} names those it passed over"
+                )
+        snapshot.milestones |= dict.fromkeys(_milestones(plan))
+        snapshot.phase = "starting"
+        # Before the children, so that a resumed run shows the new steps only.
+        tail = MetricsTail(self.run.metrics, from_end=True)
+        for spec in plan.children:
+            supervisor.start(spec)
+        feed = _make_feed(plan, snapshot, tail, broker_token(self.settings))
+        with contextlib.closing(feed):
+            self._watch(plan, supervisor, feed, view, stop)
+        snapshot.phase = "stopping"
+        view.update(snapshot, ())
+        return self._conclude(plan.servers, supervisor, snapshot, stop)
+
+    def _watch(self, plan: Plan, supervisor: Supervisor, feed: Feed, view: View, stop: StopRequest) -> None:
+        """Until the trainer and then the environments have come to their end."""
+        snapshot = feed.snapshot
+        waiting = {TRAINER, *plan.environments}
+        trainer_alone, environments_alone = Stopwatch(), Stopwatch()
+        while waiting:
+            stop.obey()
+            self._revive(supervisor, snapshot, view)
+            supervisor.check()
+            still = {name for name in waiting if supervisor[name].exit_code is None}
+            if plan.final_server is not None and TRAINER in waiting - still and still:
+                supervisor.start(_with_version(plan.final_server, snapshot))
+            waiting = still
+            snapshot.phase = _phase(snapshot, waiting)
+            view.update(snapshot, feed.poll())
+            _note_engine_start(snapshot, supervisor, plan)
+            if trainer_alone.seconds(waiting == {TRAINER} and bool(plan.environments)) > TRAINER_LAG_SECONDS:
+                raise ChildFailed("the environments have ended, but the trainer still waits for batches", exit_code=1)
+            if environments_alone.seconds(TRAINER not in waiting) > self.settings.trainer.wait_timeout:
+                self.notes.append(f"{', '.join(sorted(waiting))} did not end after the training and was stopped")
+                break
+            time.sleep(TICK_SECONDS)
+
+    def _revive(self, supervisor: Supervisor, snapshot: Snapshot, view: View) -> None:
+        """Start again what had come up, has died, and may be started again: the others go on meanwhile."""
+        if snapshot.milestones.get(VLLM) is None:
+            return
+        for told in supervisor.revive():
+            snapshot.phase = f"{told}; starting it again"
+            self.notes.append(f"{told} and was started again")
+            view.update(snapshot, ())
+
+    def _conclude(
+        self, servers: Sequence[str], supervisor: Supervisor, snapshot: Snapshot, stop: StopRequest
+    ) -> Summary:
+        """Stop the servers, draw the picture meanwhile, sum up; a missing picture does not spoil a good run."""
+        command = (sys.executable, "-m", "example_trainer.launcher.summary", str(self.run.root))
+        plot = ChildSpec(name="plot", command=command, environment={"PYTHONPATH": python_path()}, ends_by_itself=True)
+        drawing = supervisor.start(plot)
+        for name in (*servers, FINAL_SERVER, BROKER):
+            if name in supervisor:
+                supervisor.stop(name)
+        try:
+            supervisor.wait_for_end(drawing, stop.obey)
+        except ChildFailed as error:
+            self.notes.append(f"reward.png could not be drawn: {error}")
+        timeline = {"start": self.started_at, "end": time.time(), **_reached(snapshot), **snapshot.marks}
+        write_json(self.run.timeline, timeline)
+        summary = summarise(self.run.root, timeline=timeline)
+        summary.write(self.run.root)
+        self.pages = write_rollout_pages(self.run.root)
+        return summary
+
+    def _record(self, plan: Plan) -> None:
+        with telling(self.run.configs, "--run-dir"):
+            for path, content in plan.files.items():
+                write_yaml(path, content)
+        self.run.write_record(resolved(self.settings, plan))
+
+
+def plan_launch(settings: RunSettings) -> Launch:
+    """A launch for `settings`; nothing is written yet."""
+    config = settings.trainer
+    run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
+    return Launch(settings=settings, run=run)
+
+
+def dry_plan(launch: Launch) -> Plan:
+    """What `launch` would do; of a base model not made yet only the name is known."""
+    name = launch.settings.trainer.model_name
+    model = name if local_base(name) else require_model(name)
+    return make_plan(launch.settings, launch.run, settle_endpoints(launch.settings), model=model)
+
+
+def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
+    """Everything that was settled, for `config.json`; no secrets."""
+    trainer = public_settings(settings.trainer, exclude=set(LAUNCHER_FIELDS))
+    settled = plan.settings_of(TRAINER)[TRAINER]
+    return {
+        "trainer": trainer | {name: settled[name] for name in SETTLED_HERE if name in settled},
+        "programs": {
+            spec.name: {"command": list(spec.command), "settings": plan.settings_of(spec.name)}
+            for spec in plan.children
+        },
+    }
+
+
+def _milestones(plan: Plan) -> list[str]:
+    wanted = [(BROKER, True), (VLLM, plan.child(VLLM)), (TRAINER, True), ("environment", plan.environments)]
+    return [name for name, present in wanted if present]
+
+
+def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, token: TokenSource) -> Feed:
+    return Feed(
+        snapshot,
+        metrics=tail,
+        broker=Endpoint(plan.places.broker_url, token=token),
+        servers=[Endpoint(url) for url in plan.places.vllm_urls] if plan.servers else [],
+    )
+
+
+def _phase(snapshot: Snapshot, waiting: set[str]) -> str:
+    if TRAINER not in waiting:
+        return "final evaluation" if waiting else "ending"
+    if silent := silent_environments(snapshot):
+        return f"not heard of for over {SILENCE_SECONDS:.0f} s: {', '.join(silent)}"
+    if snapshot.rows:
+        return "training" if snapshot.step < snapshot.total_steps else "last checkpoint"
+    missing = [name for name, reached_at in snapshot.milestones.items() if reached_at is None]
+    return f"waiting for {', '.join(missing)}" if missing else "first evaluation and first batch"
+
+
+def silent_environments(snapshot: Snapshot) -> list[str]:
+    """Environments that are registered and have fallen silent: they run, but perhaps they hang."""
+    known = [entry for entry in snapshot.status.get("environments", ()) if isinstance(entry, dict)]
+    return [str(entry.get("name")) for entry in known if (entry.get("quiet_seconds") or 0.0) > SILENCE_SECONDS]
+
+
+def _note_engine_start(snapshot: Snapshot, supervisor: Supervisor, plan: Plan) -> None:
+    """The server starts its engine's process when it has imported everything; what follows is the engine's time."""
+    if snapshot.milestones.get("vllm") and "imports" not in snapshot.marks and plan.child(VLLM):
+        born = [process.create_time() for process in supervisor[VLLM].descendants if is_alive(process)]
+        if born:
+            snapshot.marks["imports"] = min(born)
+
+
+def _with_version(server: ChildSpec, snapshot: Snapshot) -> ChildSpec:
+    """`server` told which policy version the checkpoint it serves is, as the trainer last reported it."""
+    version = snapshot.rows[-1].get(metric_names.POLICY_VERSION) if snapshot.rows else None
+    told = () if version is None else ("--policy-version", str(int(version)))
+    return replace(server, command=(*server.command, *told))
+
+
+def _reached(snapshot: Snapshot) -> dict[str, float]:
+    return {name: at for name, at in snapshot.milestones.items() if at is not None}

@@ -1,0 +1,311 @@
+"""From what was asked for to what will run: ports, paths, and the command line and settings of each program.
+
+Nothing here starts or writes anything, so that `--dry-run` shows exactly what a launch would do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.secrets import redact
+from environments.commands import environment_names
+from example_trainer.errors import TrainerError
+from example_trainer.launcher.endpoints import (
+    Endpoints,
+    bridge_token,
+    broadcasts,
+    broker_token,
+    differing,
+    token_variables,
+)
+from example_trainer.launcher.run_dir import RunDir, as_plain_data
+from example_trainer.launcher.run_file import LAUNCHER_FIELDS, EnvironmentSettings, RunSettings, SectionFlags, merge
+from example_trainer.options.publish import LORA_MODES, served_rank, versions_kept
+from example_trainer.processes.child import ChildSpec
+from example_trainer.processes.ports import LOOPBACK
+from example_trainer.processes.tree import PACKAGE_ROOT, python_path
+
+BROKER, VLLM, TRAINER, FINAL_SERVER = "broker", "vllm", "trainer", "vllm-final"
+
+LATEST_CHECKPOINT = "latest"
+
+MANIFEST_NAME = "vllm_bridge_config.json"
+
+MANY_CORES = 8
+
+# Of each of several servers; one that dies more often has a reason that a restart does not take away.
+SERVER_RESTARTS = 3
+
+# Of each environment, in the run directory.
+GROUPS_TO_READ = 200
+
+# Modes in which the server lives through the whole run; in the others the trainer starts and restarts its own.
+SERVER_OUTLIVES_PUBLISH = frozenset({"shared_vllm", "lora_only"})
+
+
+class EnvironmentNotFound(TrainerError):
+    """The environment server named is neither a file nor a module here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Programs:
+    """What Python is told to run for each part; tests put small stand-ins here."""
+
+    broker: tuple[str, ...] = ("-m", "atropos_api")
+    vllm: tuple[str, ...] = ("-m", "example_trainer.vllm_api_server")
+    trainer: tuple[str, ...] = ("-m", "example_trainer.grpo")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a launch does, in the order in which it starts."""
+
+    model: str
+    places: Endpoints
+    children: tuple[ChildSpec, ...]
+    files: Mapping[Path, Mapping[str, Any]]
+    """Settings of each program, by the path they are written to."""
+    environments: tuple[str, ...] = ()
+    servers: tuple[str, ...] = ()
+    """The inference servers among the children."""
+    final_server: ChildSpec | None = None
+    """Serves the last checkpoint to the final evaluation where the trainer's own server ends with the trainer."""
+
+    def settings_of(self, name: str) -> Mapping[str, Any]:
+        """What the program's settings file holds."""
+        stem = "api" if name == BROKER else name
+        return next((content for path, content in self.files.items() if path.stem == stem), {})
+
+    def child(self, name: str) -> ChildSpec | None:
+        return next((spec for spec in self.children if spec.name == name), None)
+
+
+def make_plan(
+    settings: RunSettings, run: RunDir, places: Endpoints, *, model: str, programs: Programs | None = None
+) -> Plan:
+    """Every program of the run with its command line and its settings."""
+    builder = _Builder(
+        settings=settings,
+        run=run,
+        places=places,
+        model=model,
+        programs=programs or Programs(),
+        broker_token=token_variables(broker_token(settings)),
+        bridge_token=bridge_token(settings),
+    )
+    outlives = settings.trainer.weight_bridge_mode in SERVER_OUTLIVES_PUBLISH
+    servers = [builder.vllm(index) for index in range(len(places.vllm_ports) if outlives else 0)]
+    broker = [builder.broker()] if places.broker_port is not None else []
+    environments = [builder.environment(entry) for entry in settings.environments]
+    return Plan(
+        model=model,
+        places=places,
+        children=(*broker, *servers, *environments, builder.trainer()),
+        files=builder.files,
+        environments=tuple(entry.name for entry in settings.environments),
+        servers=tuple(server.name for server in servers),
+        final_server=builder.final_server() if environments and not outlives else None,
+    )
+
+
+def server_name(index: int) -> str:
+    """`vllm`, `vllm-2`, `vllm-3`."""
+    return VLLM if index == 0 else f"{VLLM}-{index + 1}"
+
+
+@dataclass(kw_only=True, slots=True)
+class _Builder:
+    settings: RunSettings
+    run: RunDir
+    places: Endpoints
+    model: str
+    programs: Programs
+    files: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
+    broker_token: Mapping[str, str] = field(default_factory=dict)
+    """The variables that tell every program the broker's token."""
+    bridge_token: str = ""
+    secret_settings: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What of each program's settings may stand in no file of the run directory."""
+
+    def broker(self) -> ChildSpec:
+        flags = self.settings.flags["api"].without("port")
+        content = {"host": LOOPBACK, "store": str(self.run.broker_store), **self.settings.sections["api"]}
+        content = merge(content, flags.secret_values) | {"port": self.places.broker_port}
+        path = self._write("api", {"api": content})
+        command = self._command(self.programs.broker, path, flags.without_secrets().unprefixed("api"))
+        return self._child(BROKER, command, settings="api", environment=self._environment())
+
+    def vllm(self, index: int) -> ChildSpec:
+        name, flags = server_name(index), self.settings.flags["vllm"].without("port", "model")
+        content = merge(self._vllm_defaults(index) | dict(self.settings.sections["vllm"]), flags.secret_values)
+        path = self._write(name, {VLLM: content | {"model": self.model, "port": self.places.vllm_ports[index]}})
+        command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(VLLM))
+        # One of several is missed by nobody for as long as it takes to start again; the bridge brings it up to date.
+        restarts = SERVER_RESTARTS if len(self.places.vllm_ports) > 1 else 0
+        return self._child(name, command, environment=self._server_environment(index), restarts=restarts)
+
+    def final_server(self) -> ChildSpec:
+        """A plain server of the last checkpoint, under the names by which the environments know the model."""
+        config = self.settings.trainer
+        checkpoint = (config.save_path or self.run.root).absolute() / LATEST_CHECKPOINT
+        own: dict[str, Any] = {"model": str(checkpoint), "port": self.places.vllm_ports[0]}
+        own["served_model_name"] = [self.model]
+        if config.weight_bridge_mode in LORA_MODES:
+            own |= {"model": self.model, "adapter": str(checkpoint)}
+        path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults(0) | self.settings.section(VLLM) | own})
+        command = self._command(self.programs.vllm, path)
+        return self._child(FINAL_SERVER, command, environment=self._server_environment(0))
+
+    def _server_environment(self, index: int) -> dict[str, str]:
+        own = {"LOGDIR": str(self._manifest.parent / server_name(index) if index else self._manifest.parent)}
+        if self.settings.trainer.vllm_gpu is not None:
+            own["CUDA_VISIBLE_DEVICES"] = str(self.settings.trainer.vllm_gpu + index)
+        return self._environment() | own
+
+    def environment(self, entry: EnvironmentSettings) -> ChildSpec:
+        env = self._environment_defaults() | self._rollouts_to_read(entry) | dict(entry.env)
+        if entry.written_for is not None:
+            env["server"] = entry.written_for
+        if self.settings.reseeded and "seed" in env:
+            env["seed"] = self.settings.trainer.seed
+        env_flags, typed = self.settings.flags["env"].without("server"), self.settings.flags["openai"]
+        servers = self._openai(entry.openai)
+        if isinstance(servers, list) and not isinstance(entry.openai, list):
+            # A flag would be for none of several: those typed are meant for each.
+            servers, typed = [server | dict(typed.values) for server in servers], SectionFlags()
+        env = merge(env, env_flags.secret_values)
+        path = self._write(entry.name, {"env": env, "openai": _with_secrets(servers, typed.secret_values)})
+        flags = [*env_flags.without_secrets().arguments, *typed.without_secrets().arguments]
+        command = self._command((*program_of(entry.server), "serve"), path, flags)
+        return self._child(entry.name, command, environment=self._environment(), ends_by_itself=True)
+
+    def trainer(self) -> ChildSpec:
+        config = self.settings.trainer
+        asked = config.model_dump(mode="json", exclude_unset=True, exclude=set(LAUNCHER_FIELDS))
+        settled: dict[str, Any] = {
+            "model_name": self.model,
+            "weight_bridge_mode": config.weight_bridge_mode,
+            "atropos_url": self.places.broker_url,
+            "run_dir": str(self.run.root),
+        }
+        if self.places.vllm_ports:
+            settled["vllm_port"] = self.places.vllm_ports[0]
+        if broadcasts(config):
+            settled["inference_urls"] = list(self.places.vllm_urls)
+        elif config.weight_bridge_mode == "shared_vllm":
+            settled["vllm_config_path"] = str(self._manifest)
+        outlives = config.weight_bridge_mode in SERVER_OUTLIVES_PUBLISH
+        if outlives:
+            settled["start_vllm"] = "never"
+        path = self._write(TRAINER, {TRAINER: asked | settled})
+        return self._child(
+            TRAINER,
+            self._command(self.programs.trainer, path),
+            environment=self._environment(),
+            ends_by_itself=True,
+            # In the other modes it replaces its server by design, and W&B's service ends before it does.
+            watch_descendants=outlives and not config.use_wandb,
+        )
+
+    @property
+    def _manifest(self) -> Path:
+        named = self.settings.trainer.vllm_config_path
+        if named != "auto":
+            return Path(named).absolute()
+        return Path(os.environ.get("LOGDIR") or self.run.bridge).absolute() / MANIFEST_NAME
+
+    def _vllm_defaults(self, index: int) -> dict[str, Any]:
+        config = self.settings.trainer
+        on_one_device = len(self.places.vllm_ports) if config.vllm_gpu is None else 1
+        options: dict[str, Any] = {
+            "host": LOOPBACK,
+            "dtype": config.dtype,
+            "max_model_len": config.max_model_len,
+            "gpu_memory_utilization": config.gpu_memory_utilization / on_one_device,
+            "seed": config.seed + index,
+        }
+        if config.weight_bridge_mode == "shared_vllm":
+            options["share_weights"] = not broadcasts(config)
+            options["await_policy"] = broadcasts(config)
+        if config.weight_bridge_mode in LORA_MODES:
+            options |= {"enable_lora": True, "max_lora_rank": served_rank(config.lora_r)}
+            options["max_loras"] = versions_kept(config.max_staleness)
+        if config.weight_bridge_mode == "lora_only":
+            options["await_policy"] = True
+        return options
+
+    def _environment_defaults(self) -> dict[str, Any]:
+        config = self.settings.trainer
+        return {
+            "rollout_server_url": self.places.broker_url,
+            "tokenizer_name": self.model,
+            "total_steps": config.training_steps,
+            "data_dir_to_save_evals": str(self.run.evals),
+            "use_wandb": config.use_wandb,
+        }
+
+    def _rollouts_to_read(self, entry: EnvironmentSettings) -> dict[str, Any]:
+        """Settings that keep the newest groups in the run directory; a file of the user's own is kept whole."""
+        if "data_path_to_save_groups" in {*entry.env, *self.settings.flags["env"].values}:
+            return {}
+        path = self.run.rollouts / f"{entry.name}.jsonl"
+        return {"data_path_to_save_groups": str(path), "groups_to_keep": GROUPS_TO_READ}
+
+    def _openai(self, given: Any) -> Any:
+        if isinstance(given, list):
+            return [self._openai(server) for server in given]
+        ours = {"model_name": self.model, "api_key": "none", "server_type": "vllm"}
+        servers = [{"base_url": f"{url}/v1"} | ours | dict(given) for url in self.places.vllm_urls]
+        is_named = "base_url" in {*given, *self.settings.flags["openai"].values}
+        return servers[0] if is_named or len(servers) == 1 else servers
+
+    def _environment(self) -> dict[str, str]:
+        own = {"PYTHONPATH": python_path(), "ATROPOS_BRIDGE_TOKEN": self.bridge_token, **self.broker_token}
+        if (os.cpu_count() or 1) <= MANY_CORES:
+            # OpenMP threads of several programs spin against each other when cores are few.
+            own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        if Path(self.model).is_dir():
+            own["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")
+        return own
+
+    def _command(self, program: tuple[str, ...], path: str, flags: Sequence[str] = ()) -> tuple[str, ...]:
+        return (sys.executable, *program, "--config", path, *flags)
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> str:
+        path = self.run.configs / f"{name}.yaml"
+        plain = as_plain_data(content)
+        self.files[path] = redact(plain)
+        self.secret_settings[name] = differing(plain, self.files[path])
+        return str(path)
+
+    def _child(self, name: str, command: tuple[str, ...], *, settings: str | None = None, **rest: Any) -> ChildSpec:
+        return ChildSpec(name=name, command=command, secret_settings=self.secret_settings[settings or name], **rest)
+
+
+def _with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:
+    """The inference servers of an environment, with what was typed for the one that there is."""
+    if not secret:
+        return servers
+    if isinstance(servers, list):
+        raise ConfigError(
+            f"--openai.{next(iter(secret))}: openai is a list of {len(servers)} in the file; set it there"
+        )
+    return merge(servers, secret)
+
+
+def program_of(server: str) -> tuple[str, ...]:
+    """How to start an environment server: its file where it lies (`arithmetic_server.py` is ours), the name under
+    which an installed package offers it, or a module.
+    """
+    if not server.endswith(".py"):
+        return ("-m", "environments.commands", server) if server in environment_names() else ("-m", server)
+    for path in (Path(server), PACKAGE_ROOT / "environments" / server):
+        if path.is_file():
+            return (str(path.absolute()),)
+    raise EnvironmentNotFound(f"--env.server {server}: no such file here or among the environments of this package")

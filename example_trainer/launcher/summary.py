@@ -1,0 +1,302 @@
+"""What a finished run achieved, read from its directory: the table at the end of a launch and of `atropos report`.
+
+`python -m example_trainer.launcher.summary RUN`: draw reward, length and held-out accuracy into `RUN/reward.png`.
+
+A program of its own, so that the launcher never loads matplotlib.
+
+The rollouts of a run as pages for a browser, one for each environment, beside the groups that it kept.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from atropos_api.common import metric_names as names
+from atropos_api.common.errors import AtroposError
+from atropos_api.common.files import replace_whole, write_whole
+from environments.sdk.group_files import write_page
+from example_trainer.errors import TrainerError
+from example_trainer.launcher.run_dir import TIMELINE_NAME
+from example_trainer.monitoring.trackers import EVENTS_FILE, ROLLOUTS, MetricsTail
+
+WINDOW_STEPS = 5
+
+GOOD_REWARD = 0.9
+
+GOOD_REWARD_WINDOW_STEPS = 3
+
+SUMMARY_NAME = "summary.json"
+
+
+class NoRun(TrainerError):
+    """The directory holds no metrics of a run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """The figures of one run; None where the run did not report it."""
+
+    steps: int
+    accuracy_base: float | None = None
+    accuracy_trained: float | None = None
+    reward_first: float | None = None
+    reward_last: float | None = None
+    length_first: float | None = None
+    length_last: float | None = None
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
+    alignment_max: float | None = None
+    first_step_after_seconds: float | None = None
+    good_reward_step: int | None = None
+    good_reward_after_seconds: float | None = None
+    signs: tuple[str, ...] = ()
+    """Signs of trouble, each with the step at which it appeared."""
+    split_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def write(self, run_dir: Path) -> None:
+        write_whole(run_dir / SUMMARY_NAME, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def summarise(run_dir: Path, *, timeline: Mapping[str, float] | None = None) -> Summary:
+    """Read `metrics.jsonl` and the evaluations; `timeline` has the launcher's milestones as Unix times."""
+    rows = MetricsTail(run_dir / "metrics.jsonl").read()
+    if not rows:
+        raise NoRun(f"{run_dir} holds no metrics.jsonl with a finished step")
+    rewards, lengths = _series(rows, names.REWARD_MEAN), _series(rows, names.RESPONSE_LENGTH_MEAN)
+    accuracies = [accuracy for _, accuracy in read_accuracies(run_dir / "evals")]
+    good = first_good_row(rows)
+    started_at = (timeline or {}).get("start", 0.0)
+    # A resumed run's rows begin with those of the launches before.
+    launched = [row for row in rows if (_timestamp(row) or 0.0) >= started_at]
+    return Summary(
+        steps=int(rows[-1].get(names.STEP, len(rows))),
+        accuracy_base=accuracies[0] if accuracies else None,
+        accuracy_trained=accuracies[-1] if len(accuracies) > 1 else None,
+        reward_first=_mean(rewards[:WINDOW_STEPS]),
+        reward_last=_mean(rewards[-WINDOW_STEPS:]),
+        length_first=_mean(lengths[:1]),
+        length_last=_mean(lengths[-WINDOW_STEPS:]),
+        tokens_per_second=overall_rate(rows),
+        step_seconds=_median(_series(rows, names.TIME_STEP)),
+        alignment_max=max(_series(rows, names.ALIGNMENT_DIFF_MAX), default=None),
+        first_step_after_seconds=_since(started_at, launched[0] if timeline and launched else None),
+        good_reward_step=int(good[names.STEP]) if good else None,
+        good_reward_after_seconds=_since(started_at, good if timeline and good in launched else None),
+        signs=read_signs(run_dir),
+        split_seconds=split_times(timeline, launched) if timeline and launched else {},
+    )
+
+
+def read_timeline(run_dir: Path) -> dict[str, float] | None:
+    """The milestones of the last launch in this directory, if one came to its end."""
+    try:
+        return dict(json.loads((run_dir / TIMELINE_NAME).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def read_signs(run_dir: Path) -> tuple[str, ...]:
+    """What `events.jsonl` holds, shortly; nothing where the run kept none."""
+    rows = MetricsTail(run_dir / EVENTS_FILE).read()
+    return tuple(f"{row['sign']} (step {row['step']})" for row in rows if {"sign", "step"} <= row.keys())
+
+
+def read_accuracies(evals: Path) -> list[tuple[int, float]]:
+    """Step and greedy accuracy of each evaluation, in the order of the steps."""
+    found = []
+    for path in evals.glob("step-*/metrics.json"):
+        step = re.fullmatch(r"step-(\d+)", path.parent.name)
+        accuracy = _find(json.loads(path.read_text(encoding="utf-8")), names.EVAL_ACCURACY)
+        if step is not None and accuracy is not None:
+            found.append((int(step[1]), accuracy))
+    return sorted(found)
+
+
+def first_good_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The step at which the mean reward over three steps first reached 0.9."""
+    rewards = _series(rows, names.REWARD_MEAN)
+    for end in range(GOOD_REWARD_WINDOW_STEPS, len(rewards) + 1):
+        if (_mean(rewards[end - GOOD_REWARD_WINDOW_STEPS : end]) or 0.0) >= GOOD_REWARD:
+            return rows[end - 1]
+    return None
+
+
+def overall_rate(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Generated tokens of all trained batches over the time of all steps; a mean of rates would favour short ones."""
+    known = [row for row in rows if row.get(names.TOKENS_PER_SECOND) and row.get(names.TIME_STEP)]
+    seconds = sum(float(row[names.TIME_STEP]) for row in known)
+    tokens = sum(float(row[names.TOKENS_PER_SECOND]) * float(row[names.TIME_STEP]) for row in known)
+    return tokens / seconds if seconds else None
+
+
+def split_times(timeline: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Where the time went, from the command to its end, in consecutive stretches."""
+    marks: list[tuple[str, float | None]] = [
+        ("base model", timeline.get("base model")),
+        ("imports", timeline.get("imports")),
+        ("engine", timeline.get("vllm")),
+        ("first batch", _first_batch_at(rows)),
+        ("steps", _timestamp(rows[-1])),
+        ("end", timeline.get("end")),
+    ]
+    split: dict[str, float] = {}
+    last = timeline["start"]
+    for name, at in marks:
+        if at is not None and at >= last:
+            split[name] = round(at - last, 2)
+            last = at
+    return split
+
+
+def as_table(summary: Summary) -> Table:
+    """The figures a reader looks for first."""
+    table = Table(title="Summary", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for label, value in _lines(summary):
+        if value:
+            table.add_row(label, value)
+    return table
+
+
+def _lines(summary: Summary) -> list[tuple[str, str]]:
+    split = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in summary.split_seconds.items())
+    return [
+        ("greedy accuracy, held-out problems", _change(summary.accuracy_base, summary.accuracy_trained, "{:.3f}")),
+        (f"reward, first and last {WINDOW_STEPS} steps", _change(summary.reward_first, summary.reward_last, "{:.3f}")),
+        ("mean answer length, tokens", _change(summary.length_first, summary.length_last, "{:.1f}")),
+        ("steps", str(summary.steps)),
+        ("generated tokens per second", _text(summary.tokens_per_second, "{:,.0f}")),
+        ("seconds per step, median", _text(summary.step_seconds, "{:.2f}")),
+        ("largest logprob difference, trainer and vLLM", _text(summary.alignment_max, "{:.1e}")),
+        ("first step trained after", _text(summary.first_step_after_seconds, "{:.1f} s")),
+        (
+            f"reward {GOOD_REWARD} after",
+            _text(summary.good_reward_after_seconds, "{:.1f} s") + _text(summary.good_reward_step, " (step {})"),
+        ),
+        ("signs of trouble", ", ".join(summary.signs)),
+        ("time, in all " + _text(sum(summary.split_seconds.values()), "{:.1f} s"), split),
+    ]
+
+
+def _change(first: float | None, last: float | None, form: str) -> str:
+    known = [form.format(value) for value in (first, last) if value is not None]
+    return " -> ".join(known)
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _series(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [float(row[name]) for row in rows if isinstance(row.get(name), int | float)]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def _timestamp(row: Mapping[str, Any]) -> float | None:
+    value = row.get("timestamp")
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _first_batch_at(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    ended = _timestamp(rows[0])
+    return None if ended is None else ended - float(rows[0].get(names.TIME_STEP, 0.0))
+
+
+def _since(started_at: float, row: Mapping[str, Any] | None) -> float | None:
+    at = _timestamp(row) if row is not None else None
+    return None if at is None else at - started_at
+
+
+def _find(content: Any, name: str) -> float | None:
+    """The first number called `name`, or by its last part, anywhere in nested mappings."""
+    if not isinstance(content, Mapping):
+        return None
+    for key in (name, name.rpartition("/")[2]):
+        if isinstance(content.get(key), int | float):
+            return float(content[key])
+    return next((found for value in content.values() if (found := _find(value, name)) is not None), None)
+
+
+REWARD_COLOUR, LENGTH_COLOUR, ACCURACY_COLOUR = "#1f77b4", "#b0b0b0", "#d62728"
+
+
+def draw(run_dir: Path) -> Path:
+    """The picture of a run; answers where it lies."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = MetricsTail(run_dir / "metrics.jsonl").read()
+    if not rows:
+        raise NoRun(f"{run_dir} holds no metrics.jsonl with a finished step")
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    _draw_lengths(axes.twinx(), rows)
+    _draw_rewards(axes, rows)
+    _draw_accuracies(axes, read_accuracies(run_dir / "evals"))
+    axes.legend(loc="lower right")
+    path = run_dir / "reward.png"
+    replace_whole(path, lambda beside: figure.savefig(beside, dpi=120))
+    return path
+
+
+def rolling_mean(values: Sequence[float], window: int = WINDOW_STEPS) -> list[float]:
+    """Mean over the last `window` values at each place, over fewer at the start."""
+    means = []
+    for end in range(1, len(values) + 1):
+        recent = values[max(0, end - window) : end]
+        means.append(sum(recent) / len(recent))
+    return means
+
+
+def _draw_rewards(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    steps = [row[names.STEP] for row in rows]
+    rewards = [row.get(names.REWARD_MEAN, float("nan")) for row in rows]
+    axes.plot(steps, rewards, "o", color=REWARD_COLOUR, alpha=0.35, markersize=4, label="reward of the step")
+    axes.plot(steps, rolling_mean(rewards), color=REWARD_COLOUR, linewidth=2, label=f"mean of {WINDOW_STEPS} steps")
+    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1.02))
+
+
+def _draw_lengths(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    known = [row for row in rows if names.RESPONSE_LENGTH_MEAN in row]
+    lengths = [row[names.RESPONSE_LENGTH_MEAN] for row in known]
+    axes.plot([row[names.STEP] for row in known], lengths, color=LENGTH_COLOUR, linewidth=1.5)
+    axes.set_ylabel("mean answer length, tokens", color=LENGTH_COLOUR)
+    axes.set_ylim(bottom=0)
+
+
+def _draw_accuracies(axes: Any, accuracies: Sequence[tuple[int, float]]) -> None:
+    if accuracies:
+        steps, values = zip(*accuracies, strict=True)
+        axes.plot(steps, values, "D", color=ACCURACY_COLOUR, label="greedy accuracy, held-out problems", clip_on=False)
+
+
+def write_rollout_pages(run_dir: Path) -> list[str]:
+    """Write the page of each file of groups in the run directory; a line about each, also where there can be none."""
+    lines: list[str] = []
+    for groups in sorted((run_dir / ROLLOUTS).glob("*.jsonl")):
+        try:
+            lines.append(f"rollouts: {write_page(groups, groups.with_suffix('.html'))}")
+        except (AtroposError, OSError) as error:
+            lines.append(f"rollouts: no page of {groups} ({error})")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{draw(Path(sys.argv[1]))}\n")

@@ -1,0 +1,281 @@
+"""Starts the programs of a run, notices when one ends, and ends them all, leaving nothing behind.
+
+Each child gets a session and process group of its own, a log file as its output, and the kernel's promise to be
+killed when the launcher dies. Nothing is ever ended by name or port. `check` is called from the launcher's loop
+and raises `ChildFailed` as soon as a program, or a long-lived process of a program, has ended that should not have.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from example_trainer.launcher.run_dir import write_yaml
+from example_trainer.processes.child import (
+    Child,
+    ChildFailed,
+    ChildSpec,
+    Descendant,
+    LostProcess,
+    open_private_log,
+    reason,
+)
+from example_trainer.processes.cleanup import Guardian, SharedMemoryLedger
+from example_trainer.processes.tree import (
+    MARK_VARIABLE,
+    children_by_parent,
+    descendants,
+    describe,
+    die_with,
+    end_processes,
+    find_tree,
+    is_alive,
+    open_process,
+    reap_adopted,
+)
+
+TOLD_IN_ONE_LINE = frozenset({2, 3})
+"""Exit codes of a program whose last line says all: a refusal, and the trainer's end at a sign of trouble."""
+
+STOP_GRACE_SECONDS = 10.0
+
+FAILURE_GRACE_SECONDS = 3.0
+
+OBSERVE_INTERVAL_SECONDS = 1.0
+
+# vLLM appends 37 characters for a socket, whose whole path the kernel limits to 107.
+LONGEST_SCRATCH = 70
+
+# A process of a child that has lived this long is part of how the child works.
+SETTLED_AFTER_SECONDS = 3.0
+
+
+class Supervisor:
+    """The children of one launcher; a context manager whose end is their end."""
+
+    def __init__(self, log_dir: Path, *, guarded: bool = True) -> None:
+        self._log_dir = log_dir
+        self._mark = uuid.uuid4().hex
+        # A directory of its own keeps sockets and scratch files of killed children findable.
+        self._temporary_dir = _make_scratch()
+        self._shared_memory = SharedMemoryLedger()
+        self._guardian = Guardian(mark=self._mark, temporary_dir=self._temporary_dir) if guarded else None
+        self._children: dict[str, Child] = {}
+        self._observed_at = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(grace_seconds=STOP_GRACE_SECONDS if error is None else FAILURE_GRACE_SECONDS)
+
+    def __getitem__(self, name: str) -> Child:
+        return self._children[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._children
+
+    def __iter__(self) -> Iterator[Child]:
+        return iter(list(self._children.values()))
+
+    def start(self, spec: ChildSpec) -> Child:
+        """Start a program; its output goes to `<log dir>/<name>.log`."""
+        log_path = self._log_dir / f"{spec.name}.log"
+        with open_private_log(log_path) as log:
+            process = subprocess.Popen(
+                self._command(spec),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(spec),
+                start_new_session=True,
+                preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - the launcher has no other threads
+            )
+        child = Child(
+            spec=spec,
+            process=process,
+            handle=psutil.Process(process.pid),
+            log_path=log_path,
+            started_at=time.monotonic(),
+        )
+        self._children[spec.name] = child
+        return child
+
+    def check(self) -> None:
+        """Raise `ChildFailed` if a child, or a long-lived process of one, ended that should be running."""
+        if any(child.has_failed for child in self):
+            time.sleep(0.3)  # what failed because of the first failure is told in the same message
+            raise self._failure([child for child in self if child.has_failed])
+        self._note_shared_memory()
+        now = time.monotonic()
+        if now - self._observed_at >= OBSERVE_INTERVAL_SECONDS:
+            self._observed_at = now
+            self._observe(now)
+        if broken := [child for child in self if child.is_broken(now)]:
+            raise self._failure(broken)
+
+    def revive(self) -> list[str]:
+        """End what is left of each failed program that may be started again, and start it; what happened to each."""
+        now = time.monotonic()
+        failed = [child for child in self if child.spec.restarts and (child.has_failed or child.is_broken(now))]
+        told = [f"{child.name} {_end_of(child)}" for child in failed]
+        for child in failed:
+            self.stop(child.name, grace_seconds=FAILURE_GRACE_SECONDS)
+            self.start(replace(child.spec, restarts=child.spec.restarts - 1))
+        return told
+
+    def wait_for_end(self, child: Child, on_tick: Callable[[], None]) -> None:
+        """Until a program that comes to an end has done so well, calling `on_tick` meanwhile."""
+        while child.exit_code is None:
+            on_tick()
+            self.check()
+            time.sleep(0.1)
+        self.check()
+
+    def forget(self, name: str) -> None:
+        """Stop watching a program that has come to its end."""
+        del self._children[name]
+
+    def stop(self, name: str, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
+        """End one child and its processes, and stop watching it."""
+        child = self._children.pop(name)
+        roots = [child.handle, *child.descendants]
+        end_processes(lambda: find_tree(roots, ""), grace_seconds=grace_seconds)
+        child.process.poll()
+
+    def close(self, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
+        """End every process of the run, remove what they left, dismiss the guardian. May be called again."""
+        self._note_shared_memory()
+        end_processes(self._living, grace_seconds=grace_seconds)
+        for child in self:
+            child.process.poll()  # one that died after the last look is a zombie, which is not among the living
+        self._children.clear()
+        self._shared_memory.sweep()
+        shutil.rmtree(self._temporary_dir, ignore_errors=True)
+        if self._guardian is not None:
+            self._guardian.dismiss()
+            self._guardian = None
+
+    def _living(self) -> list[psutil.Process]:
+        for child in self:
+            child.process.poll()  # collects the exit, so that it does not linger as a zombie
+        self._reap(children_by_parent())
+        roots = [process for child in self for process in (child.handle, *child.descendants)]
+        return find_tree(roots, self._mark)
+
+    def _command(self, spec: ChildSpec) -> tuple[str, ...]:
+        """The command line, with a last file of settings for what is secret: it lies over the others."""
+        if not spec.secret_settings:
+            return spec.command
+        path = Path(self._temporary_dir) / f"{spec.name}-secrets.yaml"
+        write_yaml(path, spec.secret_settings)
+        return (*spec.command, "--config", str(path))
+
+    def _environment(self, spec: ChildSpec) -> dict[str, str]:
+        scratch = self._temporary_dir
+        own = {
+            MARK_VARIABLE: self._mark,
+            "SPT_NOENV": "1",  # setproctitle would otherwise write its title over the mark
+            "TMPDIR": scratch,
+            "VLLM_RPC_BASE_PATH": scratch,
+            "PYTHONUNBUFFERED": "1",
+        }
+        return {**os.environ, **own, **spec.environment}
+
+    def _observe(self, now: float) -> None:
+        """Look at the children's own processes: note new ones, miss those that vanished."""
+        table = children_by_parent()
+        self._reap(table)
+        for child in self:
+            self._observe_descendants(child, table, now)
+
+    def _observe_descendants(self, child: Child, table: dict[int, list[int]], now: float) -> None:
+        size_before = len(child.descendants)
+        known = {process.pid for process in child.descendants}
+        for process in filter(None, map(open_process, set(descendants(child.process.pid, table)) - known)):
+            child.descendants[process] = Descendant(seen_at=now, title="", is_errand=_is_errand(process, child))
+        for process in list(child.descendants):
+            if is_alive(process):
+                child.descendants[process].title = describe(process)
+                continue
+            gone = child.descendants.pop(process)
+            settled = now - gone.seen_at >= SETTLED_AFTER_SECONDS and not gone.is_errand
+            if settled and child.spec.watch_descendants and child.loss is None:
+                child.loss = LostProcess(title=gone.title, noticed_at=now, size_before=size_before)
+
+    def _note_shared_memory(self) -> None:
+        processes = [process for child in self for process in (child.handle, *child.descendants)]
+        fresh = self._shared_memory.observe(processes)
+        if fresh and self._guardian is not None:
+            self._guardian.note_shared_memory(fresh)
+
+    def _reap(self, table: dict[int, list[int]]) -> None:
+        guardian = [self._guardian.pid] if self._guardian is not None else []
+        reap_adopted([*(child.process.pid for child in self), *guardian], table)
+
+    def _failure(self, children: list[Child]) -> ChildFailed:
+        told = [child for child in children if child.exit_code in TOLD_IN_ONE_LINE]
+        if told and len(told) == len(children):
+            return ChildFailed("; ".join(_refusal(child) for child in told), exit_code=told[0].exit_code or 1)
+        return ChildFailed("\n".join(_report(child) for child in children), exit_code=1)
+
+
+def _is_errand(process: psutil.Process, child: Child) -> bool:
+    try:
+        compiles = any("torch/_inductor" in word for word in process.cmdline())
+        return compiles or bool(process.exe() != child.handle.exe())
+    except psutil.Error:
+        return True
+
+
+def _make_scratch() -> str:
+    """A new temporary directory, with the door left open to what torch compiles and wants to find again."""
+    scratch = tempfile.mkdtemp(prefix="atropos-")
+    if len(scratch) > LONGEST_SCRATCH:
+        Path(scratch).rmdir()
+        scratch = tempfile.mkdtemp(prefix="atropos-", dir="/tmp")
+    kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    kept.mkdir(exist_ok=True)
+    Path(scratch, kept.name).symlink_to(kept)
+    return scratch
+
+
+def _refusal(child: Child) -> str:
+    """The one line with which a program turned down what it was asked to do, or said why it stopped."""
+    lines = [line for line in child.last_lines() if line.strip()]
+    return f"{child.name}: {lines[-1] if lines else f'exited {child.exit_code} without a message'}"
+
+
+def _report(child: Child) -> str:
+    code, tail = child.exit_code, child.last_lines()
+    why = "" if code is not None and code < 0 else reason(tail)
+    lines = "".join(f"\n  {line}" for line in tail)
+    return f"{child.name} {_end_of(child)}{why}; the end of {child.log_path}:{lines}"
+
+
+def _end_of(child: Child) -> str:
+    """How a program came to its end, or to a state that is no better."""
+    code = child.exit_code
+    seconds = time.monotonic() - child.started_at
+    if code is None and child.loss is not None:
+        how = f"lost its process {child.loss.title}"
+    elif code is not None and code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    else:
+        how = f"exited with code {code}"
+    return f"{how} after {seconds:.1f} s"

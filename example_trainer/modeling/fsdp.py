@@ -1,0 +1,224 @@
+"""A policy whose weights, gradients and optimizer state are spread over the ranks: FSDP2, a group a transformer layer.
+
+Masters are fp32 `DTensor`s, a slice of each weight on every rank. Rank 0 reads the model and hands the others their
+slices, one weight at a time: no other rank ever holds more than one whole weight. A forward gathers one layer's weights
+at a time, in the served dtype; the backward sums its gradients over the ranks in fp32, where the loss weights are
+already those of the whole step, so nothing is averaged. What only whole weights can do (a checkpoint, a publish)
+happens at rank 0 inside `ShardedPolicy.gathered`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from example_trainer.errors import UnsupportedModel
+from example_trainer.modeling.loading import load_module, resolve_dtype
+from example_trainer.modeling.policy import Policy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from example_trainer.modeling.loading import PolicyOptions
+
+ResultT = TypeVar("ResultT")
+
+FORWARD_METHOD = "atropos_compute"
+
+
+class ShardedPolicy(Policy):
+    """A `Policy` spread over the ranks of the default process group; all of them call its methods together."""
+
+    def __init__(self, module: nn.Module, *, reshard_after_forward: bool, **settings: Any) -> None:
+        """`module` has no values yet (it is on the device `meta`); `fill` gives it some."""
+        super().__init__(module, **settings)
+        self._whole: dict[str, torch.Tensor] | None = None
+        _shard(module, self.device, self.dtype, reshard_after_forward=reshard_after_forward)
+        module.to_empty(device=self.device)
+        self.masters = {name: self._current(name) for name in self.masters}
+
+    @torch.no_grad()
+    def fill(self, source: nn.Module | None) -> None:
+        """Take the values of `source`, which rank 0 has and loses weight by weight; None on the other ranks."""
+        given = {} if source is None else dict(source.named_parameters())
+        for name, parameter in self.module.named_parameters():
+            if source is None:
+                tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+            else:
+                tensor = given[name].detach().to(device=self.device, dtype=parameter.dtype)
+                given[name].data = torch.empty(0)
+            parameter.copy_(_sliced(tensor, parameter, source_rank=0))
+        for name, buffer in self.module.named_buffers():
+            if source is not None:
+                buffer.copy_(source.get_buffer(name))
+            dist.broadcast(buffer, src=0)
+        _refuse_unfilled(self.module)
+
+    @property
+    def is_sharded(self) -> bool:
+        return True
+
+    def compute(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        module: Any = self.module
+        result: ResultT = getattr(module, FORWARD_METHOD)(function, *arguments)
+        if not torch.is_grad_enabled():
+            # A backward would let go of what was gathered; without one the next forward would find it, however old.
+            module.reshard()
+        return result
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, rank 0 has the whole weights in host memory, so that `checkpoint_tensors` works there."""
+        is_main = dist.get_rank() == 0
+        self._whole = {}
+        try:
+            for name in self._places:
+                self._whole[name] = whole(self._current(name).detach(), keep=is_main)
+            yield
+        finally:
+            self._whole = None
+
+    @contextmanager
+    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """As `Policy.with_weights`, but in the masters themselves, for as long as the context lasts."""
+        kept = {name: self.masters[name].detach().to_local().clone() for name in weights}  # type: ignore[attr-defined]
+        try:
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    self._assign(self.masters[name], weight)
+                yield
+        finally:
+            with torch.no_grad():
+                for name, local in kept.items():
+                    self.masters[name].to_local().copy_(local)  # type: ignore[attr-defined]
+
+    def _assign(self, master: nn.Parameter, weight: torch.Tensor) -> None:
+        master.copy_(weight if isinstance(weight, DTensor) else shard_like(weight, master))
+
+    def _stored(self, parameter_name: str, name: str) -> torch.Tensor:
+        if self._whole is None:
+            raise RuntimeError(f"{parameter_name} is spread over the ranks; gather the weights first")
+        return self._whole[name]
+
+
+class WholeState:
+    """An optimizer's state as one process would have it, in the host memory of rank 0: what a checkpoint holds."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._state: dict[str, Any] = whole(optimizer.state_dict(), keep=dist.get_rank() == 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+
+def whole(value: Any, *, keep: bool) -> Any:
+    """`value` with every sharded tensor in it gathered by all ranks together, into host memory where it is kept."""
+    if isinstance(value, DTensor):
+        gathered = value.full_tensor()
+        return gathered.cpu() if keep else None
+    if isinstance(value, dict):
+        return {key: whole(item, keep=keep) for key, item in value.items()}
+    return [whole(item, keep=keep) for item in value] if isinstance(value, list) else value
+
+
+def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The slice of a whole tensor, which every rank has, that falls to this one if it is spread as `like` is."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return _sliced(tensor.to(device=like.device, dtype=like.dtype), like, source_rank=None)
+
+
+def shard_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of a checkpoint, with what belongs to a parameter element by element spread as the parameter is."""
+    spread: dict[Any, Any] = {}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        own = state["state"].get(index)
+        if own is not None:
+            spread[index] = {
+                key: shard_like(value, parameter) if getattr(value, "shape", None) == parameter.shape else value
+                for key, value in own.items()
+            }
+    return {**state, "state": spread}
+
+
+def load_spread(
+    options: PolicyOptions, stored: Any, *, served_dtype: torch.dtype, device: torch.device
+) -> ShardedPolicy:
+    """The policy that `options` describe; rank 0 alone reads it, into host memory and as it is stored."""
+    assert options.sharding is not None, "nothing says how it is spread"
+    module = load_module(options, stored, torch.float32, torch.device("meta"))
+    policy = ShardedPolicy(
+        module,
+        hf_config=stored,
+        served_dtype=served_dtype,
+        device=device,
+        options=options,
+        reshard_after_forward=options.sharding.reshard_after_forward,
+    )
+    reads = dist.get_rank() == 0
+    policy.fill(load_module(options, stored, resolve_dtype("auto", stored), torch.device("cpu")) if reads else None)
+    return policy
+
+
+def _sliced(tensor: torch.Tensor, like: Any, *, source_rank: int | None) -> DTensor:
+    """A whole tensor spread as `like` is, from one rank's values, or with None from every rank's own."""
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=source_rank)
+
+
+def _refuse_unfilled(module: nn.Module) -> None:
+    """A tensor that a module keeps beside its parameters and buffers has no value where none was computed."""
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise UnsupportedModel(
+                    f"{type(module).__name__} keeps {path}.{name} in no parameter and no buffer, so it cannot be "
+                    "given to other ranks; train it with --world-size 1"
+                )
+
+
+def _shard(module: Any, device: torch.device, dtype: torch.dtype, *, reshard_after_forward: bool) -> None:
+    """Shard `module` in place: a group for each transformer layer, one for the rest, which stays whole until the end
+    of the backward, since embedding, head and final norm are needed at both of its ends.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    groups = [*_layers(module), module]
+    for group in groups:
+        reshard = reshard_after_forward if group is not module else False
+        fully_shard(group, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
+        _sum_gradients(group, mesh)
+    setattr(module, FORWARD_METHOD, MethodType(_call, module))
+    register_fsdp_forward_method(module, FORWARD_METHOD)
+
+
+def _call(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(module, *arguments)
+
+
+def _sum_gradients(group: Any, mesh: DeviceMesh) -> None:
+    """Add gradients up over the ranks instead of averaging them: denominators are those of the whole step."""
+    group.set_gradient_divide_factor(1.0)
+    if mesh.device_type == "cpu":
+        group.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+
+
+def _layers(module: Any) -> list[nn.Module]:
+    """The transformer layers, by the class names that the model itself says must not be split."""
+    names = set(getattr(module, "_no_split_modules", None) or ())
+    found = [each for each in module.modules() if type(each).__name__ in names]
+    if not found:
+        raise UnsupportedModel(
+            f"{type(module).__name__} does not say which of its modules are layers, so it cannot be spread over "
+            "several ranks; train it with --world-size 1"
+        )
+    return found

@@ -1,0 +1,248 @@
+"""Loading of a Hugging Face model for training: where, in which dtype, without dropout and without a cache.
+
+A frozen base in four bits (nf4, bitsandbytes), for QLoRA: how it is loaded and read back.
+
+A quantised weight is a packed uint8 tensor with its scales beside it. The forward dequantises it
+into the served dtype; `dequantised` gives exactly what the forward multiplies with, so a server that
+loads those values computes what the trainer does.
+
+Where the tensors of a module hang, and how they are moved one by one: `Module.to` would move all of them.
+
+Checkpoint names against module names: the one place that knows that the two may differ.
+
+The server's manifest, safetensors files and the masters speak of tensors as the checkpoint on disk
+does. Transformers renames some of them while loading (Mixtral's `block_sparse_moe` is `mlp` in the
+module) and merges others (per-expert matrices into one). The renaming is asked of transformers
+itself, by running its own save conversion over tensors without data.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from example_trainer.errors import AdapterUnavailable, ModelNotFound, NoSuchDevice
+from example_trainer.modeling.lora import AdapterOptions
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device that `auto`, `cpu`, `cuda` or `cuda:N` means on this machine."""
+    if name == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise NoSuchDevice(f"--device {name}: name cpu, cuda, cuda:N or auto") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise NoSuchDevice(f"--device {name}: this machine has no GPU that torch can use; take cpu or auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise NoSuchDevice(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs, numbered from 0")
+    return device
+
+
+def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
+    """The dtype a name means; `auto` is the checkpoint's, and float32 where it does not say."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    stored = getattr(hf_config, "dtype", None)
+    return stored if isinstance(stored, torch.dtype) else torch.float32
+
+
+def stored_config(options: PolicyOptions) -> Any:
+    """The configuration of the checkpoint as it is on disk; raises `ModelNotFound`."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(options.model_name)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(_not_found(options.model_name, error)) from error
+
+
+def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model in training mode, by transformers' own loading; raises `ModelNotFound` where that cannot.
+
+    It is on the CPU, but for a quantised one, which is made on `device`; on the device `meta` it has no values.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    if not options.debug_loading:
+        transformers_logging.disable_progress_bar()
+    more: dict[str, Any] = {"device_map": {"": device}} if device.type == "meta" else {}
+    if options.adapter is not None and options.adapter.quantise is not None:
+        more = {"quantization_config": quantisation_config(dtype), "device_map": {"": device}}
+    try:
+        module: Any = AutoModelForCausalLM.from_pretrained(
+            options.model_name, config=_for_training(stored), dtype=dtype, attn_implementation=options.attention, **more
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelNotFound(_not_found(options.model_name, error)) from error
+    if options.debug_loading:
+        for name, tensor in module.named_parameters():
+            logger.info("loaded %s %s %s on %s", name, list(tensor.shape), tensor.dtype, tensor.device)
+    if options.gradient_checkpointing:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trained: nn.Module = module.train()
+    return trained
+
+
+def _for_training(stored: Any) -> Any:
+    """The checkpoint's configuration without what has no place in training; checkpoints keep the original."""
+    config = deepcopy(stored)
+    config.use_cache = False
+    for name, value in vars(config).items():
+        # The server samples without dropout; with it here, ratios to the sampled logprobs mean nothing.
+        if name.endswith(("dropout", "_pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def _not_found(model_name: str, error: Exception) -> str:
+    place = "directory" if Path(model_name).exists() else "name"
+    cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"--model-name {model_name}: no causal language model can be loaded from this {place} ({cause})"
+
+
+def quantisation_config(served_dtype: torch.dtype) -> Any:
+    """What transformers' loading takes for an nf4 base that computes in `served_dtype`.
+
+    Raises `AdapterUnavailable` where bitsandbytes cannot be imported or has no kernels for this machine.
+    """
+    try:
+        import bitsandbytes
+        from transformers import BitsAndBytesConfig
+
+        packed, state = bitsandbytes.functional.quantize_4bit(torch.ones(64, 1), quant_type="nf4")
+        bitsandbytes.functional.dequantize_4bit(packed, state)
+    except Exception as error:
+        raise AdapterUnavailable(
+            f"--load-in-4bit needs bitsandbytes with 4-bit kernels for this machine ({error}); "
+            "pip install 'bitsandbytes>=0.48', or leave the flag out"
+        ) from error
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=served_dtype,
+    )
+
+
+def is_quantised(weight: torch.Tensor) -> bool:
+    """Whether a parameter is packed 4-bit data."""
+    return getattr(weight, "quant_state", None) is not None
+
+
+@torch.no_grad()
+def dequantised(weight: torch.Tensor) -> torch.Tensor:
+    """The matrix that forwards multiply with, in the dtype they compute in; a plain weight as it is."""
+    if not is_quantised(weight):
+        return weight
+    import bitsandbytes
+
+    packed: Any = weight
+    matrix: torch.Tensor = bitsandbytes.functional.dequantize_4bit(packed.data, packed.quant_state)
+    return matrix
+
+
+def places_by_name(module: nn.Module, names: Mapping[str, str]) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Where each parameter hangs in the module; tied ones hang in several places."""
+    name_of = {id(parameter): names[name] for name, parameter in module.named_parameters()}
+    places: dict[str, list[tuple[nn.Module, str]]] = {}
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        owner, _, attribute = path.rpartition(".")
+        places.setdefault(name_of[id(parameter)], []).append((module.get_submodule(owner), attribute))
+    return places
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers follow the forward; `Module.to` would take masters along that live in host memory."""
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if buffer.device.type != device.type:
+                setattr(owner, name, buffer.to(device))
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a checkpoint holds."""
+    stored = module.state_dict()
+    return {name: buffer for name, buffer in module.named_buffers() if name in stored}
+
+
+def cast_floating(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The tensor in `dtype`, if one is given and the tensor holds no integers."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def pin(masters: Iterable[torch.Tensor]) -> None:
+    """Keep host memory in place, so that a GPU reads it without a copy in between."""
+    for master in masters:
+        master.data = master.data.pin_memory()
+
+
+def checkpoint_name(model: Any, parameter_name: str, shape: torch.Size) -> str | None:
+    """What a checkpoint calls this parameter; None when it is not stored as one tensor of this shape."""
+    empty = torch.empty(shape, device="meta")
+    stored: dict[str, torch.Tensor] = revert_weight_conversion(model, {parameter_name: empty})
+    if len(stored) != 1:
+        return None
+    name, tensor = next(iter(stored.items()))
+    return name if tensor.shape == shape else None
+
+
+def checkpoint_names(model: Any) -> dict[str, str]:
+    """Module parameter name to checkpoint name, tied parameters once; those stored otherwise keep their own name."""
+    return {name: checkpoint_name(model, name, parameter.shape) or name for name, parameter in model.named_parameters()}
+
+
+def merged_parameters(model: Any) -> frozenset[str]:
+    """Parameters that a checkpoint stores as several tensors, or in another shape."""
+    return frozenset(
+        name for name, parameter in model.named_parameters() if checkpoint_name(model, name, parameter.shape) is None
+    )
+
+
+def to_checkpoint_layout(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict under the names and in the shapes that a checkpoint has."""
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
+    return converted
+
+
+MasterWeights = Literal["fp32", "host", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How weights are spread over several ranks."""
+
+    reshard_after_forward: bool = True
+    """Let go of a layer's gathered weights between forward and backward: less memory, one more gathering."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyOptions:
+    """How a policy is loaded; a torch-level extract of the trainer's configuration."""
+
+    model_name: str
+    dtype: str = "bfloat16"
+    """Dtype the policy is served in: float32, bfloat16, or auto for that of the checkpoint."""
+    device: str = "auto"
+    master_weights: MasterWeights = "fp32"
+    train_layer_indices: str | None = None
+    adapter: AdapterOptions | None = None
+    """Train an adapter beside the frozen weights; None trains the weights."""
+    attention: str = "sdpa"
+    gradient_checkpointing: bool = False
+    sharding: Sharding | None = None
+    """Spread the weights over the ranks of the default process group; None keeps them whole here."""
+    debug_loading: bool = False

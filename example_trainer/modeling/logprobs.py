@@ -1,0 +1,182 @@
+"""Logprobs and entropies of trained tokens from hidden states, without ever holding all logits.
+
+The head works through the trained positions in chunks: product with the output matrix, division by the token's
+temperature, normalisation, all in fp32. The backward recomputes each chunk, so that peak memory depends on the
+chunk and not on vocabulary times tokens; when everything is small the probabilities are kept instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KEEP_PROBABILITIES_BELOW = 1 << 23  # elements: 32 MiB in fp32
+
+DEFAULT_CHUNK_TOKENS = 1024
+
+MOST_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # 32 MiB in fp32, or 256; two such arrays at a time
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    labels: Tensor,
+    temperatures: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+) -> tuple[Tensor, Tensor]:
+    """Logprobs of `labels[i]` under the state `hidden[index[i]]` at `temperatures[i]`, and the entropy there.
+
+    `hidden` is `[T, H]`, `weight` `[V, H]`, `labels` `[N]` or, for several tokens at each place, `[N, K]`, the rest
+    `[N]`. Logprobs have the shape of `labels`, entropies are `[N]`, both fp32; gradients flow from both to hidden,
+    weight and bias. A result that no loss uses costs no backward.
+    """
+    head: Any = _ChunkedHead
+    logprobs, entropies = head.apply(hidden, weight, bias, index, labels, temperatures, chunk_tokens)
+    return logprobs, entropies
+
+
+def head_of(module: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the output head."""
+    head = module.get_output_embeddings()
+    if type(head) is not torch.nn.Linear:
+        raise TypeError(f"the output head is a {type(head).__name__}; only a plain linear head can be trained")
+    return head.weight, head.bias
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """See `token_logprobs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        index: Tensor,
+        labels: Tensor,
+        temperatures: Tensor,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor]:
+        compute = _compute_dtype(hidden)
+        count, vocabulary = len(index), len(weight)
+        logprobs = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        entropies = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        keep = count * vocabulary <= KEEP_PROBABILITIES_BELOW and any(ctx.needs_input_grad)
+        # A large vocabulary costs no more memory: the bound is on logits, and larger where small products are slow.
+        chunk_tokens = max(1, min(chunk_tokens, MOST_CHUNK_LOGITS[hidden.device.type] // vocabulary))
+        kept: list[Tensor] = []
+        head = weight.to(compute)
+        for start in range(0, count, chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            logits = _logits(hidden[index[part]].to(compute), head, bias, temperatures[part])
+            normaliser = logits.logsumexp(1, keepdim=True)
+            logprobs[part] = (logits.gather(1, _columns(labels[part])) - normaliser).view(labels[part].shape)
+            probabilities = (logits - normaliser).exp_()
+            # A logit of -inf has probability 0 and no entropy, where 0 * -inf would be NaN.
+            logits.clamp_(min=torch.finfo(logits.dtype).min)
+            expected = torch.bmm(probabilities[:, None], logits[:, :, None])  # a sum of products without the products
+            entropies[part] = (normaliser - expected[:, 0]).squeeze(1)
+            if keep:
+                kept.append(probabilities)
+        ctx.save_for_backward(hidden, weight, bias, index, labels, temperatures, *kept)
+        ctx.chunk_tokens = chunk_tokens
+        ctx.compute = compute
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, index, labels, temperatures, *kept = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if needs_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        grad_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if needs_bias else None
+        head = weight.to(ctx.compute)
+        for number, start in enumerate(range(0, len(index), ctx.chunk_tokens)):
+            part = slice(start, start + ctx.chunk_tokens)
+            states = hidden[index[part]].to(ctx.compute)
+            probabilities = kept[number] if kept else _logits(states, head, bias, temperatures[part]).softmax(1)
+            upstream = (_tempered(gradient, part, temperatures) for gradient in gradients)
+            logits_gradient = _logits_gradient(probabilities, labels[part], *upstream)
+            if grad_bias is not None:
+                grad_bias += logits_gradient.sum(0)
+            logits_gradient = logits_gradient.to(ctx.compute) if states.is_cuda else logits_gradient
+            if grad_hidden is not None:
+                grad_hidden.index_add_(0, index[part], _product(logits_gradient, head))
+            if grad_weight is not None:
+                _add_product(grad_weight, logits_gradient.t(), states)
+        return _cast(grad_hidden, hidden), _cast(grad_weight, weight), grad_bias, None, None, None, None
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype the server multiplies in: autocast's where it is on, else that of the states."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> Tensor:
+    """fp32 tempered logits `[n, V]`."""
+    logits = _product(states, weight.t())
+    if bias is not None:
+        logits += bias.float()
+    return logits.div_(temperatures[:, None])
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """The product in fp32; one of half-precision matrices accumulates into fp32 without rounding between."""
+    with torch.autocast(left.device.type, enabled=False):
+        if left.is_cuda and left.dtype == right.dtype != torch.float32:
+            return torch.mm(left, right, out_dtype=torch.float32)
+        return left.float() @ right.float()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`, in fp32."""
+    if left.is_cuda and left.dtype != torch.float32:
+        total += _product(left, right)
+    else:
+        with torch.autocast(left.device.type, enabled=False):
+            total.addmm_(left, right.float())
+
+
+def _logits_gradient(
+    probabilities: Tensor, labels: Tensor, logprob_gradient: Tensor | None, entropy_gradient: Tensor | None
+) -> Tensor:
+    """`[n, V]` gradient of the tempered logits: g * (1_label - p) of logprobs, -g * p * (log p + H) of the entropy.
+
+    It is written over `probabilities`, which nothing needs any more.
+    """
+    terms: Tensor | None = None
+    if entropy_gradient is not None:
+        terms = torch.xlogy(probabilities, probabilities)  # 0 where the probability is
+        terms -= probabilities * terms.sum(1, keepdim=True)
+    if logprob_gradient is None:
+        gradient = probabilities.zero_()
+    else:
+        upstream = _columns(logprob_gradient)
+        gradient = probabilities.mul_(-upstream.sum(1, keepdim=True))
+        gradient.scatter_add_(1, _columns(labels), upstream)
+    if terms is not None and entropy_gradient is not None:
+        gradient.addcmul_(terms, entropy_gradient[:, None], value=-1.0)
+    return gradient
+
+
+def _tempered(gradient: Tensor | None, part: slice, temperatures: Tensor) -> Tensor | None:
+    """A chunk's upstream gradient, through the division of the logits by their temperature."""
+    if gradient is None:
+        return None
+    own = temperatures[part]
+    return gradient[part] / (own if gradient.ndim == 1 else own[:, None])
+
+
+def _columns(values: Tensor) -> Tensor:
+    return values[:, None] if values.ndim == 1 else values
+
+
+def _cast(gradient: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if gradient is None else gradient.to(like.dtype)

@@ -1,0 +1,68 @@
+"""Which layout of a micro-batch a model computes right: found by comparing hidden states with those of padded rows."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from example_trainer.errors import UnsupportedModel
+from example_trainer.modeling import attention
+from example_trainer.modeling.micro_batches import LayoutKind, Row, forward_hidden, pack_rows
+
+if TYPE_CHECKING:
+    from example_trainer.modeling.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+PROBE_TOLERANCE = {torch.float32: 1e-3}
+
+HALF_PRECISION_TOLERANCE = 5e-2
+
+
+def choose_layout(policy: Policy, *, padded: bool = False) -> LayoutKind:
+    """The densest layout that this model computes right, found by comparing it with ordinary rows; or these at once."""
+    _refuse_scaled_logits(policy.hf_config)
+    if padded:
+        return "rows"
+    if not attention.install(policy.module):
+        logger.warning("%s cannot attend through packed rows; padding instead", type(policy.module).__name__)
+        return "rows"
+    wanted: LayoutKind = "packed" if policy.device.type == "cuda" else "shared"
+    difference = _packing_difference(policy, wanted)
+    if difference > PROBE_TOLERANCE.get(policy.dtype, HALF_PRECISION_TOLERANCE):
+        logger.warning("packed rows differ from padded ones by %.1e of the largest state; padding instead", difference)
+        return "rows"
+    return wanted
+
+
+def _refuse_scaled_logits(hf_config: Any) -> None:
+    """Some families change the logits after the head; the chunked head here does not, so logprobs would be wrong."""
+    text = hf_config.get_text_config()
+    for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
+        value = getattr(text, name, neutral)
+        if value not in (None, neutral):
+            raise UnsupportedModel(f"the model's {name} is {value}; models that change their logits are not supported")
+
+
+def _packing_difference(policy: Policy, layout: LayoutKind) -> float:
+    """Largest difference of hidden states between `layout` and padded rows, relative to the largest state."""
+    module: Any = policy.module
+    vocabulary = module.get_input_embeddings().weight.shape[0]
+    tokens = np.random.default_rng(0).integers(0, vocabulary, size=(3, 24))
+    tokens[1, :8] = tokens[0, :8]
+    rows = [
+        Row(tokens=tokens[at], targets=np.arange(10, length), first_target=first, group=at // 2)
+        for at, length, first in ((0, 24, 0), (1, 19, 14), (2, 15, 23))
+    ]
+    states: list[Tensor] = []
+    with torch.no_grad():
+        kinds: tuple[LayoutKind, LayoutKind] = (layout, "rows")
+        for kind in kinds:
+            (micro,) = pack_rows(rows, 1 << 20, device=policy.device, layout=kind)
+            hidden = policy.compute(forward_hidden, micro).float()
+            states.append(hidden[micro.hidden_index[micro.target_index.argsort()]])
+    return float((states[0] - states[1]).abs().max() / states[1].abs().max().clamp(min=1e-6))

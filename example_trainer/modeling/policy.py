@@ -1,0 +1,320 @@
+"""The policy under training: a Hugging Face causal language model and the weights the optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from example_trainer.errors import CheckpointError
+from example_trainer.modeling.layer_filter import trained_parameters
+from example_trainer.modeling.loading import (
+    PolicyOptions,
+    cast_floating,
+    checkpoint_names,
+    dequantised,
+    is_quantised,
+    move_buffers,
+    persistent_buffers,
+    places_by_name,
+    to_checkpoint_layout,
+)
+from example_trainer.modeling.lora import Adapter, inject
+
+ResultT = TypeVar("ResultT")
+
+
+class Policy:
+    """A causal language model with its master weights; see the module's docstring for the layouts."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        hf_config: Any,
+        served_dtype: torch.dtype,
+        device: torch.device,
+        options: PolicyOptions,
+    ) -> None:
+        self.module = module
+        self.dtype = served_dtype
+        self.device = device
+        self.hf_config = hf_config
+        self.tokenizer_name = options.model_name
+        self.forwards_from_masters = True
+        self.served: Mapping[str, torch.Tensor] = {}
+        self.changing: Callable[[], AbstractContextManager[None]] = nullcontext
+        """The context in which masters may change; a bridge whose server reads them puts its fence here."""
+        self._has_no_other_masters = options.master_weights == "none" and options.adapter is None
+        self._copies: dict[str, nn.Parameter] = {}
+        self._quantised = any(is_quantised(parameter) for parameter in module.parameters())
+        self._names = {n: n for n, _ in module.named_parameters()} if self._quantised else checkpoint_names(module)
+        self._places = places_by_name(module, self._names)
+        self._adapter: Adapter | None = None
+        self.masters: dict[str, nn.Parameter] = {}
+        if options.adapter is None:
+            self._train_weights(options.train_layer_indices)
+        else:
+            self._adapter = inject(module, options.adapter)
+            self._train_adapter(self._adapter, options)
+
+    def _train_weights(self, layer_indices: str | None) -> None:
+        trained = trained_parameters(self._names, layer_indices)
+        for parameter_name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(parameter_name in trained)
+            if parameter_name in trained:
+                self.masters[self._names[parameter_name]] = parameter
+
+    def _train_adapter(self, adapter: Adapter, options: PolicyOptions) -> None:
+        dtype = self.dtype if options.master_weights == "none" else torch.float32
+        device = torch.device("cpu") if options.master_weights == "host" else self.device
+        for name, (owner, attribute) in adapter.places().items():
+            self._places[name] = [(owner, attribute)]
+            parameter = nn.Parameter(getattr(owner, attribute).detach().to(device=device, dtype=dtype))
+            setattr(owner, attribute, parameter)
+            self.masters[name] = parameter
+
+    @property
+    def parameter_names(self) -> Mapping[str, str]:
+        """Module parameter name (of the base, before adapters) to checkpoint name, tied parameters once."""
+        return self._names
+
+    @property
+    def has_adapter(self) -> bool:
+        return self._adapter is not None
+
+    @property
+    def has_quantised_base(self) -> bool:
+        """Whether forwards compute with other base weights than those of the checkpoint that was loaded."""
+        return self._quantised
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether forwards with gradients differ from those without, which alone agree with the sampler."""
+        return self._adapter is not None and self._adapter.has_dropout
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights are spread over several ranks, so that all of them have to take part in a forward."""
+        return False
+
+    def compute(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """`function(module, *arguments)` as one forward of the module."""
+        with self.autocast():
+            return function(self.module, *arguments)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, rank 0 can read whole weights; all ranks enter together. Nothing to do where they are whole."""
+        yield
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The context of every forward: the module computes in the served dtype from the masters as they are now."""
+        with torch.no_grad():
+            for name, copy in self._copies.items():
+                # Through .data: a graph of an earlier micro-batch may still hold the copy, with these values.
+                copy.data.copy_(self.masters[name])
+        yield
+
+    def compute_in_served_dtype(self) -> None:
+        """Give the module weights of its own in the served dtype, where the masters have another."""
+        for name in self._places:
+            weight = self._current(name)
+            differs = weight.dtype != self.dtype or weight.device.type != self.device.type
+            if weight.is_floating_point() and differs:
+                copy = self._install(name, weight.detach().to(device=self.device, dtype=self.dtype))
+                if name in self.masters:
+                    self._copies[name] = copy
+        move_buffers(self.module, self.device)
+
+    def attach(self, served: Mapping[str, torch.Tensor], *, forwards_from_masters: bool) -> None:
+        """Take the server's tensors, by checkpoint name; called again after the server has restarted.
+
+        Weights that are not trained exist once, at the server. Trained ones are read from there only when the forward
+        does not run from the masters. If they are the masters, those that differ become so with `write_served` only.
+        """
+        self.served = served
+        self.forwards_from_masters = forwards_from_masters
+        for name in self._places:
+            if name not in self.masters or not (forwards_from_masters or self.steps_served):
+                self._install(name, served[name])
+        if self.steps_served:
+            for name, master in self.masters.items():
+                if torch.equal(master.to(served[name].device), served[name]):
+                    master.data = served[name]
+        move_buffers(self.module, self.device)
+
+    @property
+    def steps_served(self) -> bool:
+        """Whether the optimizer steps the very tensors that the server reads."""
+        return self._has_no_other_masters and bool(self.served) and not self.forwards_from_masters
+
+    @property
+    def is_served(self) -> bool:
+        """Whether every master is the server's own tensor by now."""
+        return all(master.data_ptr() == self.served[name].data_ptr() for name, master in self.masters.items())
+
+    @torch.no_grad()
+    def write_served(self) -> None:
+        """Give the served tensors the masters' values, inside a publish; they become the masters if `steps_served`."""
+        for name, master in self.masters.items():
+            view = self.served[name]
+            if view.data_ptr() == master.data_ptr():
+                continue
+            view.copy_(master.to(view.device, non_blocking=True))  # pinned memory travels as it is, cast over there
+            if self.steps_served:
+                master.data = view
+
+    def collect_gradients(self) -> None:
+        """Move gradients from the module's parameters to the masters; nothing to do where they are the same.
+
+        Hooks do it already during backward, in the masters' precision, so that many micro-batches
+        add up without rounding. This sweeps up gradients that were assigned rather than accumulated.
+        """
+        for name, master in self.masters.items():
+            if (parameter := self._current(name)) is not master:
+                self._collect(name, parameter)
+
+    def _current(self, name: str) -> nn.Parameter:
+        owner, attribute = self._places[name][0]
+        parameter: nn.Parameter = getattr(owner, attribute)
+        return parameter
+
+    def _install(self, name: str, weight: torch.Tensor) -> nn.Parameter:
+        """Let the forward read `weight`, and send its gradients to the master."""
+        parameter = nn.Parameter(weight, requires_grad=name in self.masters)
+        if parameter.requires_grad:
+            register: Any = parameter.register_post_accumulate_grad_hook
+            register(partial(self._collect, name))
+        for owner, attribute in self._places[name]:
+            setattr(owner, attribute, parameter)
+        return parameter
+
+    def _collect(self, name: str, parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        master = self.masters[name]
+        if master.grad is None:
+            master.grad = gradient.to(device=master.device, dtype=master.dtype)
+        else:
+            master.grad.add_(gradient.to(device=master.device))
+
+    @torch.no_grad()
+    def stale_weights(self) -> list[str]:
+        """Trained weights that the forward would read with other values than the masters have."""
+        return [
+            name
+            for name, master in self.masters.items()
+            if not torch.equal(self._current(name), master.to(device=self.device, dtype=self.dtype))
+        ]
+
+    @torch.no_grad()
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """A copy of the trained weights as a publish would write them now."""
+        return {
+            name: master.detach().to(device=self.device, dtype=self.dtype, copy=True)
+            for name, master in self.masters.items()
+        }
+
+    @contextmanager
+    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Run forwards on other weights, a snapshot for instance, without gradients.
+
+        Masters and served tensors are not touched, so a publish may go on meanwhile.
+        """
+        replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+        try:
+            for name, weight in weights.items():
+                self._replace(name, weight, replaced)
+            with torch.no_grad():
+                yield
+        finally:
+            for owner, attribute, parameter in replaced:
+                setattr(owner, attribute, parameter)
+
+    def _replace(self, name: str, weight: torch.Tensor, replaced: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+        current = self._current(name)
+        substitute = nn.Parameter(weight.to(device=self.device, dtype=current.dtype), requires_grad=False)
+        for owner, attribute in self._places[name]:
+            replaced.append((owner, attribute, current))
+            setattr(owner, attribute, substitute)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Run forwards on the base alone, without gradients: the reference policy of an adapter run."""
+        with self._required_adapter().disabled(), torch.no_grad():
+            yield
+
+    @torch.no_grad()
+    def adapter_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """The adapter as `adapter_model.safetensors` holds it: PEFT's names, contiguous; in the masters' dtype unless
+        `dtype` says otherwise. Live tensors where no cast was needed.
+        """
+        self._required_adapter()
+        return {name: master.detach().to(dtype or master.dtype).contiguous() for name, master in self.masters.items()}
+
+    def adapter_config(self) -> dict[str, Any]:
+        """The content of the adapter's `adapter_config.json`."""
+        return self._required_adapter().config(self.tokenizer_name)
+
+    def _required_adapter(self) -> Adapter:
+        if self._adapter is None:
+            raise TypeError("this policy trains full weights; it has no adapter")
+        return self._adapter
+
+    @torch.no_grad()
+    def load_masters(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite the masters, by checkpoint name, for instance when a run is resumed."""
+        missing = sorted(self.masters.keys() - tensors.keys())
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint lacks {len(missing)} trained tensors ({', '.join(missing[:3])}, ...); "
+                "resume with the model and --train-layer-indices that it was written with"
+            )
+        for name, master in self.masters.items():
+            if tensors[name].shape != master.shape:
+                raise CheckpointError(
+                    f"the checkpoint's {name} has shape {tuple(tensors[name].shape)}, the model's "
+                    f"{tuple(master.shape)}; resume with the model that it was written with"
+                )
+        with self.changing():
+            for name, master in self.masters.items():
+                self._assign(master, tensors[name])
+
+    def _assign(self, master: nn.Parameter, weight: torch.Tensor) -> None:
+        master.copy_(weight)
+
+    @torch.no_grad()
+    def checkpoint_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """All weights as a Hugging Face checkpoint holds them: contiguous, unfused, tied ones once.
+
+        Trained weights come from the masters, in their precision unless `dtype` says otherwise. An
+        adapter is merged into the base, and a quantised base is given as the values it computes with.
+        They are the live tensors where no cast was needed: write them before the next step.
+        """
+        return self._as_checkpoint({place: self._stored(place, name) for place, name in self._names.items()}, dtype)
+
+    @torch.no_grad()
+    def base_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """As `checkpoint_tensors`, but without the adapter: the weights that an adapter is served on."""
+        return self._as_checkpoint(
+            {place: dequantised(self._current(name)) for place, name in self._names.items()}, dtype
+        )
+
+    def _as_checkpoint(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        tensors.update(persistent_buffers(self.module))
+        stored = to_checkpoint_layout(self.module, {name: tensor.detach() for name, tensor in tensors.items()})
+        cast = {name: cast_floating(tensor, dtype) for name, tensor in stored.items()}
+        return {name: tensor.contiguous() for name, tensor in cast.items()}
+
+    def _stored(self, parameter_name: str, name: str) -> torch.Tensor:
+        if (master := self.masters.get(name)) is not None:
+            return master
+        base = dequantised(self._current(name))
+        return base if self._adapter is None else self._adapter.merged(parameter_name, base, self.masters)

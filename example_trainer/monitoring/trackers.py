@@ -1,0 +1,265 @@
+"""Where a step's metrics go: always one JSON line in `metrics.jsonl`, W&B and TensorBoard when asked.
+
+What happens at a step and is no number (signs of trouble, see `running.health`) goes to `events.jsonl` beside it, so
+that every line of `metrics.jsonl` is a step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Protocol, TextIO
+
+from atropos_api.common import metric_names as names
+from example_trainer.errors import TrainerError
+from example_trainer.monitoring.health import HealthEvent
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+
+EVENTS_FILE = "events.jsonl"
+
+
+class Tracker(Protocol):
+    """Takes one step's metrics at a time, and what happened at it."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def event(self, event: HealthEvent) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlTracker:
+    """Appends a line a step and flushes it, so that whoever tails the file sees it at once.
+
+    `resumed_step` is the last step that is kept: lines of later ones belong to a history that is trained anew.
+    """
+
+    def __init__(self, directory: Path, *, resumed_step: int | None = None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._metrics = _open_lines(directory / METRICS_FILE, resumed_step)
+        self._events = _open_lines(directory / EVENTS_FILE, resumed_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        line: dict[str, Any] = {names.STEP: step, "timestamp": time.time()}
+        line |= {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._metrics.write(json.dumps(line) + "\n")
+
+    def event(self, event: HealthEvent) -> None:
+        self._events.write(json.dumps({**event.fields(), "timestamp": time.time()}) + "\n")
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._events.close()
+
+
+class SummaryTracker:
+    """Gathers times, rates and memory and logs them when the run ends (`--benchmark`)."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+        self._events = 0
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002 - the protocol's
+        for name, value in metrics.items():
+            if name.startswith(("time/", "perf/", "sync/")):
+                self._values.setdefault(name, []).append(value)
+
+    def event(self, event: HealthEvent) -> None:  # noqa: ARG002 - the protocol's
+        self._events += 1
+
+    def close(self) -> None:
+        for name, values in sorted(self._values.items()):
+            logger.info(
+                "benchmark: %s mean %.4f median %.4f max %.4f (%d steps)",
+                name,
+                fmean(values),
+                median(values),
+                max(values),
+                len(values),
+            )
+        logger.info("benchmark: %d health events", self._events)
+
+
+class WandbTracker:
+    """Logs to Weights & Biases; `WANDB_MODE=offline` is honoured by wandb itself."""
+
+    def __init__(
+        self, *, project: str | None, group: str | None, name: str, directory: Path, config: Mapping[str, Any]
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise TrainerError("--use-wandb needs wandb: pip install wandb, or leave the flag out") from error
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.run = wandb.init(
+                project=project or "atropos-grpo",
+                group=group or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
+                name=name,
+                dir=str(directory),
+                config=dict(config),
+            )
+        except Exception as error:  # W&B fails in many ways, and each of them comes before the run has begun
+            told = " ".join(str(error).split()).rstrip(".")
+            raise TrainerError(
+                f"--use-wandb: W&B begins no run ({told}); run wandb login, set WANDB_MODE=offline, or leave it out"
+            ) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log(dict(metrics), step=step)
+
+    def event(self, event: HealthEvent) -> None:
+        self.run.alert(title=event.sign, text=f"step {event.step}: {event.message}; {event.advice}")
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class TensorBoardTracker:
+    """Writes event files for TensorBoard into `directory` (`--tensorboard`)."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError as error:
+            raise TrainerError(
+                "--tensorboard needs the tensorboard package: pip install tensorboard, or leave the flag out"
+            ) from error
+        self._writer = SummaryWriter(str(directory))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def event(self, event: HealthEvent) -> None:
+        text = f"{event.message}; {event.advice}"
+        self._writer.add_text(f"health/{event.sign}", text, event.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class RunTrackers:
+    """The trackers of a run, opened in two parts: those that may refuse before the run begins, the files after.
+
+    A run that was begun at the broker and then ends for want of a login would keep other trainers waiting.
+    """
+
+    def __init__(self, directory: Path, openers: Sequence[Callable[[], Tracker]], *, writes: bool = True) -> None:
+        self._directory = directory
+        self._openers = openers if writes else ()
+        self._writes = writes
+        self._opened: list[Tracker] = []
+
+    def open(self) -> None:
+        """Open all but the files; when one refuses, those before it are closed."""
+        try:
+            for opener in self._openers:
+                self._opened.append(opener())
+        except TrainerError:
+            self.close()
+            raise
+
+    def at(self, resumed_step: int | None) -> TrackerSet:
+        """All of them, the files going on after `resumed_step`; nothing on a rank that writes nothing."""
+        files = [JsonlTracker(self._directory, resumed_step=resumed_step)] if self._writes else []
+        return TrackerSet([*files, *self._opened])
+
+    def close(self) -> None:
+        """Close what was opened, for a run that does not begin."""
+        for tracker in self._opened:
+            tracker.close()
+        self._opened.clear()
+
+
+class TrackerSet:
+    """Several trackers as one."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def event(self, event: HealthEvent) -> None:
+        for tracker in self._trackers:
+            tracker.event(event)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last line cut short by a crash is left out."""
+    found: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            logger.debug("an incomplete line in %s was left out", path)
+    return found
+
+
+def last_line(path: Path) -> dict[str, Any]:
+    """The last line of a metrics file; one of step 0 where there is none."""
+    lines = read_metrics(path) if path.exists() else []
+    return lines[-1] if lines else {names.STEP: 0}
+
+
+def _open_lines(path: Path, resumed_step: int | None) -> TextIO:
+    if resumed_step is not None and path.exists():
+        _keep_steps_up_to(path, resumed_step)
+    return path.open("a", encoding="utf-8", buffering=1)
+
+
+def _keep_steps_up_to(path: Path, step: int) -> None:
+    kept = [line for line in read_metrics(path) if line.get(names.STEP, 0) <= step]
+    beside = path.with_suffix(".jsonl.part")
+    beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    os.replace(beside, path)  # noqa: PTH105 - the atomic one, by its name
+
+
+class MetricsTail:
+    """The complete lines that were appended to a JSONL file since the last look."""
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """New rows, oldest first; a line still being written is left for the next call."""
+        try:
+            if self._path.stat().st_size <= self._offset:
+                return []
+            with self._path.open("rb") as handle:
+                handle.seek(self._offset)
+                grown = handle.read()
+        except FileNotFoundError:
+            return []
+        complete, newline, _ = grown.rpartition(b"\n")
+        self._offset += len(complete) + len(newline)
+        return [row for line in complete.splitlines() if (row := read_row(line)) is not None]
+
+
+def read_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+ROLLOUTS = "rollouts"
+"""The directory of groups to be read and of batches that were saved, in the run directory."""

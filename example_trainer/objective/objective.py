@@ -1,0 +1,296 @@
+"""The reference policy that the divergence is measured from, without a second model in memory.
+
+It is the policy at the run's start, kept as a copy of the trained weights; under adapters the base with the adapter
+off, at no cost; or another checkpoint of the same architecture. A swap takes the policy as it is now. Reference
+logprobs are scored before a batch's first update, by the same forward as the policy's own.
+
+A loss of the user's own, named by where it is imported from.
+
+    # my_pkg/my_module.py
+    def my_loss(inputs: LossInputs, settings: LossSettings) -> Tensor:
+        ratios = (inputs.logprobs - inputs.rollout_logprobs).exp()
+        return -ratios * inputs.advantages
+
+`--loss-type my_pkg.my_module:my_loss` takes it in place of the surrogate. It gives `[N]` fp32 values with gradient, one
+a trained token; averaging, the reference's divergence, entropy and masks are the trainer's.
+
+The objective of a run, as the learner asks for it: what is scored before a batch, losses, what a batch showed.
+
+The pure functions are in `example_trainer.objective`; here they get the options, the reference policy and the state
+that lasts from batch to batch (the coefficient of the divergence, a reference that was swapped in).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from atropos_api.common import metric_names as names
+from example_trainer.errors import ModelNotFound, UnusableLoss
+from example_trainer.modeling.micro_batches import Row
+from example_trainer.objective.losses import LossInputs, LossSettings, OwnLoss, loss_terms
+from example_trainer.objective.metrics import policy_metrics
+from example_trainer.objective.ratios import KlController, teacher_credits
+from example_trainer.state import ObjectiveState
+
+if TYPE_CHECKING:
+    from example_trainer.config import TrainingConfig
+    from example_trainer.modeling.policy import Policy
+    from example_trainer.objective.losses import Targets
+
+Score = Callable[[Sequence[Row], "Targets"], Tensor]
+"""`[N]` logprobs of rows under the weights in place, NaN outside them."""
+
+
+class Reference:
+    """Frozen weights to score under; None while the base alone, with adapters off, is the reference."""
+
+    def __init__(self, policy: Policy, *, model_name: str | None = None, update_interval: int = 0) -> None:
+        self._policy = policy
+        self._interval = update_interval
+        self.swapped = False
+        """Whether the weights are no longer those that a new run would begin with."""
+        self.weights: dict[str, Tensor] | None = None
+        if model_name is not None:
+            self.weights = _load_weights(policy, model_name)
+        elif not policy.has_adapter:
+            self.weights = policy.snapshot()
+
+    def logprobs(self, rows: Sequence[Row], targets: Targets, score: Score) -> Tensor:
+        """`[N]` reference logprobs: those the environment gave, and for rows that lack them, scored ones."""
+        given = targets.reference_logprobs
+        if given is None:
+            given = torch.full((len(targets),), torch.nan, device=targets.labels.device)
+        missing = [row for row in rows if bool(given[row.first_target].isnan())]
+        # Also where nothing is missing here: with several ranks a forward takes part in those of the others.
+        with self._in_place(), torch.no_grad():
+            scored = score(missing, targets)
+        return torch.where(given.isnan(), scored, given)
+
+    def after_step(self, step: int) -> None:
+        """Take the policy as the new reference where an interval of batches says so."""
+        if self._interval and step % self._interval == 0:
+            self.swap()
+
+    def swap(self) -> None:
+        """From now on the policy as it is now is the reference."""
+        self.weights = self._policy.snapshot()
+        self.swapped = True
+
+    def restore(self, weights: dict[str, Tensor]) -> None:
+        """Take the weights of a reference that an earlier part of the run had swapped in."""
+        self.weights = {name: _held(self._policy, name, weight) for name, weight in weights.items()}
+        self.swapped = True
+
+    def _in_place(self) -> AbstractContextManager[None]:
+        if self.weights is None:
+            return self._policy.without_adapter()
+        return self._policy.with_weights(self.weights)
+
+
+def _held(policy: Policy, name: str, weight: Tensor) -> Tensor:
+    """What this process keeps of a whole weight: its slice where the policy is spread over ranks."""
+    if not policy.is_sharded:
+        return weight.to(policy.device)
+    from example_trainer.modeling.fsdp import shard_like
+
+    return shard_like(weight, policy.masters[name])
+
+
+def _load_weights(policy: Policy, model_name: str) -> dict[str, Tensor]:
+    """The trained weights of another checkpoint, by the policy's own names and in its served dtype."""
+    from example_trainer.model import load_policy
+    from example_trainer.modeling.loading import PolicyOptions, Sharding
+
+    if model_name.startswith((".", "/", "~")) and not Path(model_name).expanduser().is_dir():
+        raise ModelNotFound(
+            f"--ref-model {model_name}: no such directory; name a checkpoint of the policy's architecture"
+        )
+    dtype = str(policy.dtype).removeprefix("torch.")
+    sharding = Sharding() if policy.is_sharded else None
+    options = PolicyOptions(
+        model_name=model_name, dtype=dtype, device=str(policy.device), master_weights="none", sharding=sharding
+    )
+    other = load_policy(options).snapshot()
+    for name, master in policy.masters.items():
+        if name not in other or other[name].shape != master.shape:
+            raise ModelNotFound(
+                f"--ref-model {model_name} has no {name} of shape {tuple(master.shape)}; the reference needs the "
+                "policy's architecture"
+            )
+    return {name: other[name] for name in policy.masters}
+
+
+def load_own_loss(name: str) -> OwnLoss:
+    """Import `package.module:function` and try it on three tokens; raises `UnusableLoss` when that does not work."""
+    module_name, _, function_name = name.partition(":")
+    try:
+        loss: OwnLoss = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise UnusableLoss(f"--loss-type {name} cannot be imported: {error}; check the path, and PYTHONPATH") from error
+    _try(name, loss)
+    return loss
+
+
+def _try(name: str, loss: OwnLoss) -> None:
+    logprobs, other = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True), torch.tensor([-1.1, -1.9, -0.5])
+    inputs = LossInputs(
+        logprobs=logprobs,
+        entropies=torch.ones(3, requires_grad=True),
+        rollout_logprobs=other,
+        proximal_logprobs=other,
+        reference_logprobs=other,
+        advantages=torch.tensor([1.0, -1.0, 0.5]),
+        sequences=torch.tensor([0, 0, 1]),
+    )
+    try:
+        values = loss(inputs, LossSettings(loss_type=name))
+    except Exception as error:
+        raise UnusableLoss(
+            f"--loss-type {name} fails on three tokens: {error!r}; the signature is that of own_loss's example"
+        ) from error
+    if not isinstance(values, torch.Tensor) or values.shape != logprobs.shape or not values.requires_grad:
+        found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        raise UnusableLoss(
+            f"--loss-type {name} gave {found} for 3 tokens; it has to give a tensor of 3 losses, with gradient"
+        )
+
+
+def loss_settings(config: TrainingConfig) -> LossSettings:
+    """The options of the loss; imports a loss of the user's own."""
+    return LossSettings(
+        loss_type=config.loss_type,
+        own_loss=load_own_loss(config.loss_type) if config.has_own_loss else None,
+        importance_sampling=config.importance_sampling,
+        clip_eps_low=config.clip_eps,
+        clip_eps_high=config.clip_eps_high or config.clip_eps,
+        dual_clip=config.dual_clip,
+        cispo_cap=config.cispo_cap,
+        tis_cap=config.tis_cap,
+        tis_floor=config.tis_floor,
+        log_ratio_clamp=config.log_ratio_clamp,
+        old_logprobs=config.old_logprobs,
+        mismatch_correction=config.mismatch_correction,
+        off_policy_threshold=config.off_policy_mask,
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        entropy_coef=config.entropy_coef,
+        distill=config.distill,
+        distill_coef=config.distill_coef,
+        distill_temperature=config.distill_temperature,
+    )
+
+
+class Objective:
+    """What a batch is trained towards."""
+
+    def __init__(
+        self,
+        settings: LossSettings,
+        *,
+        reference: Reference | None = None,
+        kl: KlController | None = None,
+        several_updates: bool = False,
+    ) -> None:
+        self.settings = settings
+        self.reference = reference
+        self.kl = kl or KlController(settings.kl_coef)
+        self._scores_proximal = settings.old_logprobs == "recomputed" and several_updates
+
+    def prepare(self, rows: Sequence[Row], targets: Targets, score: Score) -> Targets:
+        """`targets` with all that has to be known before the batch's first update: one forward each at most."""
+        self.settings = replace(self.settings, kl_coef=self.kl.coefficient)
+        if self.reference is not None:
+            targets = replace(targets, reference_logprobs=self.reference.logprobs(rows, targets, score))
+        if self._scores_proximal:
+            targets = replace(targets, proximal_logprobs=score(rows, targets))
+        if self.settings.distill == "reverse_kl" and targets.teacher_ids is not None:
+            assert targets.teacher_logprobs is not None
+            credit = teacher_credits(
+                targets.teacher_ids, targets.teacher_logprobs, targets.labels, targets.rollout_logprobs
+            )
+            targets = replace(targets, advantages=targets.advantages + self.settings.distill_coef * credit)
+        return targets
+
+    def labels(self, targets: Targets, at: Tensor) -> Tensor:
+        """The tokens whose logprobs the loss needs at `at`: `[n]`, or `[n, 1 + K]` with the teacher's behind."""
+        own = targets.labels[at]
+        if self.settings.distill != "forward_kl" or targets.teacher_ids is None:
+            return own
+        return torch.cat([own[:, None], targets.teacher_ids[at]], dim=1)
+
+    def terms(self, targets: Targets, at: Tensor, logprobs: Tensor, entropies: Tensor) -> dict[str, Tensor]:
+        """`[n]` losses by term of the tokens `at`, from their logprobs (of `labels`) and entropies."""
+        student = None if logprobs.ndim == 1 else logprobs[:, 1:]
+        inputs = LossInputs(
+            logprobs=logprobs if student is None else logprobs[:, 0],
+            entropies=entropies,
+            rollout_logprobs=targets.rollout_logprobs[at],
+            advantages=targets.advantages[at],
+            sequences=targets.sequences[at],
+            proximal_logprobs=_at(targets.proximal_logprobs, at),
+            reference_logprobs=_at(targets.reference_logprobs, at),
+            truncated_sampling=_at(targets.truncated_sampling, at),
+            teacher_logprobs=None if student is None else _at(targets.teacher_logprobs, at),
+            student_logprobs=student,
+        )
+        return loss_terms(inputs, self.settings)
+
+    def metrics(self, targets: Targets, logprobs: Tensor, entropies: Tensor) -> dict[str, float]:
+        """What the batch showed, from `[N]` arrays over all its trained tokens."""
+        found = policy_metrics(
+            LossInputs(
+                logprobs=logprobs,
+                entropies=entropies,
+                rollout_logprobs=targets.rollout_logprobs,
+                advantages=targets.advantages,
+                sequences=targets.sequences,
+                proximal_logprobs=targets.proximal_logprobs,
+                reference_logprobs=targets.reference_logprobs if self.reference is not None else None,
+            ),
+            self.settings,
+        )
+        if self.reference is not None:
+            found[names.TRAIN_KL_COEF] = self.settings.kl_coef
+        return found
+
+    def after_batch(self, number: int, metrics: dict[str, float]) -> None:
+        """Let what lasts from batch to batch follow: the divergence's coefficient, and the reference."""
+        if names.TRAIN_KL_REFERENCE in metrics:
+            self.kl.observe(metrics[names.TRAIN_KL_REFERENCE])
+        if self.reference is not None:
+            self.reference.after_step(number)
+
+    def state(self) -> ObjectiveState:
+        """What a checkpoint has to remember, as `torch.save` takes it."""
+        reference = self.reference
+        swapped = reference.weights if reference is not None and reference.swapped else None
+        return {"kl_coef": self.kl.coefficient, "reference": swapped}
+
+    def load_state(self, state: ObjectiveState) -> None:
+        """Go on from `state`; a run that was resumed with another --kl-coef keeps the one it was given."""
+        if self.kl.target is not None and state["kl_coef"]:
+            self.kl.coefficient = state["kl_coef"]
+        if self.reference is not None and state["reference"] is not None:
+            self.reference.restore(state["reference"])
+
+
+def make_objective(config: TrainingConfig, policy: Policy) -> Objective:
+    """The objective that `config` asks for; the policy as it is now becomes the reference where one is needed."""
+    settings = loss_settings(config)
+    reference = None
+    if config.kl_coef:
+        reference = Reference(policy, model_name=config.ref_model, update_interval=config.ref_update_interval)
+    kl = KlController(config.kl_coef, target=config.target_kl, rate=config.kl_adapt_rate)
+    return Objective(settings, reference=reference, kl=kl, several_updates=config.optimizer_steps_per_batch > 1)
+
+
+def _at(values: Tensor | None, at: Tensor) -> Tensor | None:
+    return None if values is None else values[at]

@@ -1,0 +1,237 @@
+"""Combinations of advantage and loss settings that contradict each other, each with its reason.
+
+`refusals` asks here; importing this module loads no torch.
+
+Combinations of settings that cannot work, each with its reason: modes against features first of all.
+
+The configuration model asks here, no bridge does; so what is refused is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from atropos_api.common.option_flags import flag
+from example_trainer.options.publish import LORA_MODES, SERVED_RANKS
+
+if TYPE_CHECKING:
+    from example_trainer.options.training_options import TrainingOptions
+
+
+def refuse_objective(config: TrainingOptions) -> str | None:
+    """The first contradiction among the options of the objective, or None."""
+    rules: tuple[Callable[[TrainingOptions], Iterator[str]], ...] = (
+        _importance_sampling,
+        _importance_bounds,
+        _reference,
+        _overlong,
+        _several_ranks,
+    )
+    return next((reason for rule in rules for reason in rule(config)), None)
+
+
+def _importance_sampling(config: TrainingOptions) -> Iterator[str]:
+    sampling = f"--importance-sampling {config.importance_sampling}"
+    if config.importance_sampling != "clip":
+        if config.loss_type == "cispo":
+            yield f"{sampling}: --loss-type cispo cuts its own weights; set --cispo-cap and leave {sampling} out"
+        if config.has_own_loss:
+            yield f"{sampling}: {config.loss_type} weighs its own ratios; leave {sampling} out"
+        if config.old_logprobs == "recomputed":
+            yield (
+                f"{sampling} weighs the policy against the sampler already, so --old-logprobs recomputed would count "
+                "the gap twice; use --importance-sampling clip with --mismatch-correction"
+            )
+    if config.mismatch_correction != "none" and config.old_logprobs == "rollout":
+        yield (
+            f"--mismatch-correction {config.mismatch_correction} weighs the trainer's old logprobs against the "
+            "sampler's; add --old-logprobs recomputed"
+        )
+
+
+def _importance_bounds(config: TrainingOptions) -> Iterator[str]:
+    weighs = config.importance_sampling != "clip" or config.mismatch_correction != "none"
+    if config.tis_floor and not weighs:
+        yield (
+            f"--tis-floor {config.tis_floor:g} bounds importance weights and there are none; add "
+            "--importance-sampling truncated, or --mismatch-correction"
+        )
+    if config.tis_floor >= config.tis_cap:
+        yield f"--tis-floor {config.tis_floor:g} must be below --tis-cap {config.tis_cap:g}"
+
+
+def _reference(config: TrainingOptions) -> Iterator[str]:
+    for field in ("target_kl", "ref_model", "ref_update_interval"):
+        if getattr(config, field) and not config.kl_coef:
+            given = f"{flag(field)} {getattr(config, field)}"
+            yield f"{given} needs a divergence to act on; add --kl-coef, 1e-3 for instance"
+    if config.ref_model is not None and config.weight_bridge_mode in LORA_MODES:
+        yield (
+            f"--ref-model {config.ref_model}: under {config.weight_bridge_mode} the reference is the base with the "
+            "adapter off; leave it out"
+        )
+
+
+def _overlong(config: TrainingOptions) -> Iterator[str]:
+    limit = config.max_response_tokens
+    if limit is None:
+        for field in ("overlong_penalty", "mask_overlong", "overlong_buffer"):
+            if getattr(config, field):
+                yield f"{flag(field)} {getattr(config, field)} needs the length limit; add --max-response-tokens"
+    elif config.overlong_buffer > limit:
+        yield f"--overlong-buffer {config.overlong_buffer} is longer than --max-response-tokens {limit}"
+    elif limit > config.seq_len:
+        yield f"--max-response-tokens {limit} is longer than --seq-len {config.seq_len}"
+
+
+def _several_ranks(config: TrainingOptions) -> Iterator[str]:
+    if config.shuffle_advantages and config.world_size > 1:
+        yield (
+            f"--shuffle-advantages with --world-size {config.world_size} would permute within each rank's share only; "
+            "run the control on one process"
+        )
+
+
+_NO_ADAPTERS = "this mode trains full weights, adapters are for --weight-bridge-mode lora_only"
+
+SHARED_VLLM_REFUSES = {
+    "vllm_tensor_parallel_size": "it splits the tensors that the trainer maps",
+    "vllm_quantization": "quantised weights cannot be trained in place",
+    "vllm_enable_sleep_mode": "it moves the weights away under the trainer",
+    "lora_r": _NO_ADAPTERS,
+    "lora_alpha": _NO_ADAPTERS,
+    "lora_dropout": _NO_ADAPTERS,
+    "lora_target_modules": _NO_ADAPTERS,
+    "lora_layer_indices": _NO_ADAPTERS,
+    "load_in_4bit": _NO_ADAPTERS,
+}
+
+ADAPTER_SETTINGS = tuple(field for field, reason in SHARED_VLLM_REFUSES.items() if reason == _NO_ADAPTERS)
+
+
+def reason_to_refuse(config: TrainingOptions) -> str | None:
+    """The first reason why these settings cannot work together, or None."""
+    rules: tuple[Callable[[TrainingOptions], str | None], ...] = (
+        _refuse_general,
+        _refuse_ranks,
+        _refuse_shared,
+        _refuse_adapter_settings,
+        _refuse_lora,
+        _refuse_remote_restart,
+        _refuse_broadcast,
+        refuse_objective,
+    )
+    return next((reason for refuse in rules if (reason := refuse(config))), None)
+
+
+def _refuse_general(config: TrainingOptions) -> str | None:
+    if config.dtype == "float16":
+        return (
+            "--dtype float16 cannot be trained: its gradients underflow without loss scaling; "
+            "use --dtype bfloat16, or float32 on a CPU"
+        )
+    if config.trainer_rank >= config.world_size:
+        return f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}"
+    if config.master_weights == "none" and config.optimizer_steps_per_batch > 1:
+        return (
+            f"--master-weights none with {config.optimizer_steps_per_batch} optimizer steps per "
+            "batch would change the served weights between publishes; use --master-weights fp32"
+        )
+    return _refuse_forward_weights(config)
+
+
+def _refuse_ranks(config: TrainingOptions) -> str | None:
+    """What several trainer processes cannot do together."""
+    if config.world_size == 1:
+        return None
+    sharded = config.weight_bridge_mode not in LORA_MODES
+    causes = (
+        (config.weight_bridge_mode == "shared_vllm", "the served weights are one unsharded copy; use --world-size 1"),
+        (
+            sharded and config.optimizer != "adamw",
+            f"--optimizer {config.optimizer} cannot step weights that are spread over ranks; use --optimizer adamw",
+        ),
+        (
+            sharded and config.master_weights != "fp32",
+            f"--master-weights {config.master_weights} is for one process; use fp32, of which each rank holds a part",
+        ),
+        (config.overlap_publish, "--overlap-publish would gather weights beside a forward that gathers them as well"),
+        (config.keep_versions > 0, f"--keep-versions {config.keep_versions} keeps older weights in one process only"),
+    )
+    cause = next((text for holds, text in causes if holds), None)
+    return None if cause is None else f"--world-size {config.world_size}: {cause}"
+
+
+def _refuse_forward_weights(config: TrainingOptions) -> str | None:
+    needs_masters = config.overlap_publish or config.optimizer_steps_per_batch > 1
+    if needs_masters and config.forward_weights == "views":
+        cause = "--overlap-publish" if config.overlap_publish else "several steps per batch"
+        return f"{cause} needs the forward to run from the masters; use --forward-weights masters or auto"
+    if config.master_weights == "none" and (config.overlap_publish or config.forward_weights == "masters"):
+        cause = "--overlap-publish" if config.overlap_publish else "--forward-weights masters"
+        return f"{cause} needs master weights; use --master-weights fp32"
+    shares = config.weight_bridge_mode == "shared_vllm" and config.num_inference_nodes == 0
+    if shares and config.master_weights == "host" and config.forwards_from_masters:
+        return (
+            "--master-weights host keeps the masters in host memory, where no forward runs; use --forward-weights "
+            "views without --overlap-publish and with one optimizer step a batch, or --master-weights fp32"
+        )
+    return None
+
+
+def _refuse_shared(config: TrainingOptions) -> str | None:
+    if config.weight_bridge_mode != "shared_vllm":
+        return None
+    for field, reason in SHARED_VLLM_REFUSES.items():
+        value, works = getattr(config, field), type(config).model_fields[field].default
+        if value != works:
+            return f"shared_vllm refuses {flag(field)} {value}: {reason}; leave it at {works}"
+    return None
+
+
+def _refuse_adapter_settings(config: TrainingOptions) -> str | None:
+    if config.weight_bridge_mode != "none":
+        return None
+    changed = [
+        field for field in ADAPTER_SETTINGS if getattr(config, field) != type(config).model_fields[field].default
+    ]
+    if changed:
+        return f"mode none refuses {flag(changed[0])} {getattr(config, changed[0])}: {_NO_ADAPTERS}"
+    return None
+
+
+def _refuse_remote_restart(config: TrainingOptions) -> str | None:
+    if config.num_inference_nodes and config.weight_bridge_mode in {"none", "lora_restart"}:
+        return (
+            f"--num-inference-nodes {config.num_inference_nodes}: mode {config.weight_bridge_mode} starts its servers "
+            "anew, which it can on this host only; use --weight-bridge-mode lora_only with --vllm-host"
+        )
+    return None
+
+
+def _refuse_broadcast(config: TrainingOptions) -> str | None:
+    nodes, urls = config.num_inference_nodes, config.inference_urls
+    if urls is not None and len(urls) != nodes:
+        return f"--inference-urls names {len(urls)} servers, --num-inference-nodes says {nodes}; make them agree"
+    if nodes and config.weight_bridge_mode == "shared_vllm" and config.forward_weights == "views":
+        return f"--num-inference-nodes {nodes} shares no memory, so there are no views; leave --forward-weights at auto"
+    return None
+
+
+def _refuse_lora(config: TrainingOptions) -> str | None:
+    if config.weight_bridge_mode in LORA_MODES and config.train_layer_indices is not None:
+        return (
+            f"{config.weight_bridge_mode} refuses --train-layer-indices {config.train_layer_indices}: "
+            "the base is frozen; use --lora-layer-indices"
+        )
+    if config.weight_bridge_mode in LORA_MODES and config.lora_r > SERVED_RANKS[-1]:
+        return f"--lora-r {config.lora_r}: vLLM serves adapters up to rank {SERVED_RANKS[-1]}; use less"
+    if config.weight_bridge_mode == "lora_restart" and config.restart_method == "reload":
+        return "--restart-method reload is for whole checkpoints; use --weight-bridge-mode lora_only for adapters"
+    if config.weight_bridge_mode == "lora_only" and config.load_in_4bit:
+        return (
+            "lora_only refuses --load-in-4bit: the running server computes with the base as it was before it was cut "
+            "to 4 bits; use --weight-bridge-mode lora_restart, which serves what the trainer computes with"
+        )
+    return None

@@ -1,0 +1,177 @@
+"""What a tree of processes leaves behind when it is killed: POSIX shared memory and temporary files.
+
+A file in /dev/shm is removed only if it appeared during the run, a process of the run had it mapped, and nobody has
+it mapped now. Temporary files need no such care: children get a directory of their own.
+
+The launcher's last will: a tiny process that cleans up if the launcher is killed and cannot.
+
+The launcher holds the other end of this process's standard input and writes one JSON object a line: the mark of the
+run's processes, its temporary directory, and the shared memory its processes map. When the pipe closes without
+`{"done": true}`, the launcher has died: what carries the mark is ended and what it left behind is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from example_trainer.processes.tree import end_processes, find_tree, python_path
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own place for it
+
+
+@dataclass(slots=True)
+class _Sighting:
+    """A new file that none of the run's processes had mapped so far."""
+
+    seen_at: float
+    looked_at: float = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """After a tenth of its age: often at first, when its owner may be about to map it, then rarely."""
+        return now - self.looked_at >= (now - self.seen_at) / 10
+
+
+class SharedMemoryLedger:
+    """Remembers which files in /dev/shm the run's processes had mapped, while they can still be asked."""
+
+    def __init__(self, root: Path = SHARED_MEMORY) -> None:
+        self._root = root
+        self._foreign = self._listing()
+        self._owned: set[str] = set()
+        self._undecided: dict[str, _Sighting] = {}
+
+    @property
+    def owned(self) -> frozenset[str]:
+        return frozenset(self._owned)
+
+    def observe(self, processes: Iterable[psutil.Process]) -> frozenset[str]:
+        """Note what `processes` have mapped of the files that are new; answers those noted just now.
+
+        Mappings are read only for files of unknown owner, and for those less and less often: a quiet run costs one
+        listing of a directory, so this may be called many times a second.
+        """
+        now = time.monotonic()
+        undecided = self._listing() - self._foreign - self._owned
+        self._undecided = {name: self._undecided.get(name) or _Sighting(now) for name in undecided}
+        due = [sighting for sighting in self._undecided.values() if sighting.is_due(now)]
+        if not due:
+            return frozenset()
+        mapped = set().union(*(mapped_files(process.pid, self._root) for process in processes))
+        for sighting in due:
+            sighting.looked_at = now
+        fresh = frozenset(undecided & mapped)
+        self._owned |= fresh
+        return fresh
+
+    def sweep(self) -> list[str]:
+        """Remove what the run's processes had mapped and nobody has mapped now; answers the names removed."""
+        return sweep(self._owned, self._root)
+
+    def _listing(self) -> set[str]:
+        try:
+            return {entry.name for entry in os.scandir(self._root) if entry.is_file(follow_symlinks=False)}
+        except OSError:
+            return set()
+
+
+def sweep(names: Iterable[str], root: Path = SHARED_MEMORY) -> list[str]:
+    """Remove the files `names` of `root` that no living process has mapped."""
+    present = {name for name in names if (root / name).exists()}
+    if not present:
+        return []
+    in_use = set().union(*(mapped_files(pid, root) for pid in psutil.pids()))
+    removed = sorted(present - in_use)
+    for name in removed:
+        with contextlib.suppress(OSError):
+            (root / name).unlink()
+    return removed
+
+
+def mapped_files(pid: int, root: Path = SHARED_MEMORY) -> set[str]:
+    """The names of the files of `root` that the process has mapped."""
+    prefix = f"{root}/"
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    paths = (line.split(maxsplit=5)[5] for line in lines if prefix in line)
+    return {path.removeprefix(prefix).removesuffix(" (deleted)") for path in paths if path.startswith(prefix)}
+
+
+GRACE_SECONDS = 3.0
+
+
+class Guardian:
+    """The launcher's side: starts the process and keeps its will up to date."""
+
+    def __init__(self, *, mark: str, temporary_dir: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": python_path()},
+            start_new_session=True,
+        )
+        self._write({"mark": mark, "temporary_dir": temporary_dir})
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def note_shared_memory(self, names: Iterable[str]) -> None:
+        self._write({"shared_memory": sorted(names)})
+
+    def dismiss(self) -> None:
+        """Everything is cleaned up; the guardian ends without doing anything."""
+        self._write({"done": True})
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        self._process.wait(timeout=10)
+
+    def _write(self, message: dict[str, Any]) -> None:
+        pipe = self._process.stdin
+        if pipe is None:
+            return
+        try:
+            pipe.write(json.dumps(message).encode() + b"\n")
+            pipe.flush()
+        except OSError:
+            # The guardian is gone; the launcher still ends its children itself.
+            return
+
+
+def keep_watch(pipe: IO[str]) -> int:
+    """Read the will until the launcher ends; carry it out unless dismissed."""
+    mark, temporary_dir = "", ""
+    shared_memory: set[str] = set()
+    for line in pipe:
+        message = json.loads(line)
+        if message.get("done"):
+            return 0
+        mark = message.get("mark", mark)
+        temporary_dir = message.get("temporary_dir", temporary_dir)
+        shared_memory.update(message.get("shared_memory", ()))
+    if mark:
+        end_processes(lambda: find_tree((), mark), grace_seconds=GRACE_SECONDS)
+        sweep(shared_memory)
+        shutil.rmtree(temporary_dir, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    os.chdir("/")
+    sys.exit(keep_watch(sys.stdin))

@@ -1,0 +1,194 @@
+"""Which processes belong to a launcher: found by descent and by an inherited mark, never by name, port or user.
+
+Every child is started with `MARK_VARIABLE` set to a value nobody else has. A process that leaves its parent, its
+session and its process group still carries the mark in its environment, so a run can always tell its own from others'.
+
+How a child finds the code that this process runs, from whatever folder and however this process was started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+import example_trainer
+from atropos_api.common.secrets import program_words
+
+MARK_VARIABLE = "ATROPOS_RUN_TREE"
+
+ORPHAN_GRACE_SECONDS = 1.5
+
+_PR_SET_PDEATHSIG = 1
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+_RESOURCE_TRACKER = "multiprocessing.resource_tracker"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with(parent_pid: int) -> Callable[[], None]:
+    """For `preexec_fn`: the kernel kills the new process when its parent ends, however that happens."""
+
+    def arm() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent_pid:  # the parent ended before the line above took effect
+            os._exit(1)
+
+    return arm
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent ends, so that they stay findable by descent."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children_by_parent() -> dict[int, list[int]]:
+    """The process table of this host, read once; psutil would read it anew for every question."""
+    table: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and (parent := _parent_of(entry.name)) is not None:
+            table.setdefault(parent, []).append(int(entry.name))
+    return table
+
+
+def descendants(pid: int, table: dict[int, list[int]]) -> list[int]:
+    """All that `pid` has started and what those have started, according to `table`."""
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        below = table.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+def reap_adopted(known: Iterable[int], table: dict[int, list[int]]) -> None:
+    """Collect the exit of adopted descendants; those in `known` have someone else waiting for them."""
+    for pid in set(table.get(os.getpid(), [])) - set(known):
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Running and still the same process; a zombie has ended."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def describe(process: psutil.Process) -> str:
+    """`pid 4711 (python -m http.server)` as far as it may be read; no arguments, for they may hold secrets."""
+    try:
+        command = program_words(process.cmdline()).strip() or process.name()
+    except psutil.Error:
+        return f"pid {process.pid}"
+    return f"pid {process.pid} ({command[:120]})"
+
+
+def find_tree(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process]:
+    """The living processes among `roots`, their descendants, and whoever carries `mark`; never this process."""
+    found = {process.pid: process for process in _marked(mark)}
+    for root in roots:
+        with contextlib.suppress(psutil.Error):
+            found.update((process.pid, process) for process in (root, *root.children(recursive=True)))
+    found.pop(os.getpid(), None)
+    return [process for process in found.values() if is_alive(process)]
+
+
+def end_processes(find: Callable[[], list[psutil.Process]], *, grace_seconds: float) -> None:
+    """SIGTERM to the heads of what `find` answers, then SIGKILL to all that is left after the grace.
+
+    Heads are the processes whose parent is not among those found: a server told to stop ends its own workers, and
+    one whose workers are told first waits for their answers for ever. What a head leaves behind gets a short grace
+    of its own. Resource trackers are killed last: one that outlives the rest removes the named semaphores of the
+    processes that were killed.
+    """
+    heads = _heads(find())
+    _signal_all(heads, signal.SIGTERM)
+    if wait_until(lambda: not any(map(is_alive, heads)), grace_seconds):
+        _signal_all(_heads(find()), signal.SIGTERM)
+        if wait_until(lambda: not find(), min(grace_seconds, ORPHAN_GRACE_SECONDS)):
+            return
+    _signal_all([process for process in find() if not _is_resource_tracker(process)], signal.SIGKILL)
+    if wait_until(lambda: not find(), 1.0):
+        return
+    _signal_all(find(), signal.SIGKILL)
+    wait_until(lambda: not find(), 2.0)
+
+
+def wait_until(reached: Callable[[], bool], limit_seconds: float, *, interval_seconds: float = 0.05) -> bool:
+    """Whether `reached` held within the limit."""
+    deadline = time.monotonic() + limit_seconds
+    while not reached():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(interval_seconds)
+    return True
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    needle = f"{MARK_VARIABLE}={mark}".encode()
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [process for pid in pids if _environment_holds(pid, needle) and (process := open_process(pid))]
+
+
+def _environment_holds(pid: int, needle: bytes) -> bool:
+    try:
+        return needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _parent_of(pid: str) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    return int(stat[stat.rindex(b")") + 1 :].split()[1])  # the name in brackets may itself hold brackets
+
+
+def open_process(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.Error:
+        return None
+
+
+def _heads(processes: list[psutil.Process]) -> list[psutil.Process]:
+    pids = {process.pid for process in processes}
+    heads = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if process.ppid() not in pids:
+                heads.append(process)
+    return heads
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any(_RESOURCE_TRACKER in part for part in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
+
+
+PACKAGE_ROOT = Path(example_trainer.__file__).resolve().parents[1]
+
+
+def python_path() -> str:
+    """`PYTHONPATH` for children: the folder of our packages first, then what was there."""
+    return os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

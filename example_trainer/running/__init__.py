@@ -1,1 +1,0 @@
-"""What surrounds a run: trackers, optimizers, the launcher's supervision and progress."""

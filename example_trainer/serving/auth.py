@@ -1,0 +1,160 @@
+"""Who may ask: not the pages of other sites, not strangers where a key or token is set."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from fastapi import Request
+
+from example_trainer.serving.problems import Problem
+from example_trainer.serving.state import ServerState, State
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+_COSTLY_GETS = frozenset({"/bridge/debug", "/health_generate"})
+
+_OWN_SITES = frozenset({b"same-origin", b"none"})
+
+_PAGE_HEADERS = frozenset({b"origin", b"referer", b"sec-fetch-site"})
+"""What browsers add, and programs do not."""
+
+_PRIVATE_DOMAINS = (".localhost", ".local", ".internal", ".home.arpa")
+"""Domains under which nobody can buy a name, so that nobody can point one at this machine either."""
+
+
+class Sites:
+    """Under which names this server may be asked, and by which pages.
+
+    What a page of another site makes a browser send carries that page's origin. And a page whose own name has been
+    pointed at this machine (DNS rebinding) asks under that name: it is public, and none of ours. Where anybody on a
+    network may ask anyway, a name is looked at only where a browser asks; who shows a key is no stray page.
+    """
+
+    def __init__(self, *, host: str, names: Iterable[str], origins: Iterable[str], has_keys: bool) -> None:
+        self._names = {host.lower(), *(name.lower() for name in names)}
+        self._origins = {origin.lower() for origin in origins}
+        self._trusts_names = has_keys or not _is_loopback(host)
+
+    def check(self, method: str, path: str, headers: Headers) -> None:
+        """Raise the refusal of a request that a page of another site has caused."""
+        shown = dict(headers)
+        origin = shown.get(b"origin")
+        if origin is not None and not self._origins.isdisjoint({_text(origin).lower(), "*"}):
+            return
+        by_browser = not shown.keys().isdisjoint(_PAGE_HEADERS)
+        guarded = by_browser and (method not in _SAFE_METHODS or path in _COSTLY_GETS)
+        if guarded or not self._trusts_names:
+            self._check_host(shown.get(b"host", b""))
+        if guarded:
+            _refuse_foreign_page(shown)
+
+    def _check_host(self, host: bytes) -> None:
+        """Refuse a name that may be anybody's."""
+        name = _name_of(host)
+        if "*" in self._names or (name is not None and (name in self._names or is_private(name))):
+            return
+        detail = f"Host {_text(host)!r} is not a name of this server; allow it with --allowed-hosts"
+        raise Problem(403, "foreign-host", detail)
+
+
+def is_private(name: str) -> bool:
+    """Whether a host name is an address, of one word, or of a domain that is never public. None at all is no page's."""
+    if "." not in name and ":" not in name:
+        return True
+    if name.endswith(_PRIVATE_DOMAINS):
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def refuse_foreign_page(headers: Headers) -> None:
+    """A browser tells when another site's page sends a request; such a page has no business here."""
+    _refuse_foreign_page(dict(headers))
+
+
+def _refuse_foreign_page(shown: dict[bytes, bytes]) -> None:
+    host = shown.get(b"host", b"").lower()
+    for name in (b"origin", b"referer"):
+        value = shown.get(name)
+        if value is not None and _netloc(value) != host:
+            raise _foreign_page(name, value)
+    site = shown.get(b"sec-fetch-site")
+    if site is not None and site not in _OWN_SITES:
+        raise _foreign_page(b"sec-fetch-site", site)
+
+
+def _foreign_page(name: bytes, value: bytes) -> Problem:
+    said = f"{name.decode().title()}: {_text(value)}"
+    detail = (
+        f"requests from pages of another site ({said}) are not answered; --allowed-origins names those that may ask"
+    )
+    return Problem(403, "foreign-origin", detail)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _name_of(host: bytes) -> str | None:
+    """The name without its port; empty where none was sent, as no browser does, and None where it is malformed."""
+    try:
+        return urlsplit(f"//{_text(host)}").hostname or ""
+    except ValueError:
+        return None
+
+
+def _netloc(url: bytes) -> bytes:
+    """Host and port of an address; nothing that equals a host for one that is malformed, or for `null`."""
+    try:
+        return urlsplit(_text(url)).netloc.lower().encode("latin-1") or b"null"
+    except ValueError:
+        return b"null"
+
+
+def _text(value: bytes) -> str:
+    return value.decode("latin-1")[:200]
+
+
+def refuse_without_key(headers: Headers, keys: Sequence[bytes]) -> None:
+    if not keys:
+        return
+    given = bearer(headers)
+    if not any(secrets.compare_digest(given, key) for key in keys):
+        detail = "this server was started with --api-key; send 'Authorization: Bearer <key>', or the bridge token so"
+        raise Problem(401, "key-needed", detail)
+
+
+def bearer(headers: Headers) -> bytes:
+    """The bearer token of a request, or nothing."""
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            return token if scheme.lower() == b"bearer" else b""
+    return b""
+
+
+def require_token(request: Request, state: State) -> None:
+    """Refuse what comes without the token, or from another site's page."""
+    headers = request.scope["headers"]
+    refuse_foreign_page(headers)
+    if not holds_token(request, state):
+        detail = (
+            "changing weights needs 'Authorization: Bearer <bridge token>': "
+            "bridge_token in the manifest, or what --bridge-token was given"
+        )
+        raise Problem(401, "token-needed", detail)
+
+
+def holds_token(request: Request, state: ServerState) -> bool:
+    return secrets.compare_digest(bearer(request.scope["headers"]), state.bridge_token.encode())

@@ -1,0 +1,215 @@
+"""Mixed into vLLM's worker: adapters that arrive as tensors are served from memory and never read from a disk.
+
+vLLM loads an adapter by its path, at the first use and again whenever it has been evicted. An adapter sent as bytes is
+kept here under a path that is none (`memory:...`), and vLLM's loading looks here first. What lies in vLLM's stacked
+buffers afterwards is compared with what was sent, so that a wrong slice or a tensor left out is found at once. Disk
+loads are counted: there should be one for each adapter that was loaded by path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.lora.worker_manager import WorkerLoRAManager
+
+from atropos_api.common.malloc import return_freed_memory
+from example_trainer.weight_protocol.adapter_payload import MEMORY_PATH, AdapterPayload
+
+_KEPT = "atropos_kept"
+
+_INSTALLED = "atropos_installed"
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Kept:
+    """What one worker holds of the adapters it was sent, by their path, and how often it read one from a disk."""
+
+    payloads: dict[str, bytes] = field(default_factory=dict)
+    disk_loads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one tensor of an adapter belongs: a stacked buffer `[slots, 1, rows, columns]` and the scale it gets."""
+
+    buffer: torch.Tensor
+    scale: float
+    is_a: bool
+
+    def slot(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        rows, columns = tensor.shape
+        return self.buffer[index, 0, :rows, :columns]
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether the side that the model gives has its size, and the rank is not above the largest."""
+        rows, columns = self.buffer.shape[-2:]
+        if tensor.ndim != 2:
+            return False
+        given, rank = (tensor.shape[1], tensor.shape[0]) if self.is_a else (tensor.shape[0], tensor.shape[1])
+        return bool(given == (columns if self.is_a else rows) and rank <= (rows if self.is_a else columns))
+
+
+def install() -> None:
+    """Let vLLM's loading of adapters look at the kept ones first, once a process."""
+    if hasattr(WorkerLoRAManager, _INSTALLED):
+        return
+    setattr(WorkerLoRAManager, _INSTALLED, True)
+    load = WorkerLoRAManager._load_adapter  # noqa: SLF001  the one way in which vLLM gets at an adapter
+
+    def load_adapter(manager: Any, request: Any) -> Any:
+        kept = kept_by(manager)
+        if not request.lora_path.startswith(MEMORY_PATH):
+            kept.disk_loads += 1
+            return load(manager, request)
+        payload = kept.payloads.get(request.lora_path)
+        if payload is None:
+            raise ValueError(f"the adapter {request.lora_name} has been dropped")
+        return build(manager, request.lora_int_id, AdapterPayload.read(payload))
+
+    WorkerLoRAManager._load_adapter = load_adapter  # noqa: SLF001
+
+
+def kept_by(manager: Any) -> Kept:
+    kept = getattr(manager, _KEPT, None)
+    if kept is None:
+        kept = Kept()
+        setattr(manager, _KEPT, kept)
+    return kept
+
+
+class AdapterWorker:
+    """Methods that the API process calls by name through `collective_rpc`; replies are JSON text."""
+
+    model_runner: Any
+
+    def atropos_add_adapter(self, name: str, number: int, path: str, payload: bytes) -> str:
+        """Take an adapter in, put it into a slot and compare the slot with what was sent.
+
+        What does not fit raises, and everything is as it was.
+        """
+        manager = self.model_runner.lora_manager
+        kept_by(manager).payloads[path] = payload
+        try:
+            manager.add_adapter(LoRARequest(name, number, path))
+            digest = _check_slot(manager, number, AdapterPayload.read(payload))
+        except BaseException:
+            self.atropos_drop_adapter(number, path)
+            raise
+        return json.dumps({"digest": digest})
+
+    def atropos_check_adapter(self, number: int, path: str) -> str:
+        """The checksum of a kept adapter, and the names of tensors that its slot holds other values of."""
+        manager = self.model_runner.lora_manager
+        payload = AdapterPayload.read(kept_by(manager).payloads[path])
+        manager._adapter_manager.activate_adapter(number)  # noqa: SLF001  it may have lost its slot to others
+        return json.dumps({"digest": payload.digest(), "misplaced": misplaced(manager, number, payload)})
+
+    def atropos_drop_adapter(self, number: int, path: str) -> str:
+        """Forget an adapter that no request uses any more."""
+        manager = self.model_runner.lora_manager
+        kept_by(manager).payloads.pop(path, None)
+        removed = manager.remove_adapter(number)
+        return_freed_memory()
+        return json.dumps({"removed": bool(removed)})
+
+    def atropos_adapter_counters(self) -> str:
+        manager = self.model_runner.lora_manager
+        kept = kept_by(manager)
+        return json.dumps(
+            {
+                "adapter_disk_loads_total": kept.disk_loads,
+                "adapters_in_memory": len(kept.payloads),
+                "adapter_bytes": sum(map(len, kept.payloads.values())),
+                "adapters_registered": len(manager.list_adapters()),
+            }
+        )
+
+
+def build(manager: Any, number: int, payload: AdapterPayload) -> LoRAModel:
+    """VLLM's form of an adapter; raises `ValueError` for what this model or this vLLM cannot take."""
+    helper = PEFTHelper.from_dict(payload.config)
+    helper.validate_legal(manager.lora_config)
+    tensors = payload.tensors()
+    _check(manager, helper, tensors)
+    return LoRAModel.from_lora_tensors(
+        number,
+        tensors,
+        helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=_name_mapper(manager),
+    )
+
+
+def _check_slot(manager: Any, number: int, payload: AdapterPayload) -> str:
+    """The payload's checksum, once its slot is seen to hold just that."""
+    if wrong := misplaced(manager, number, payload):
+        raise ValueError(f"{len(wrong)} tensors are not where they belong in vLLM's buffers: {', '.join(wrong[:3])}")
+    return payload.digest()
+
+
+def misplaced(manager: Any, number: int, payload: AdapterPayload) -> list[str]:
+    """Tensors of the payload whose slot in vLLM's buffers holds other values."""
+    inner = manager._adapter_manager  # noqa: SLF001  vLLM offers no view of its slots
+    index = inner.lora_index_to_id.index(number)
+    helper = PEFTHelper.from_dict(payload.config)
+    wrong = []
+    for name, place, tensor in _placed(manager, helper, payload.tensors()):
+        expected = tensor.to(manager.lora_config.lora_dtype)
+        if place.scale != 1.0:
+            expected = expected * place.scale
+        found = place.slot(index, tensor)
+        if not torch.equal(found, expected.to(device=found.device, dtype=found.dtype)):
+            wrong.append(name)
+    return wrong
+
+
+def _check(manager: Any, helper: PEFTHelper, tensors: Tensors) -> None:
+    seen: dict[str, set[bool]] = {}
+    for name, place, tensor in _placed(manager, helper, tensors):
+        if not place.fits(tensor):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, its place {tuple(place.buffer.shape[2:])}")
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{name} holds numbers that are not finite")
+        seen.setdefault(parse_fine_tuned_lora_name(name)[0], set()).add(place.is_a)
+    if lone := [module for module, halves in seen.items() if len(halves) != 2]:
+        raise ValueError(f"{lone[0]} has only one of lora_A and lora_B")
+    if not seen:
+        raise ValueError("the adapter holds no tensors")
+
+
+def _placed(manager: Any, helper: PEFTHelper, tensors: Tensors) -> Iterator[tuple[str, Place, torch.Tensor]]:
+    """Each tensor with its place; raises `ValueError` for a module that takes no adapter."""
+    inner = manager._adapter_manager  # noqa: SLF001
+    slices = {part: (packed, i) for packed, parts in inner.packed_modules.items() for i, part in enumerate(parts)}
+    for name, tensor in tensors.items():
+        module_name, is_a = parse_fine_tuned_lora_name(name, _name_mapper(manager))
+        packed, index = slices.get(module_name, (module_name, 0))
+        module = inner.modules.get(packed)
+        if module is None:
+            raise ValueError(f"{name}: this model takes no adapter there; it takes {_taken(inner)}")
+        buffer = (module.lora_a_stacked if is_a else module.lora_b_stacked)[index]
+        scale = 1.0 if is_a else helper.get_rank_and_scaling(parse_fine_tuned_lora_name(name)[0])[1]
+        yield name, Place(buffer, scale, is_a), tensor
+
+
+def _taken(inner: Any) -> str:
+    parts = {part for parts in inner.packed_modules.values() for part in parts}
+    names = parts | {name for name in inner.modules if name not in inner.packed_modules}
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+
+
+def _name_mapper(manager: Any) -> Any:
+    mapper = getattr(manager._adapter_manager.model, "hf_to_vllm_mapper", None)  # noqa: SLF001
+    return None if mapper is None else mapper.get_rename_mapper()

@@ -1,0 +1,160 @@
+"""What a server has of a broadcast: its membership in the group, and the weights that lie aside until all have theirs.
+
+Joining and receiving wait for the trainer and for every other server, which may die meanwhile, so both happen in a
+thread of their own and the engine goes on decoding under the old weights.
+
+Mixed into vLLM's worker: receives weights over a process group, first aside, then into the model.
+
+What has arrived lies aside until every server has told the same checksum, so that a broadcast that breaks off changes
+nothing. Loading is vLLM's own, which knows how it fuses and splits; it happens inside the fence of a publish, and a
+copy of what was there before is kept until that publish has ended, so that all servers can go back together.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from example_trainer.weight_protocol.broadcast_group import BroadcastGroup, Rendezvous
+
+
+class BroadcastReceiver:
+    """One membership; whatever fails ends it, which the other members notice at once."""
+
+    def __init__(self, group_id: str, rendezvous: Rendezvous, device: torch.device) -> None:
+        self.group_id = group_id
+        self.transfer_id: str | None = None
+        """Of the weights that lie aside or are on their way here."""
+        self.aside: dict[str, torch.Tensor] = {}
+        self.before: dict[torch.Tensor, torch.Tensor] = {}
+        """The model's own tensors, each with a copy in host memory, until it is settled which of the two are served."""
+        self._group: BroadcastGroup | None = None
+        self._told: dict[str, Any] | None = None
+        self._error: Exception | None = None
+        self._start(lambda: self._join(rendezvous, device))
+
+    def receive(self, transfer_id: str, described: dict[str, tuple[list[int], str]], model: torch.nn.Module) -> None:
+        """Begin to receive one set of weights, and to copy those that the model has now."""
+        if self._group is None:
+            raise RuntimeError("no broadcast group has been joined")
+        self.forget()
+        self.transfer_id = transfer_id
+        self._start(lambda: self._receive(described, model))
+
+    def progress(self) -> dict[str, Any]:
+        """`{"running": true}`, or what the exchange has come to; raises what ended it."""
+        if self._error is not None:
+            raise RuntimeError(f"{self._error}") from self._error
+        return self._told or {"running": True}
+
+    def forget(self) -> None:
+        """Let go of what lies aside and of the copy of what was before."""
+        self.aside, self.before = {}, {}
+
+    def leave(self) -> None:
+        """End the membership; an exchange that is still waiting ends by itself and is of no effect."""
+        self.forget()
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _start(self, exchange: Callable[[], dict[str, Any]]) -> None:
+        self._told = None
+
+        def run() -> None:
+            try:
+                self._told = exchange()
+            except Exception as error:  # noqa: BLE001 - told to whoever asks how far it has come
+                self._error = error
+                self.leave()
+
+        threading.Thread(target=run, name="broadcast", daemon=True).start()
+
+    def _join(self, rendezvous: Rendezvous, device: torch.device) -> dict[str, Any]:
+        self._group = BroadcastGroup.join(rendezvous, device)
+        return {"rank": rendezvous.rank}
+
+    def _receive(self, described: dict[str, tuple[list[int], str]], model: torch.nn.Module) -> dict[str, Any]:
+        assert self._group is not None
+        arrived, digest = self._group.receive(described)
+        self.before = {tensor: tensor.detach().to("cpu", copy=True) for tensor in own_tensors(model)}
+        self.aside = arrived
+        return {"digest": digest}
+
+
+def own_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, each once."""
+    return list({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values())
+
+
+class BroadcastWorker:
+    """Methods that the API process calls by name through `collective_rpc`; replies are JSON text."""
+
+    model_runner: Any
+    device: torch.device
+    _atropos_reception: BroadcastReceiver | None = None
+
+    def atropos_join_broadcast(
+        self, group_id: str, address: str, port: int, rank: int, world_size: int, backend: Any
+    ) -> str:
+        """Begin to join the trainer and the other servers, once; what an earlier group left aside is forgotten."""
+        if self._atropos_reception is None or self._atropos_reception.group_id != group_id:
+            self.atropos_leave_broadcast()
+            place = Rendezvous(address, port, rank, world_size, backend)
+            self._atropos_reception = BroadcastReceiver(group_id, place, self.device)
+        return json.dumps({})
+
+    def atropos_receive_broadcast(self, transfer_id: str, described: dict[str, tuple[list[int], str]]) -> str:
+        """Begin to receive one set of weights aside, once."""
+        reception = self._joined()
+        if reception.transfer_id != transfer_id:
+            reception.receive(transfer_id, described, self.model_runner.model)
+        return json.dumps({})
+
+    def atropos_broadcast_progress(self) -> str:
+        """How far what was begun has come; at its end the rank, or the checksum of what has arrived."""
+        return json.dumps(self._joined().progress())
+
+    def atropos_leave_broadcast(self) -> str:
+        """End the membership, if there is one."""
+        reception, self._atropos_reception = self._atropos_reception, None
+        if reception is not None:
+            reception.leave()
+        return json.dumps({})
+
+    def atropos_load_broadcast(self) -> str:
+        """Load what lies aside into the model; the scheduler stands still meanwhile."""
+        reception = self._joined()
+        if not reception.aside:
+            raise RuntimeError("nothing has been received")
+        model = self.model_runner.model
+        with torch.no_grad():
+            loaded = model.load_weights(iter(reception.aside.items()))
+        reception.aside = {}
+        missed = sorted({name for name, _ in model.named_parameters()} - set(loaded)) if loaded is not None else []
+        if missed:
+            raise RuntimeError(
+                f"{len(missed)} of the model's parameters were not among what was sent: {missed[0]}, ..."
+            )
+        return json.dumps({"loaded": len(loaded or ())})
+
+    def atropos_settle_broadcast(self, keep: bool) -> str:
+        """Keep what was loaded, or put back, bit by bit, what was there before."""
+        reception = self._joined()
+        if not keep:
+            if not reception.before:
+                raise RuntimeError("no copy of the weights before is left")
+            with torch.no_grad():
+                for tensor, before in reception.before.items():
+                    tensor.copy_(before)
+        reception.forget()
+        return json.dumps({})
+
+    def _joined(self) -> BroadcastReceiver:
+        if self._atropos_reception is None:
+            raise RuntimeError("no broadcast group has been joined")
+        return self._atropos_reception

@@ -1,0 +1,288 @@
+"""Why the engine's process failed, told to the process that serves.
+
+vLLM writes an engine's exception to the log alone; what the server gets to know is that there was one. So each of
+vLLM's processes notes the exception it logs as its end in a file that the server has named, and the server's own line
+says it.
+
+No process of the server outlives it: the kernel ends each child when its parent dies, even by SIGKILL.
+
+vLLM's engine core does not watch its parent; left alone it holds its memory and port for good. vLLM calls
+`register` in each of its processes (entry point group `vllm.general_plugins`); the forked engine core calls
+`die_with_parent` itself.
+
+Everything that depends on vLLM's inner names, in one place, checked at start.
+
+vLLM gives no promise about these. `check_internals` tries them all, so that a new release which moved one is told in a
+line naming it, not by a strange failure in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, MutableMapping
+from multiprocessing.context import ForkContext, ForkProcess
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from atropos_api.common.cliconfig import ConfigError, nearest
+from example_trainer.errors import CannotServe
+
+_VARIABLE = "ATROPOS_ENGINE_CAUSE"
+
+_LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
+
+_LONGEST = 500
+
+
+class _Note(logging.Filter):
+    """Writes down the exception of each error that is logged with one, and lets all pass; the last one stays.
+
+    No handler, for the engine configures its logging anew, which takes the handlers away and leaves the filters.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and record.levelno >= logging.ERROR:
+            with contextlib.suppress(OSError):
+                self._path.write_text(one_line(f"{type(error).__name__}: {error}"), encoding="utf-8")
+        return True
+
+
+def ask_for_cause(environ: MutableMapping[str, str], boot_id: str) -> Path:
+    """Have the processes that this one starts note why they end; the file they note it in, once there is one."""
+    path = Path(tempfile.gettempdir()) / f"atropos-{boot_id}-cause"
+    environ[_VARIABLE] = str(path)
+    return path
+
+
+def note_cause() -> None:
+    """In a process of vLLM: note the exception that ends it, where the server asked for that."""
+    named = os.environ.get(_VARIABLE)
+    for name in _LOGGERS if named else ():
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, _Note) for known in logger.filters):
+            logger.addFilter(_Note(Path(named or "")))
+
+
+def read_cause(path: Path) -> str | None:
+    """What was noted; it is taken away with that."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        path.unlink()
+    except OSError:
+        return None
+    return text or None
+
+
+def how_ended(processes: list[Any]) -> str:
+    """Of the engine's processes those that ended, as far as their exit codes tell."""
+    codes = [process.exitcode for process in processes if process.exitcode is not None]
+    killed = [signal.Signals(-code).name for code in codes if code < 0]
+    if killed:
+        return f"its process was killed by {killed[0]}"
+    return f"its process ended with exit code {codes[0]}" if codes else "it does not answer"
+
+
+def one_line(text: str) -> str:
+    """What an error says, which with vLLM may be many lines of configuration."""
+    return " ".join(text.split())[:_LONGEST]
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """In a child process of vLLM: end with the parent, and note why it ends. In the server itself: nothing."""
+    note_cause()
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with_parent(parent.pid)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGKILL when the thread that started this process ends."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+T = TypeVar("T")
+
+_BLACKWELL = 10  # compute capability
+
+ENTRY_MODULE = "vllm.entrypoints.launchers.api_server.entry"
+
+
+class MortalForkProcess(ForkProcess):
+    """A forked child that the kernel ends when its parent dies."""
+
+    def start(self) -> None:
+        self._atropos_parent = os.getpid()
+        super().start()
+
+    def run(self) -> None:
+        die_with_parent(self._atropos_parent)
+        note_cause()
+        super().run()
+
+
+class MortalForkContext(ForkContext):
+    """The fork start method with `MortalForkProcess`."""
+
+    Process = MortalForkProcess
+
+
+def on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def check_internals() -> None:
+    """Raise `CannotServe` if this vLLM lacks a name that we build on."""
+    import importlib
+
+    needed = {
+        ENTRY_MODULE: ("run_server", "serve_http", "build_app", "setup_server"),
+        "vllm.entrypoints.launchers.launcher": ("create_server_socket",),
+        "vllm.v1.engine.core": (
+            "EngineCore.pause_scheduler",
+            "EngineCore.resume_scheduler",
+            "EngineCore.set_weight_version",
+        ),
+        "vllm.v1.engine.core_client": ("AsyncMPClient.call_utility_async", "AsyncMPClient.add_request_async"),
+        "vllm.v1.engine.async_llm": ("AsyncLLM._add_request",),
+        "vllm.v1.engine.detokenizer": ("FastIncrementalDetokenizer",),
+        "vllm.v1.sample.sampler": ("Sampler.gather_logprobs", "Sampler.gather_specific_token_logprobs"),
+        "vllm.v1.structured_output": ("StructuredOutputManager.grammar_init",),
+        "vllm.entrypoints.serve.engine.serving": ("BaseServing._check_model",),
+        "vllm.v1.core.sched.scheduler": (
+            "Scheduler.schedule",
+            "Scheduler.update_from_output",
+            "Scheduler.get_request_counts",
+        ),
+        "vllm.v1.engine.input_processor": ("InputProcessor.process_inputs",),
+        "vllm.outputs": ("WeightVersionSpan",),
+        "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
+    }
+    for module_name, names in needed.items():
+        found: Any = importlib.import_module(module_name)
+        for name in names:
+            target = found
+            for part in name.split("."):
+                target = getattr(target, part, None)
+            if target is None:
+                raise CannotServe(f"this vLLM has no {module_name}.{name}, which the server builds on; use vLLM 0.32")
+
+
+def fork_engine_core() -> None:
+    """Let vLLM fork its engine core out of this process, whose imports it then need not repeat. On a CPU only.
+
+    vLLM insists on `spawn` for CPUs; nothing has run in torch's thread pool here yet, and with one thread nothing will.
+    """
+    context = MortalForkContext()
+    modules: list[Any] = list(sys.modules.values())
+    for module in modules:
+        if getattr(module, "__name__", "").startswith("vllm.") and hasattr(module, "get_mp_context"):
+            module.get_mp_context = lambda: context
+
+
+def inspect_models_here() -> None:
+    """Look at a model's class in this process instead of a new one, which would import vLLM again."""
+    from vllm.model_executor.models import registry
+
+    def call(look: Callable[[], T]) -> T:
+        return look()
+
+    registry._run_in_subprocess = call  # noqa: SLF001  the seam there is
+
+
+def import_for_fork() -> None:
+    """Import what the engine core will need, so that it is there after the fork."""
+    import vllm.v1.core.sched.scheduler
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    import vllm.v1.executor.uniproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401  imported for their effect
+
+
+def parse_arguments(arguments: list[str]) -> Namespace:
+    """VLLM's own parser and checks; a mistake becomes our one line."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm"))
+
+    def error(message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    parser.error = error
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flag = unknown[0].split("=", 1)[0]
+        known = [option for action in parser._actions for option in action.option_strings]  # noqa: SLF001
+        raise ConfigError(
+            f"unknown option {flag}{nearest(flag.replace('_', '-'), known)} (vLLM does not have it either)"
+        )
+    try:
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as problem:
+        raise ConfigError(" ".join(str(problem).split())) from problem
+    assert isinstance(args, Namespace)
+    return args
+
+
+def leave_out_launch_overlap_on_blackwell() -> None:
+    """Adapters' kernels fail there where one's launch overlaps the end of another's; vLLM has a switch for it."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    if capability is not None and capability.major >= _BLACKWELL:
+        os.environ.setdefault("VLLM_LORA_DISABLE_PDL", "1")
+
+
+def use_socket(listening: socket.socket) -> None:
+    """Have vLLM serve on a socket that listens already, in place of one of its own."""
+    from vllm.entrypoints.launchers import launcher
+
+    def create(_: tuple[str, int], *, reuse_port: bool) -> socket.socket:  # noqa: ARG001  vLLM's signature
+        return listening
+
+    launcher.create_server_socket = create
+
+
+def end_engine(async_llm: Any) -> None:
+    """End the idle engine at once. It has nothing to save; vLLM's own way takes seconds to free what the exit frees."""
+    if async_llm.output_handler is not None:
+        async_llm.output_handler.cancel()
+    resources = async_llm.engine_core.resources
+    resources.engine_dead = True
+    manager = resources.engine_manager
+    if manager is None:
+        return
+    manager.manager_stopped.set()  # so that its end is not reported as a failure
+    for process in manager.processes:
+        process.kill()
+    for process in manager.processes:
+        process.join()
+
+
+def engine_processes(async_llm: Any) -> list[Any]:
+    """The engine's processes as this one started them."""
+    manager = async_llm.engine_core.resources.engine_manager
+    return [] if manager is None else list(manager.processes)

@@ -1,0 +1,296 @@
+"""Tokens of a request that is answered only at its end are sent to the API process at its end, not one by one.
+
+vLLM sends each token of each request in every step and unpacks it on the other side, which on cores shared with the
+decoding costs as much as a good part of the decoding. Where nobody looks at a token before the last one, the engine
+core keeps them and sends all in one piece. A pause sends what is kept, because a message has one weight version.
+
+vLLM's logprob rows are as wide as the widest request of a step wants them, so one request's rows change their width
+with its neighbours. Each is cut to what its own request asked for before it is kept; rows of two widths cannot be
+joined, and an exception here ends the engine.
+
+What the engine core must do itself in a publish, because only its scheduler knows it exactly.
+
+Pausing, counting what a pause throws away and what is computed again, stamping the version and resuming: each is one
+call from the API process. The methods are added to vLLM's `EngineCore` in the process that runs it, by importing the
+worker extension there (or before the fork), and are reached through `call_utility_async`.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+
+@dataclass(slots=True)
+class Held:
+    """What has been sampled for one request since anything was sent: its outputs in order.
+
+    `columns` is the width of its own logprob rows, None where it asked for none.
+    """
+
+    client_index: int
+    columns: int | None
+    outputs: list[Any] = field(default_factory=list)
+
+    def add(self, output: Any) -> None:
+        if self.columns is not None and output.new_logprobs is not None:
+            output.new_logprobs = fit_columns(output.new_logprobs, self.columns)
+        self.outputs.append(output)
+
+
+class HeldOutputs:
+    """The held outputs of one scheduler's requests."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Held] = {}
+
+    def pass_on(self, scheduler: Any, outputs: list[Any]) -> list[Any]:
+        """Of a step's outputs, those to be sent now, each with what had been kept of its request."""
+        return [sent for output in outputs if (sent := self._hold_or_merge(scheduler, output)) is not None]
+
+    def forget(self, request_id: str) -> None:
+        self._held.pop(request_id, None)
+
+    def take_all(self) -> dict[int, list[Any]]:
+        """Everything kept, by client, merged; nothing is kept after that."""
+        taken: dict[int, list[Any]] = {}
+        for held in self._held.values():
+            taken.setdefault(held.client_index, []).append(merge(held.outputs))
+        self._held.clear()
+        return taken
+
+    def _hold_or_merge(self, scheduler: Any, output: Any) -> Any:
+        held = self._held.get(output.request_id)
+        if output.finish_reason is not None:
+            if held is None:
+                return output
+            del self._held[output.request_id]
+            held.add(output)
+            return merge(held.outputs)
+        if held is None:
+            request = scheduler.requests.get(output.request_id)
+            if request is None or not (is_plain(output) and may_wait(request.sampling_params)):
+                return output
+            columns = logprob_columns(request.sampling_params)
+            held = self._held[output.request_id] = Held(request.client_index, columns)
+        held.add(output)
+        return None
+
+
+def may_wait(params: Any) -> bool:
+    """Whether nobody looks at this request's tokens before the last: no stream, no text to search for stop strings."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return params is not None and not params.detokenize and params.output_kind == RequestOutputKind.FINAL_ONLY
+
+
+def logprob_columns(params: Any) -> int | None:
+    """The sampled token's own logprob and as many alternatives as were asked for; -1 asks for the whole vocabulary."""
+    asked = params.num_logprobs
+    return None if asked is None or asked < 0 else asked + 1
+
+
+def fit_columns(logprobs: Any, columns: int) -> Any:
+    """`logprobs` with rows of just that width; alternatives that a row lacks have the probability 0."""
+    import numpy as np
+
+    tokens, values = logprobs[0], logprobs[1]
+    width = tokens.shape[1]
+    if width == columns:
+        return logprobs
+    if width > columns:
+        tokens, values = tokens[:, :columns], values[:, :columns]
+    else:
+        missing = ((0, 0), (0, columns - width))
+        tokens, values = np.pad(tokens, missing), np.pad(values, missing, constant_values=-np.inf)
+    return type(logprobs)(tokens, values, *logprobs[2:])
+
+
+def is_plain(output: Any) -> bool:
+    """Whether an output says no more than `merge` can join."""
+    return output.new_sampling_mask is None and output.routed_experts is None and output.pooling_output is None
+
+
+def merge(outputs: list[Any]) -> Any:
+    """One output that says what these say one after the other."""
+    last = outputs[-1]
+    if len(outputs) == 1:
+        return last
+    last.new_token_ids = [token for output in outputs for token in output.new_token_ids]
+    parts = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
+    last.new_logprobs = _join_logprobs(parts) if parts else None
+    last.events = [event for output in outputs for event in output.events or ()] or None
+    for name in ("prefill_stats", "new_prompt_logprobs_tensors", "prompt_token_id_logprobs"):
+        setattr(last, name, next((told for output in outputs if (told := getattr(output, name)) is not None), None))
+    return last
+
+
+def _join_logprobs(parts: list[Any]) -> Any:
+    import numpy as np
+
+    kind = type(parts[0])
+    return kind(*(np.concatenate([part[column] for part in parts]) for column in range(3)))
+
+
+_TALLY = "atropos_tally"
+
+_INSTALLED = "atropos_installed"
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over the life of one scheduler. `lost` holds, by request, how many computed tokens a pause threw away."""
+
+    generated_tokens: int = 0
+    recomputed_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
+    held: HeldOutputs = field(default_factory=HeldOutputs)
+
+    def as_reply(self, **more: int) -> dict[str, int]:
+        return {
+            "generated_tokens_total": self.generated_tokens,
+            "recomputed_tokens_total": self.recomputed_tokens,
+            **more,
+        }
+
+
+def install() -> None:
+    """Add the methods to vLLM's classes, once a process."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    if hasattr(EngineCore, _INSTALLED):
+        return
+    setattr(EngineCore, _INSTALLED, True)
+    EngineCore.atropos_pause = _pause
+    EngineCore.atropos_resume = _resume
+    EngineCore.atropos_counters = _counters
+    Scheduler.schedule = _counting_schedule(Scheduler.schedule)
+    Scheduler.update_from_output = _counting_update(Scheduler.update_from_output)
+
+
+def tally_of(scheduler: Any) -> Tally:
+    tally = getattr(scheduler, _TALLY, None)
+    if tally is None:
+        tally = Tally()
+        setattr(scheduler, _TALLY, tally)
+    return tally
+
+
+def _pause(core: Any, discard: bool) -> Future[dict[str, int]] | dict[str, int]:
+    """Stop after the current step. With `discard` all computed KV and every cached prefix is dropped as well."""
+    pending = core.pause_scheduler("keep", False)
+    if pending is None:
+        return _after_pause(core, discard)
+    answer: Future[dict[str, int]] = Future()
+    pending.add_done_callback(partial(_answer_after_pause, core, discard, answer))
+    return answer
+
+
+def _answer_after_pause(core: Any, discard: bool, answer: Future[dict[str, int]], pending: Future[Any]) -> None:
+    try:
+        pending.result()
+        answer.set_result(_after_pause(core, discard))
+    except Exception as error:  # noqa: BLE001  the caller waits in another process and must be told
+        answer.set_exception(error)
+
+
+def _after_pause(core: Any, discard: bool) -> dict[str, int]:
+    scheduler = core.scheduler
+    tally = tally_of(scheduler)
+    _send_held(core, tally)
+    paused = sum(scheduler.get_request_counts())
+    discarded = 0
+    if discard:
+        discarded = _count_computed(scheduler)
+        for request in scheduler.running:
+            tally.lost[request.request_id] = max(request.num_computed_tokens, tally.lost.get(request.request_id, 0))
+        core._reset_caches()  # noqa: SLF001  what vLLM's own pause with clear_cache does
+    return tally.as_reply(paused_requests=paused, discarded_tokens=discarded)
+
+
+def _send_held(core: Any, tally: Tally) -> None:
+    """What has been sampled up to a pause leaves under the version it was sampled with."""
+    from vllm.v1.engine import EngineCoreOutputs
+
+    version = core.get_weight_version()
+    for client_index, outputs in tally.held.take_all().items():
+        core.output_queue.put_nowait((client_index, EngineCoreOutputs(outputs=outputs, weight_version=version)))
+
+
+def _count_computed(scheduler: Any) -> int:
+    """Tokens whose KV running requests hold, a block shared by several counted once."""
+    size = scheduler.block_size
+    filled: dict[int, int] = {}
+    for request in scheduler.running:
+        blocks = scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        for index, block in enumerate(blocks):
+            tokens = min(size, request.num_computed_tokens - index * size)
+            if tokens > 0:
+                filled[block] = max(filled.get(block, 0), tokens)
+    return sum(filled.values())
+
+
+def _resume(core: Any, version: str | None) -> dict[str, int]:
+    """Stamp everything sampled from here on with `version`, if one is given, and go on."""
+    core.model_executor.collective_rpc("synchronize_device")
+    if version is not None:
+        core.set_weight_version(version)
+    core.resume_scheduler()
+    return tally_of(core.scheduler).as_reply()
+
+
+def _counters(core: Any) -> dict[str, int]:
+    tally = tally_of(core.scheduler)
+    running, waiting = core.scheduler.get_request_counts()
+    return tally.as_reply(
+        prefix_hit_tokens_total=tally.prefix_hit_tokens, requests_running=running, requests_waiting=waiting
+    )
+
+
+def _counting_schedule(schedule: Any) -> Any:
+    """`schedule`, noting which of the tokens it plans had been computed before a pause threw them away."""
+
+    def counting(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        plan = schedule(scheduler, *args, **kwargs)
+        tally = tally_of(scheduler)
+        if plan.scheduled_new_reqs:
+            tally.prefix_hit_tokens += sum(request.num_computed_tokens for request in plan.scheduled_new_reqs)
+        for request_id in plan.finished_req_ids:
+            tally.lost.pop(request_id, None)
+            tally.held.forget(request_id)
+        if tally.lost:
+            _note_recomputed(scheduler, tally, plan)
+        return plan
+
+    return counting
+
+
+def _note_recomputed(scheduler: Any, tally: Tally, plan: Any) -> None:
+    for request_id, scheduled in plan.num_scheduled_tokens.items():
+        lost = tally.lost.get(request_id)
+        if lost is None:
+            continue
+        end = scheduler.requests[request_id].num_computed_tokens  # `schedule` has advanced it by `scheduled`
+        tally.recomputed_tokens += max(0, min(end, lost) - (end - scheduled))
+        if end >= lost:
+            del tally.lost[request_id]
+
+
+def _counting_update(update: Any) -> Any:
+    """`update_from_output`, counting the tokens it hands out and keeping those that may wait."""
+
+    def counting(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = update(scheduler, *args, **kwargs)
+        tally = tally_of(scheduler)
+        for client_index, client in list(outputs.items()):
+            tally.generated_tokens += sum(len(output.new_token_ids) for output in client.outputs)
+            client.outputs = tally.held.pass_on(scheduler, client.outputs)
+            if not (client.outputs or client.scheduler_stats or client.finished_requests):
+                del outputs[client_index]  # an empty message would wake the other process for nothing
+        return outputs
+
+    return counting

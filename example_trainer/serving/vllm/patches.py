@@ -1,0 +1,154 @@
+"""Requests without an adapter in one step with an adapter's, on a CPU.
+
+vLLM marks their rows with the slot -1. Its kernels for GPUs leave such rows out; its code for CPUs takes -1 for the
+last slot, so that a request for the model itself was computed with whatever adapter lay there.
+
+Guided decoding by the library that was chosen for each request.
+
+vLLM chooses one for each request (xgrammar, or another where that one cannot take the grammar), and then compiles all
+of them with the first request's choice, whichever it was: what came first on a server decided which grammars it took.
+Here each library has a manager of its own. They write the same form of token mask, so one batch may mix them.
+
+Logprobs of named tokens for one request, which vLLM would give to all requests of its step.
+
+`logprob_token_ids` replaces the most likely tokens by named ones, in vLLM's sampler for the whole batch: a neighbour
+who asked for alternatives got token 0 with the probability 0 instead. Here only the rows that named tokens get those.
+
+A request's own seed on a CPU, where vLLM's engine would die of it.
+
+A step samples for every request of the batch, also for one whose prompt it has read only in part. vLLM throws that
+token away and turns the request's generator back by an offset, which a CPU's generator does not have: the error ends
+the engine. Here the generator of such a request sits out the step, which comes to the same: one seed gives the same
+tokens however a prompt was cut into parts, and whether or not the request was paused and computed again.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import wraps
+from typing import Any
+
+_COMPUTING = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
+"""What all of vLLM's functions for adapters on a CPU come down to."""
+
+
+def install_adapters_on_cpu() -> None:
+    """Put the functions in place wherever vLLM's code for CPUs has imported them."""
+    from vllm.lora.ops import torch_ops
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for name in _COMPUTING:
+        compute = getattr(lora_ops, name)
+        if not hasattr(compute, "__wrapped__"):
+            for module in (lora_ops, torch_ops, punica_cpu):
+                setattr(module, name, leaving_out_rows_without_adapter(compute))
+
+
+def leaving_out_rows_without_adapter(compute: Any) -> Any:
+    """`compute`, whose rows of the slot -1 stay as they are."""
+
+    @wraps(compute)
+    def computing(inputs: Any, weights: Any, output: Any, slots: Any, *args: Any, **kwargs: Any) -> None:
+        with_adapter = slots >= 0
+        if with_adapter.all():
+            compute(inputs, weights, output, slots, *args, **kwargs)
+        elif with_adapter.any():
+            rows = output[with_adapter]
+            compute(inputs[with_adapter], weights, rows, slots[with_adapter], *args, **kwargs)
+            output[with_adapter] = rows
+
+    return computing
+
+
+_INSTALLED = "atropos_installed"
+
+_MANAGERS = "atropos_managers"
+
+
+def install_grammar_libraries() -> None:
+    """Wrap the beginning of a grammar, once a process."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    if hasattr(StructuredOutputManager, _INSTALLED):
+        return
+    setattr(StructuredOutputManager, _INSTALLED, True)
+    StructuredOutputManager.grammar_init = _by_library(StructuredOutputManager.grammar_init)
+
+
+def _by_library(begin: Any) -> Any:
+    def beginning(manager: Any, request: Any) -> None:
+        if request.structured_output_request is not None:
+            begin(_manager_for(manager, request.sampling_params.structured_outputs._backend), request)  # noqa: SLF001
+
+    return beginning
+
+
+def _manager_for(manager: Any, library: str) -> Any:
+    """The first library's is vLLM's own, which makes the masks of all; the others share everything but the library."""
+    managers = vars(manager).setdefault(_MANAGERS, {})
+    if library not in managers:
+        managers[library] = copy.copy(manager) if managers else manager
+        if managers[library] is not manager:
+            managers[library].backend = None
+    return managers[library]
+
+
+_ASKED = "atropos_most_likely"
+
+
+def install_logprob_token_ids() -> None:
+    """Wrap vLLM's sampler, once a process."""
+    from vllm.v1.sample.sampler import Sampler
+
+    if hasattr(Sampler, _INSTALLED):
+        return
+    setattr(Sampler, _INSTALLED, True)
+    forward = Sampler.forward
+
+    def noting(sampler: Any, logits: Any, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        setattr(sampler, _ASKED, sampling_metadata.max_num_logprobs or 0)
+        return forward(sampler, logits, sampling_metadata, *args, **kwargs)
+
+    Sampler.forward = noting
+    Sampler.gather_specific_token_logprobs = _gather
+
+
+def _gather(sampler: Any, logprobs: Any, named: dict[int, list[int]], sampled: Any) -> Any:
+    """Each row's sampled token, and after it the named tokens or the most likely ones; rows are padded with -inf."""
+    import torch
+    from vllm.v1.outputs import LogprobsTensors
+
+    likely = sampler.gather_logprobs(logprobs, getattr(sampler, _ASKED), sampled)
+    missing = max(0, 1 + max(map(len, named.values())) - likely.logprobs.shape[1])
+    tokens = torch.nn.functional.pad(likely.logprob_token_ids, (0, missing))
+    values = torch.nn.functional.pad(likely.logprobs, (0, missing), value=-torch.inf)
+    for row, wanted in named.items():
+        end = 1 + len(wanted)
+        ids = torch.as_tensor(wanted, dtype=torch.int64, device=logprobs.device)
+        tokens[row, 1:end] = ids.to(tokens.dtype)
+        values[row, 1:end] = logprobs[row, ids]
+        values[row, end:] = -torch.inf
+    return LogprobsTensors(tokens, values, likely.selected_token_ranks)
+
+
+def install_seeds_on_cpu() -> None:
+    """Wrap the sampling of vLLM's runner for CPUs."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    CPUModelRunner.sample_tokens = _sitting_out(CPUModelRunner.sample_tokens)
+
+
+def _sitting_out(sample: Any) -> Any:
+    def sampling(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = runner.input_batch
+        if not batch.generators:
+            return sample(runner, *args, **kwargs)
+        (unfinished,) = runner.discard_request_mask.np[: batch.num_reqs].nonzero()
+        out = {row: batch.generators.pop(row) for row in unfinished.tolist() if row in batch.generators}
+        try:
+            return sample(runner, *args, **kwargs)
+        finally:
+            batch.generators.update(out)
+
+    return sampling

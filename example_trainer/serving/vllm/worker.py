@@ -1,0 +1,186 @@
+"""Mixed into vLLM's worker: shares the live parameters and says where each checkpoint tensor lies in them.
+
+vLLM imports this module in the worker before it loads the model, so what is changed here at import holds for the
+load. On a CPU the packed copies that vLLM would compute with are switched off: they would hide the parameters, and a
+change of the shared tensors would not be seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+
+from example_trainer.serving.checkpoint_shapes import read_checkpoint_shapes
+from example_trainer.serving.vllm import adapter_worker, engine_core, patches
+from example_trainer.serving.vllm.adapter_worker import AdapterWorker
+from example_trainer.serving.vllm.broadcast_worker import BroadcastWorker
+from example_trainer.serving.vllm.load_tracing import Copy, Trace, trace_load_weights
+from example_trainer.weight_protocol.segment import Exported, Placement, SharedSegment, make_segment
+from example_trainer.weight_protocol.shm_header import ParamMapping, Piece, SegmentHeader, SharedFile, TensorMap
+
+_CHECKSUM_SAMPLE = 8
+
+engine_core.install()
+
+adapter_worker.install()
+
+patches.install_logprob_token_ids()
+
+patches.install_grammar_libraries()
+
+
+def keep_linear_weights_unpacked() -> None:
+    """Let linear layers on a CPU compute with `layer.weight` itself instead of a private packed copy."""
+    from vllm.model_executor.layers import utils
+
+    def use_plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001  vLLM's signature
+        vars(layer)["cpu_linear"] = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = use_plain_linear
+
+
+class SharedWeightsWorker(AdapterWorker, BroadcastWorker):
+    """Methods that the API process calls by name through `collective_rpc`; replies are JSON text."""
+
+    model_runner: Any
+    device: torch.device
+
+    def atropos_share(self, boot_id: str, model: str, revision: str | None) -> str:
+        """Export the parameters and trace the checkpoint's tensors into them."""
+        module = self.model_runner.model
+        shapes = read_checkpoint_shapes(model, revision)
+        trace = trace_load_weights(module.load_weights, shapes, self.model_runner.model_config.dtype)
+        shared = dict(_tensors_to_share(module, trace))
+        # Tracing names memory as it was before the move, so the old addresses are kept beside the new places.
+        before = {name: _address(tensor) for name, tensor in shared.items()}
+        segment = make_segment(_device_name(self.device), boot_id)
+        exported = segment.export(shared)
+        header_file = SharedFile.create(boot_id, "header", SegmentHeader.nbytes())
+        header = SegmentHeader.initialise(header_file.path)
+        self._atropos_shared: tuple[dict[str, torch.Tensor], SharedSegment, SharedFile] = (shared, segment, header_file)
+        header.close()
+        tied = _tied_names(before, trace)
+        return json.dumps(
+            {
+                "device": _device_name(self.device),
+                "header_path": str(header_file.path),
+                "storages": [asdict(storage) for storage in exported.storages],
+                "param_mappings": _describe_parameters(shared, exported),
+                "tensors": _describe_tensors(trace, shared, before, exported),
+                "tied": tied,
+                "unmapped": _describe_unmapped(trace, before, tied),
+            }
+        )
+
+    def atropos_checksum(self) -> str:
+        """A checksum over the shared tensors as the server sees them now, and over the first few alone."""
+        shared, segment, _ = self._atropos_shared
+        segment.synchronise()
+        total = hashlib.blake2b(digest_size=16)
+        single: dict[str, str] = {}
+        for name, tensor in sorted(shared.items()):
+            digest = hashlib.blake2b(_bytes_of(tensor), digest_size=16).digest()
+            total.update(digest)
+            if len(single) < _CHECKSUM_SAMPLE:
+                single[name] = digest.hex()
+        return json.dumps({"checksum": total.hexdigest(), "per_tensor": single})
+
+
+def _tensors_to_share(module: torch.nn.Module, trace: Trace) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters, and those buffers that the checkpoint is loaded into."""
+    yield from module.named_parameters(remove_duplicate=False)
+    loaded = {copy.target_storage for copies in trace.copies.values() for copy in copies}
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if buffer.numel() and buffer.untyped_storage().data_ptr() in loaded:
+            yield name, buffer
+
+
+def _address(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
+
+
+def _describe_parameters(shared: dict[str, torch.Tensor], exported: Exported) -> dict[str, Any]:
+    handles = {storage.id: storage.handle for storage in exported.storages}
+    return {
+        name: asdict(
+            ParamMapping(
+                ipc_handle={**handles[place.storage], "offset": place.offset, "stride": list(place.stride)},
+                shape=list(place.shape),
+                dtype=_dtype_name(shared[name].dtype),
+            )
+        )
+        for name, place in exported.placements.items()
+    }
+
+
+def _describe_tensors(
+    trace: Trace, shared: dict[str, torch.Tensor], before: dict[str, tuple[int, int]], exported: Exported
+) -> dict[str, Any]:
+    """Each traced copy, moved from the address it was seen at to its place in the exported storages."""
+    bases: dict[int, tuple[Placement, int, torch.dtype]] = {}
+    for name, (storage, offset) in before.items():
+        bases.setdefault(storage, (exported.placements[name], offset, shared[name].dtype))
+    described: dict[str, Any] = {}
+    for name, copies in trace.copies.items():
+        if any(copy.target_storage not in bases for copy in copies):
+            trace.unmapped[name] = "it is loaded into memory that is no parameter of the model"
+            continue
+        dtype = bases[copies[0].target_storage][2]
+        pieces = [_describe_piece(copy, *bases[copy.target_storage][:2]) for copy in copies]
+        entry = TensorMap(pieces=pieces, shape=list(trace.shapes[name]), dtype=_dtype_name(dtype))
+        described[name] = asdict(entry)
+    return described
+
+
+def _describe_piece(copy: Copy, base: Placement, base_offset: int) -> Piece:
+    return Piece(
+        storage=base.storage,
+        offset=base.offset + copy.target_offset - base_offset,
+        shape=list(copy.shape),
+        stride=list(copy.target_stride),
+        source_offset=copy.source_offset,
+        source_shape=list(copy.source_shape),
+        source_stride=list(copy.source_stride),
+    )
+
+
+def _tied_names(before: dict[str, tuple[int, int]], trace: Trace) -> dict[str, str]:
+    """Parameters that are the same memory as one the checkpoint names, whatever the configuration says about tying."""
+    owners = {before[name]: name for name in trace.copies if name in before}
+    return {name: owners[place] for name, place in before.items() if place in owners and owners[place] != name}
+
+
+def _describe_unmapped(trace: Trace, before: dict[str, tuple[int, int]], tied: dict[str, str]) -> list[str]:
+    """What would not be shared exactly: checkpoint tensors and parameters without a counterpart, with the reason."""
+    found = [
+        f"{name}: {reason}"
+        for name, reason in trace.unmapped.items()
+        if name not in tied and "rotary_emb." not in name  # old checkpoints carry tables that are computed today
+    ]
+    loaded = {copy.target_storage for copies in trace.copies.values() for copy in copies}
+    found.extend(f"{name}: not in the checkpoint" for name, (storage, _) in before.items() if storage not in loaded)
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy().data
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+
+
+if current_platform.is_cpu():
+    keep_linear_weights_unpacked()
+    patches.install_seeds_on_cpu()
+    patches.install_adapters_on_cpu()

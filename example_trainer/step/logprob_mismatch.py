@@ -1,0 +1,87 @@
+"""Whether trainer and sampler compute the same logprobs, each token under the weights it was sampled with."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from example_trainer.data import TrainingBatch, generator_for
+from example_trainer.modeling.micro_batches import Row
+from example_trainer.objective.metrics import alignment_metrics
+from example_trainer.training import Learner, StepResult
+
+
+class Alignment:
+    """Compares logprobs of trainer and sampler, each token under the very weights that it was sampled with.
+
+    Tokens of the newest version are covered by the training forward itself. For older ones the last `keep` versions
+    are kept as snapshots, and a sample of sequences is scored again under its own version. Where the training forward
+    has dropout, which the sampler has not, the newest version's tokens are scored like that too.
+    """
+
+    def __init__(self, learner: Learner, *, keep: int, sample_sequences: int, seed: int) -> None:
+        self._learner = learner
+        self._keep = keep
+        self._sample_sequences = sample_sequences
+        self._seed = seed
+        self._snapshots: dict[int, dict[str, Tensor]] = {}
+        self._current: int | None = None
+
+    def published(self, version: int) -> None:
+        """The masters as they are now are served under `version`."""
+        self._current = version
+        if self._keep:
+            self._snapshots[version] = self._learner.policy.snapshot()
+            for old in sorted(self._snapshots)[: -self._keep - 1]:
+                del self._snapshots[old]
+
+    def moved(self) -> None:
+        """The masters have changed since the last publish: no version names them."""
+        self._current = None
+
+    def score_older(self, batch: TrainingBatch) -> Tensor:
+        """Differences for a sample of sequences that the training forward does not cover; call before it."""
+        policy = self._learner.policy
+        targets = batch.targets.to(policy.device)
+        found = []
+        for version, rows in self._sample(batch).items():
+            older = version != self._current
+            with policy.with_weights(self._snapshots[version]) if older else nullcontext():
+                scored = self._learner.score(rows, targets)
+            chosen = (targets.versions == version) & ~scored.isnan()
+            found.append(scored[chosen] - targets.rollout_logprobs[chosen])
+        return torch.cat(found) if found else torch.empty(0)
+
+    def measure(self, result: StepResult, older: Tensor) -> dict[str, float]:
+        """The alignment metrics of a step, from its own forward and from `score_older`."""
+        exact = [older.cpu()]
+        covered = self._current is not None and not self._learner.policy.has_dropout
+        if result.targets is not None and result.logprobs is not None and covered:
+            targets, logprobs = result.targets.to(torch.device("cpu")), result.logprobs.cpu()
+            same = (targets.versions == self._current) & ~logprobs.isnan()
+            exact.append(logprobs[same] - targets.rollout_logprobs[same])
+        return alignment_metrics(torch.cat(exact))
+
+    def _sample(self, batch: TrainingBatch) -> dict[int, list[Row]]:
+        """Sampled rows by the one scorable version that all their tokens were sampled under."""
+        by_version: dict[int, list[Row]] = {}
+        scorable = set(self._snapshots) - {self._current}
+        if self._current is not None and self._learner.policy.has_dropout:
+            scorable.add(self._current)
+        if not batch.rows or not self._sample_sequences or not scorable:
+            return by_version
+        generator = generator_for(self._seed, batch.number)
+        taken = 0
+        for index in torch.randperm(len(batch.rows), generator=generator).tolist():
+            row = batch.rows[index]
+            versions = set(batch.targets.versions[row.first_target : row.first_target + len(row.targets)].tolist())
+            version = versions.pop()
+            if versions or version not in scorable:
+                continue
+            by_version.setdefault(version, []).append(row)
+            taken += 1
+            if taken == self._sample_sequences:
+                break
+        return by_version

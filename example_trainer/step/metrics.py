@@ -1,0 +1,195 @@
+"""What a step did, as metrics: its batch's rewards, ages and counts, its times, the last publish; and a line a step.
+
+What a batch is, as metrics, before anything is trained: lengths, repetition, and each environment by itself.
+
+Computed from the batch as the broker sent it, in the thread that fetches it, so that it costs the step nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+
+from atropos_api.common import metric_names as names
+from atropos_api.wire import Batch, Group
+from example_trainer.data import MASKED, TrainingBatch
+from example_trainer.objective.metrics import reward_metrics, staleness_metrics
+
+if TYPE_CHECKING:
+    from example_trainer.data import TrainingBatch
+    from example_trainer.state import Progress
+    from example_trainer.training import StepResult
+    from example_trainer.weights.base import PublishReport
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+class StepClock:
+    """The times of one step, in seconds, from its construction on."""
+
+    def __init__(self) -> None:
+        self._started = self._fetched = self._trained = time.monotonic()
+        self._waited = 0.0
+
+    def fetched(self) -> None:
+        self._fetched = time.monotonic()
+
+    def trained(self) -> None:
+        self._trained = time.monotonic()
+
+    def waiting(self, action: Callable[[], None]) -> None:
+        """Do what the training has to wait for, and count its time apart."""
+        started = time.monotonic()
+        action()
+        self._waited += time.monotonic() - started
+
+    def metrics(self, *, sampled_tokens: int, trained_tokens: int) -> dict[str, float]:
+        """All times of the step, and the rates at which it got through its batch's tokens."""
+        now = time.monotonic()
+        training = self._trained - self._fetched - self._waited
+        return {
+            names.TIME_STEP: now - self._started,
+            names.TIME_FETCH: self._fetched - self._started,
+            names.TIME_TRAIN: training,
+            names.TIME_SYNC_WAIT: now - self._trained + self._waited,
+            names.TOKENS_PER_SECOND: sampled_tokens / max(now - self._started, 1e-9),
+            names.TRAINED_TOKENS_PER_SECOND: trained_tokens / max(training, 1e-9),
+        }
+
+
+def measure(batch: TrainingBatch, result: StepResult, progress: Progress) -> dict[str, float]:
+    """What the step made of its batch, and the batch's rewards and ages; ages count from the step before."""
+    metrics = reward_metrics(batch.rewards, batch.response_lengths) | result.metrics
+    return metrics | staleness_metrics(batch.targets.version_bounds, progress.steps_by_version, progress.step)
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Memory of this process in GiB, and of its GPU since the last call."""
+    found = {names.HOST_MEMORY: psutil.Process().memory_info().rss / GIB}
+    if device.type == "cuda":
+        found[names.GPU_MEMORY] = torch.cuda.max_memory_allocated(device) / GIB
+        found[names.GPU_MEMORY_RESERVED] = torch.cuda.memory_reserved(device) / GIB
+        torch.cuda.reset_peak_memory_stats(device)
+    return found
+
+
+def publish_metrics(report: PublishReport | None) -> dict[str, float]:
+    """Times and recomputed share of the last publish."""
+    if report is None:
+        return {}
+    return {
+        names.TIME_SYNC: report.seconds,
+        names.TIME_SYNC_FENCE: report.fence_seconds,
+        names.RECOMPUTED_FRACTION: report.recomputed_tokens / max(1, report.generated_tokens),
+    }
+
+
+def say(step: int, steps: int, metrics: dict[str, float]) -> None:
+    """One line in the log for a step."""
+    logger.info(
+        "step %d/%d reward %.3f length %.1f loss %.4f staleness %.1f %.2f s",
+        step,
+        steps,
+        metrics[names.REWARD_MEAN],
+        metrics[names.RESPONSE_LENGTH_MEAN],
+        metrics.get(names.TRAIN_LOSS, 0.0),
+        metrics.get(names.STALENESS_MEAN, 0.0),
+        metrics[names.TIME_STEP],
+    )
+
+
+NGRAM_TOKENS = 4
+
+UNKNOWN_ENVIRONMENT = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PreparedBatch:
+    """A batch ready to train, and what is known of it beforehand."""
+
+    training: TrainingBatch
+    """What this process trains on."""
+    whole: TrainingBatch
+    """All of the batch; the same where there is one process."""
+    metrics: dict[str, float]
+    """Of all of it."""
+
+
+def describe(batch: Batch, training: TrainingBatch) -> PreparedBatch:
+    """`training` with the metrics of the batch that it was made of."""
+    answers = [answer for group in batch.groups for answer in _answers(group)]
+    lengths = [len(answer) for answer in answers]
+    metrics = _length_metrics(lengths, [len(row.targets) for row in training.rows])
+    metrics[names.RESPONSE_REPETITION] = repetition(answers)
+    metrics |= _share_metrics(training, sum(lengths))
+    metrics |= _environment_metrics(batch.groups)
+    return PreparedBatch(training=training, whole=training, metrics=metrics)
+
+
+def repetition(answers: Iterable[NDArray[np.int64]], ngram_tokens: int = NGRAM_TOKENS) -> float:
+    """Share of n-grams `[0, 1]` that occurred before in the same answer, over all answers long enough for one."""
+    total = repeated = 0
+    for answer in answers:
+        if len(answer) < ngram_tokens:
+            continue
+        grams = np.lib.stride_tricks.sliding_window_view(answer, ngram_tokens)
+        total += len(grams)
+        repeated += len(grams) - len(np.unique(grams, axis=0))
+    return repeated / total if total else 0.0
+
+
+def _answers(group: Group) -> list[NDArray[np.int64]]:
+    """The sampled tokens of each sequence."""
+    rows = zip(group.tokens, group.masks, strict=True)
+    return [np.asarray(tokens, dtype=np.int64)[np.asarray(mask) != MASKED] for tokens, mask in rows]
+
+
+def _length_metrics(lengths: Sequence[int], trained: Sequence[int]) -> dict[str, float]:
+    values = np.asarray(lengths, dtype=np.float64)
+    found = {
+        names.RESPONSE_LENGTH_STD: float(values.std()),
+        names.RESPONSE_LENGTH_MIN: float(values.min()),
+        names.RESPONSE_LENGTH_MAX: float(values.max()),
+    }
+    if trained:
+        found[names.TRAINED_LENGTH_MEAN] = float(np.mean(trained))
+    return found
+
+
+def _share_metrics(training: TrainingBatch, sampled_tokens: int) -> dict[str, float]:
+    sequences = len(training.rewards)
+    return {
+        names.SEQUENCES: float(sequences),
+        names.TRAINED_TOKENS: float(len(training.targets)),
+        names.TRAINED_FRACTION: len(training.targets) / max(1, sampled_tokens),
+        names.REWARD_OVERLONG_PENALTY: training.overlong_penalty,
+        names.NO_SIGNAL_FRACTION: training.counts.get("no_signal", 0) / max(1, sequences),
+        **{names.LEFT_OUT.format(cause=cause): float(count) for cause, count in training.counts.items()},
+    }
+
+
+def _environment_metrics(groups: Iterable[Group]) -> dict[str, float]:
+    rewards: dict[str, list[float]] = defaultdict(list)
+    lengths: dict[str, list[int]] = defaultdict(list)
+    for group in groups:
+        name = UNKNOWN_ENVIRONMENT if group.env_id is None else str(group.env_id)
+        rewards[name] += [float(score) for score in group.scores]
+        lengths[name] += [len(answer) for answer in _answers(group)]
+    found: dict[str, float] = {}
+    for name in sorted(rewards):
+        found[names.ENV_SEQUENCES.format(id=name)] = float(len(rewards[name]))
+        found[names.ENV_REWARD_MEAN.format(id=name)] = float(np.mean(rewards[name]))
+        found[names.ENV_REWARD_STD.format(id=name)] = float(np.std(rewards[name]))
+        found[names.ENV_LENGTH_MEAN.format(id=name)] = float(np.mean(lengths[name]))
+    return found

@@ -1,0 +1,227 @@
+"""What follows a step: publish the weights, announce the version, write the checkpoint if one is due, commit.
+
+The order is kept, so that a crash between any two parts leaves something that a resume repeats harmlessly. The tail of
+a step either runs in place or, with `--overlap-publish`, in a thread beside the next batch's forward and backward; it
+only reads the masters. What has to be decided or remembered while they stand still (the version's name, the random
+state) is settled before that thread begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from atropos_api.common.secrets import public_settings
+from example_trainer.api import BackgroundCall, BrokerSession
+from example_trainer.checkpointing import link_as_course, note_begun, remembered, save_checkpoint
+from example_trainer.state import ObjectiveState, Progress, RandomState, Stateful, TrainerState, random_state
+
+if TYPE_CHECKING:
+    from example_trainer.config import TrainingConfig
+    from example_trainer.step.logprob_mismatch import Alignment
+    from example_trainer.training import Learner
+    from example_trainer.weights.base import PublishReport, WeightBridge
+
+logger = logging.getLogger(__name__)
+
+HOLD_POLL_SECONDS = 5.0
+
+
+class PostStep:
+    """Publishes, announces, checkpoints and commits what the learner has done; see the module's docstring."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        progress: Progress,
+        *,
+        learner: Learner,
+        alignment: Alignment,
+        session: BrokerSession,
+        bridge: WeightBridge,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.report: PublishReport | None = None
+        """Of the last publish that has ended."""
+        self._config = config
+        self._progress = progress
+        self._learner = learner
+        self._alignment = alignment
+        self._session = session
+        self._bridge = bridge
+        self._should_stop = should_stop
+        self._running: BackgroundCall[None] | None = None
+
+    def run(self, step: int) -> None:
+        """Publish, announce, checkpoint and commit, beside the next batch if that is asked for."""
+        publish = self._is_publish_due(step) and not self._is_held(step)
+        if publish:
+            self._take_version()
+        state = self._state() if self._is_checkpoint_due(step) else None
+        work = partial(self._work, step, publish, state, random_state(), self._learner.objective.state())
+        if self._config.overlap_publish:
+            self._running = BackgroundCall(work, name=f"publish-{step}")
+        else:
+            work()
+
+    def join(self) -> None:
+        """Wait for the tail that runs in the background, if one does, and raise what stopped it."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def make_way(self) -> None:
+        """Wait until the weights may move: the tail has ended, and an evaluation that they would change under."""
+        self.join()
+        if self._config.steps_served_weights:
+            self._wait_while_held()
+
+    def publish(self) -> None:
+        """Publish the masters as they are now under a new version, and announce it."""
+        self._take_version()
+        self._publish_taken()
+
+    def needs_publish(self) -> bool:
+        """While a batch is awaited: a server that has restarted serves nothing until it is published to again."""
+        if self._running is not None and not self._running.wait(0):
+            return False
+        self.join()
+        if not self._bridge.needs_publish():
+            return False
+        logger.info("the server has no policy; publishing again")
+        return True
+
+    def finish(self, finished: bool) -> None:
+        """The final checkpoint, also of a run that is stopped early; only a finished run ends at the broker."""
+        self.join()
+        step = self._progress.step
+        if self._progress.checkpointed != step and (finished or step):
+            self._save(self._state(), random_state(), self._learner.objective.state())
+        if self._progress.committed < step:
+            self._commit(step)
+        if finished:
+            self._session.finish()
+        else:
+            logger.info("stopped after step %d; --resume auto goes on from there", step)
+
+    def _work(
+        self, step: int, publish: bool, state: TrainerState | None, random: RandomState, objective: ObjectiveState
+    ) -> None:
+        if publish:
+            self._publish_taken()
+        else:
+            # The version stays as old as it is; the broker must know the step, or environments wait for it.
+            self._session.announce_policy(self._progress.version, step)
+        if state is not None:
+            self._save(state, random, objective)
+        if state is not None or self._config.checkpoint_interval == 0:
+            # Without checkpoints on the way there is nothing to come back to, so nothing is kept for it.
+            self._commit(step)
+
+    def _is_publish_due(self, step: int) -> bool:
+        progress = self._progress
+        if progress.published_step is not None and progress.weights_step <= progress.published_step:
+            return False
+        since = step - (progress.published_step or 0)
+        if step == self._config.training_steps:
+            return True
+        if since < self._config.publish_interval:
+            return False
+        return not self._config.forwards_from_masters or self._bridge.should_publish(since)
+
+    def _is_held(self, step: int) -> bool:
+        """Whether an evaluation holds the policy; where these weights must be served to go on, its end is awaited."""
+        if self._config.steps_served_weights:
+            return False  # waited for before the step: since then nothing can be sampled until the publish
+        if self._config.forwards_from_masters and step < self._config.training_steps:
+            return self._says_held()
+        self._wait_while_held()
+        return False
+
+    def _wait_while_held(self) -> None:
+        if self._says_held():
+            while self._session.held_seconds(HOLD_POLL_SECONDS) > 0 and not self._should_stop():
+                pass
+
+    def _says_held(self) -> bool:
+        seconds = self._session.held_seconds()
+        if seconds > 0:
+            logger.info("after step %d: an evaluation holds the policy for %.0f s more", self._progress.step, seconds)
+        return seconds > 0
+
+    def _is_checkpoint_due(self, step: int) -> bool:
+        interval = self._config.checkpoint_interval
+        return interval > 0 and step % interval == 0
+
+    def _take_version(self) -> None:
+        """Name the masters as they are now; the version is never used for others."""
+        progress = self._progress
+        progress.version += 1
+        note = partial(note_begun, self._config, self._session.info.run_id, progress.version)
+        self._learner.ranks.lead(note)
+        progress.published_step = progress.weights_step
+        progress.steps_by_version[progress.version] = progress.step
+        self._alignment.published(progress.version)
+
+    def _publish_taken(self) -> None:
+        version = self._progress.version
+        self.report = self._bridge.publish(version)
+        self._session.announce_policy(version, self._progress.step, self.report.policy_name)
+
+    def _commit(self, step: int) -> None:
+        self._session.commit(step)
+        self._progress.committed = step
+
+    def _state(self) -> TrainerState:
+        progress, config = self._progress, self._config
+        fresh = progress.published_step == progress.weights_step
+        return TrainerState(
+            step=progress.step,
+            updates=self._learner.updates,
+            policy_version=progress.version if fresh else None,
+            highest_version=progress.version,
+            run_id=self._session.info.run_id,
+            run_name=config.name,
+            seed=config.seed,
+            steps_by_version=remembered(progress.steps_by_version),
+            metrics={name: value for name, value in progress.metrics.items() if math.isfinite(value)},
+            health=progress.health,
+            config=public_settings(config),
+        )
+
+    def _save(self, state: TrainerState, random: RandomState, objective: ObjectiveState) -> None:
+        learner = self._learner
+        optimizer, objective = _whole_state(learner, objective)
+        if learner.ranks.world_size > 1:
+            random = random | {"ranks": learner.ranks.gather(random)}
+        with learner.policy.gathered():
+            learner.ranks.lead(partial(self._write, state, optimizer, random, objective))
+        self._progress.checkpointed = state.step
+
+    def _write(self, state: TrainerState, optimizer: Stateful, random: RandomState, objective: ObjectiveState) -> None:
+        config = self._config
+        path = save_checkpoint(
+            config.checkpoint_root,
+            state,
+            self._learner.policy,
+            optimizer,
+            random,
+            objective=objective,
+            keep_last=config.keep_last,
+        )
+        logger.info("wrote %s", path)
+        if config.checkpoint_names == "cs336":
+            last = state.step == config.training_steps
+            link_as_course(config.checkpoint_root, final=path.name if last else None)
+
+
+def _whole_state(learner: Learner, objective: ObjectiveState) -> tuple[Stateful, ObjectiveState]:
+    """The state of optimizer and objective as a checkpoint holds them, gathered where it is spread over ranks."""
+    if not learner.policy.is_sharded:
+        return learner.optimizer, objective
+    from example_trainer.modeling.fsdp import WholeState, whole
+
+    return WholeState(learner.optimizer), whole(objective, keep=learner.ranks.is_main)

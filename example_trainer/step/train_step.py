@@ -1,0 +1,103 @@
+"""One batch through the policy, and what it showed: the part of a step that a live run and a replay share.
+
+Nothing here publishes, announces, writes or waits for anybody.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atropos_api.wire import Batch
+from example_trainer.checkpointing import restore
+from example_trainer.data import data_settings, prepare_batch
+from example_trainer.distributed.ranks import Ranks
+from example_trainer.modeling.model_support import choose_layout
+from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
+from example_trainer.objective.objective import make_objective
+from example_trainer.state import Progress, TrainerState
+from example_trainer.step import metrics as step_metrics
+from example_trainer.step.logprob_mismatch import Alignment
+from example_trainer.step.metrics import PreparedBatch, describe
+from example_trainer.training import Learner, learner_settings
+
+if TYPE_CHECKING:
+    from example_trainer.config import TrainingConfig
+    from example_trainer.modeling.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainStep:
+    """The policy with all that trains it and measures it, and how far the run is."""
+
+    config: TrainingConfig
+    progress: Progress
+    learner: Learner
+    alignment: Alignment
+
+    def resume(self, checkpoint: Path, state: TrainerState) -> None:
+        """Take over weights, optimizer, objective and counts of a checkpoint."""
+        learner = self.learner
+        objective = restore(checkpoint, learner.policy, learner.optimizer, rank=learner.ranks.rank)
+        if objective is not None:
+            learner.objective.load_state(objective)
+        progress = self.progress
+        progress.step = progress.weights_step = progress.committed = progress.checkpointed = state.step
+        progress.version = max(progress.version, state.highest_version)
+        progress.steps_by_version = {int(version): step for version, step in state.steps_by_version.items()}
+        progress.metrics, progress.health = dict(state.metrics), state.health
+        learner.updates = state.updates
+        logger.info("resumed from %s: step %d", checkpoint, state.step)
+
+    def prepare(self, batch: Batch, whole: Batch | None = None) -> PreparedBatch:
+        """Lay a batch out and describe it, or the `whole` that it is a rank's share of; a pure function of both."""
+        settings = data_settings(self.config)
+        if whole is None or whole is batch:
+            return describe(batch, prepare_batch(batch, settings))
+        share = prepare_batch(batch, settings, whole=whole)
+        return replace(describe(whole, prepare_batch(whole, settings)), training=share)
+
+    def train(
+        self,
+        prepared: PreparedBatch,
+        clock: step_metrics.StepClock,
+        *,
+        before_update: Callable[[], None] = lambda: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
+        """Train the batch and count the step; answers its metrics, but for times."""
+        batch = prepared.training
+        older = self.alignment.score_older(batch)
+        result = self.learner.train(batch, before_update=lambda: clock.waiting(before_update), should_stop=should_stop)
+        metrics = prepared.metrics | step_metrics.measure(prepared.whole, result, self.progress)
+        metrics |= self.alignment.measure(result, older)
+        clock.trained()
+        if not result.updates:
+            before_update()
+        self.progress.step = batch.number
+        if result.updates:
+            self.progress.weights_step = batch.number
+            self.alignment.moved()
+        return metrics
+
+
+def make_train_step(config: TrainingConfig, policy: Policy, ranks: Ranks | None = None) -> TrainStep:
+    """Everything that works on a policy which has just been loaded."""
+    optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
+    learner = Learner(
+        policy,
+        optimizer,
+        learner_settings(config),
+        objective=make_objective(config, policy),
+        layout=choose_layout(policy, padded=config.pad_to is not None),
+        ranks=ranks,
+    )
+    alignment = Alignment(
+        learner, keep=config.keep_versions, sample_sequences=config.alignment_sample_sequences, seed=config.seed
+    )
+    return TrainStep(config=config, progress=Progress(), learner=learner, alignment=alignment)

@@ -1,0 +1,189 @@
+"""The store at which processes meet to form a process group: it listens on the address that was named, not on all.
+
+Whoever reaches a store's port can join the group or upset it; torch has no token for it. So an address of this host is
+listened on alone, a loopback address on the loopback interface, and gloo's own connections of such a group stay there
+as well. Only an address that is no interface's, as behind a NAT, is listened for on all.
+
+The process group over which a trainer sends weights to inference servers: rank 0 sends, every server receives.
+
+It is a group of its own beside whatever groups the trainer's ranks or vLLM's workers have. With gloo tensors travel
+through host memory; with nccl from GPU to GPU (the same code over another backend, which has not been run).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Self
+
+import psutil
+import torch
+import torch.distributed
+
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+dist: Any = torch.distributed  # whose stubs leave out most of what is used here
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine's loopback interface and nothing else, by address or by name."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
+
+
+def make_store(host: str, port: int, *, world_size: int, is_master: bool, timeout: timedelta) -> Any:
+    """The store at `host:port`: the master's listens there, those of the others connect."""
+    listener = _listen(host, port) if is_master else None
+    return dist.TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=is_master,
+        timeout=timeout,
+        wait_for_workers=False,
+        **({} if listener is None else {"master_listen_fd": listener.detach()}),  # the store closes it
+    )
+
+
+def make_gloo_group(store: Any, rank: int, world_size: int, *, host: str, timeout: timedelta) -> Any:
+    """A gloo group of processes that met at `host`, over the loopback interface where `host` is there."""
+    if not is_loopback(host):
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - torch gives them no other name
+    options._timeout = timeout  # noqa: SLF001 - same
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001 - same
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+@contextlib.contextmanager
+def default_group_on_loopback(host: str) -> Iterator[None]:
+    """While this lasts, groups that torch makes by itself use the loopback interface, if `host` is there."""
+    wanted = dict.fromkeys(INTERFACE_VARIABLES, _loopback_interface()) if is_loopback(host) else {}
+    added = {name: value for name, value in wanted.items() if value and name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _listen(host: str, port: int) -> socket.socket | None:
+    """A socket on that address; None where it is no address of this machine."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise RuntimeError(f"{host}:{port} cannot be listened on ({error.strerror})") from error
+    return listener
+
+
+def _loopback_interface() -> str | None:
+    found = psutil.net_if_addrs().items()
+    return next((name for name, addresses in found if any(entry.address == "127.0.0.1" for entry in addresses)), None)
+
+
+Backend = Literal["gloo", "nccl"]
+
+TIMEOUT_SECONDS = 60.0
+"""For all to join, and for one tensor; a member that dies or leaves is noticed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where and as whom to join."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    backend: Backend = "gloo"
+
+
+class BroadcastGroup:
+    """One membership; once an exchange has failed the group is of no use and everybody joins another."""
+
+    def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
+        timeout = timedelta(seconds=TIMEOUT_SECONDS)
+        store = make_store(
+            rendezvous.address,
+            rendezvous.port,
+            world_size=rendezvous.world_size,
+            is_master=rendezvous.rank == 0,
+            timeout=timeout,
+        )
+        self._device = device if rendezvous.backend == "nccl" else torch.device("cpu")
+        self._store: Any = store
+        self._group: Any = _make_group(rendezvous, store, timeout)
+
+    @classmethod
+    def join(cls, rendezvous: Rendezvous, device: torch.device) -> Self:
+        """Returns when all have joined; raises `RuntimeError` when they have not within the time allowed."""
+        return cls(rendezvous, device)
+
+    def send(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Send in order of names, as rank 0; answers with the checksum that each receiver should tell."""
+        total = hashlib.blake2b(digest_size=16)
+        for name in sorted(tensors):
+            tensor = tensors[name].detach().to(self._device).contiguous()
+            self._broadcast(tensor)
+            total.update(_bytes_of(tensor))
+        return total.hexdigest()
+
+    def receive(self, described: Mapping[str, tuple[list[int], str]]) -> tuple[dict[str, torch.Tensor], str]:
+        """Receive tensors of these shapes and dtypes; answers with them and their checksum."""
+        total = hashlib.blake2b(digest_size=16)
+        received: dict[str, torch.Tensor] = {}
+        for name in sorted(described):
+            shape, dtype = described[name]
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+            self._broadcast(tensor)
+            total.update(_bytes_of(tensor))
+            received[name] = tensor
+        return received, total.hexdigest()
+
+    def close(self) -> None:
+        """Leave: an exchange that waits for this member fails at every other one."""
+        self._group = None
+        self._store = None
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        group = self._group
+        if group is None:
+            raise RuntimeError("the broadcast group has been left")
+        group.broadcast([tensor], options).wait()
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[list[int], str]]:
+    """What a receiver has to know beforehand: shape and dtype by name."""
+    return {name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
+
+
+def _make_group(rendezvous: Rendezvous, store: Any, timeout: timedelta) -> Any:
+    place = (dist.PrefixStore("weights", store), rendezvous.rank, rendezvous.world_size)
+    if rendezvous.backend == "gloo":
+        return make_gloo_group(*place, host=rendezvous.address, timeout=timeout)
+    return dist.ProcessGroupNCCL(*place)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.reshape(-1).cpu().view(torch.uint8).numpy().data

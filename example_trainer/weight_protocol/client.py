@@ -1,0 +1,335 @@
+"""Waiting for something that another process brings about: one line every ten seconds, then an error.
+
+A reason that is still the same is not written down again: some name every place that was looked at.
+
+The trainer's side of the inference server's bridge routes, as plain calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from example_trainer.errors import ServerRefused, ServerUnavailable, WaitTimedOut
+
+if TYPE_CHECKING:
+    from example_trainer.weight_protocol.broadcast_group import Rendezvous
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.1
+
+_LINE_SECONDS = 10.0
+
+
+class NotYet(Exception):
+    """Raised by what is polled, with the reason why there is nothing so far."""
+
+
+def wait_for(poll: Callable[[], T], *, what: str, timeout_seconds: float) -> T:
+    """Call `poll` until it returns instead of raising `NotYet`."""
+    started = time.monotonic()
+    next_line = started + _LINE_SECONDS
+    told = ""
+    while True:
+        try:
+            return poll()
+        except NotYet as reason:
+            now = time.monotonic()
+            if now - started >= timeout_seconds:
+                raise WaitTimedOut(
+                    f"gave up on {what} after {timeout_seconds:.0f} s: {reason} (--wait-timeout sets the limit)"
+                ) from reason
+            if now >= next_line:
+                news = "still the same" if str(reason) == told else str(reason)
+                logger.info("waiting for %s (%.0f s): %s", what, now - started, news)
+                next_line, told = next_line + _LINE_SECONDS, str(reason)
+            time.sleep(_POLL_SECONDS)
+
+
+def check_host(url: str, flag: str) -> None:
+    """A host name that does not exist is a typing mistake and not worth waiting for."""
+    host = urlsplit(url).hostname or ""
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        raise ServerUnavailable(
+            f"{flag} {host}: there is no such host ({error.strerror}); check the spelling"
+        ) from error
+
+
+_QUICK_SECONDS = 5.0
+
+_REPEAT_AFTER_SECONDS = (0.1, 0.4, 1.0)
+
+_SLOW_SECONDS = 600.0  # a fence that waits for requests to finish, a probe on a slow machine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerInfo:
+    """What `/bridge/info` says."""
+
+    model: str
+    boot_id: str
+    sharing: bool
+    policy_version: int | None
+    paused: bool
+    torn: bool
+    lora: bool
+    max_model_len: int
+    manifest_path: str | None
+    how_to_share: str | None
+    publishing: bool = False
+    """Whether a publish has begun that has neither ended nor lapsed."""
+    token_path: str | None = None
+    """Where a server of adapters has put its bridge token for its own user to read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fence:
+    """A publish that the server has made way for: nothing runs until it is ended."""
+
+    publish_id: str
+    paused_requests: int
+    generated_tokens_total: int
+
+
+class ServerClient:
+    """Calls to one inference server; safe to use from several threads."""
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.url = url.rstrip("/")
+        # Between publishes the connection idles longer than servers keep one open, so none is kept.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=self.url, headers=headers, limits=limits, trust_env=False)
+
+    def info(self) -> ServerInfo:
+        answer = self._call("GET", "/bridge/info", timeout_seconds=_QUICK_SECONDS)
+        return ServerInfo(
+            model=str(answer.get("model", "")),
+            boot_id=str(answer.get("boot_id", "")),
+            sharing=bool(answer.get("sharing", False)),
+            policy_version=answer.get("policy_version"),
+            paused=bool(answer.get("paused", False)),
+            torn=bool(answer.get("torn", False)),
+            publishing=bool(answer.get("publishing", False)),
+            lora=bool(answer.get("lora", False)),
+            max_model_len=int(answer.get("max_model_len") or 0),
+            manifest_path=answer.get("manifest_path"),
+            how_to_share=answer.get("how_to_share"),
+            token_path=answer.get("token_path"),
+        )
+
+    def use_token(self, token: str) -> None:
+        """Send this bridge token from here on."""
+        self._http.headers["Authorization"] = f"Bearer {token}"
+
+    def healthy(self) -> bool:
+        try:
+            return self._http.get("/health", timeout=_QUICK_SECONDS).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    def is_there(self) -> bool:
+        """True where an inference server has the address, even one that is still loading."""
+        try:
+            answer = self._http.get("/health", timeout=_QUICK_SECONDS)
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            return False
+        except httpx.TimeoutException:  # it was connected: imports may keep it from answering
+            return True
+        except httpx.HTTPError:
+            return False
+        return answer.status_code in {httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE}
+
+    def begin_publish(self, publish_id: str, *, lease_seconds: float, drain_seconds: float, in_flight: str) -> Fence:
+        """Have the server stand still for a publish of this id; repeated, it is the same publish."""
+        body = {"publish_id": publish_id, "lease_seconds": lease_seconds, "drain_seconds": drain_seconds}
+        answer = self._repeated("POST", "/bridge/publish/begin", body | {"in_flight": in_flight})
+        return Fence(
+            publish_id=publish_id,
+            paused_requests=int(answer.get("paused_requests", 0)),
+            generated_tokens_total=int(answer.get("generated_tokens_total", 0)),
+        )
+
+    def renew_publish(self, publish_id: str) -> None:
+        self._call("POST", "/bridge/publish/renew", {"publish_id": publish_id}, timeout_seconds=_QUICK_SECONDS)
+
+    def end_publish(self, publish_id: str, version: int) -> dict[str, Any]:
+        """Have the server go on under this version; repeated, the answer is the same."""
+        return self._repeated("POST", "/bridge/publish/end", {"publish_id": publish_id, "version": version})
+
+    def abort_publish(self, publish_id: str, *, timeout_seconds: float = _SLOW_SECONDS) -> None:
+        """Have the server go on with what its weights are now; of no effect on a publish that is over."""
+        self._repeated("POST", "/bridge/publish/abort", {"publish_id": publish_id}, timeout_seconds=timeout_seconds)
+
+    def join_broadcast(self, group_id: str, rendezvous: Rendezvous) -> None:
+        """Have the server join a group; answers when all have joined."""
+        self._repeated("POST", "/bridge/broadcast/join", {"group_id": group_id, **asdict(rendezvous)})
+
+    def receive_broadcast(self, transfer_id: str, described: dict[str, tuple[list[int], str]]) -> str:
+        """Have the server receive these tensors aside; the checksum of what arrived."""
+        body = {"transfer_id": transfer_id, "tensors": described}
+        return str(self._repeated("POST", "/bridge/broadcast/receive", body)["digest"])
+
+    def load_broadcast(self, publish_id: str, version: int) -> None:
+        """Inside a publish: load what was received into the model, to be served as this version."""
+        self._call("POST", "/bridge/broadcast/load", {"publish_id": publish_id, "version": version})
+
+    def leave_broadcast(self) -> None:
+        """Have the server leave its group and forget what was received and not loaded."""
+        self._call("POST", "/bridge/broadcast/leave", timeout_seconds=_QUICK_SECONDS)
+
+    def reload(self, directory: Path, version: int, *, drain_seconds: float) -> dict[str, Any]:
+        """Have the server read a checkpoint into its weights and serve it as this version."""
+        body = {"path": str(directory.absolute()), "version": version, "drain_seconds": drain_seconds}
+        return self._call("POST", "/bridge/reload", body)
+
+    def pause(self, mode: str) -> None:
+        self._call("POST", "/bridge/pause", {"mode": mode}, timeout_seconds=_QUICK_SECONDS)
+
+    def checksum(self) -> str:
+        """Over the shared tensors, as the server reads them at this moment."""
+        return str(self._repeated("GET", "/bridge/debug")["checksum"])
+
+    def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        return self._repeated("POST", "/generate", request)
+
+    def upload_adapter(self, name: str, version: int, body: bytes) -> dict[str, Any]:
+        """Send an adapter and make it the policy; answers with what is loaded and the checksum of what arrived."""
+        return self._repeated("POST", f"/lora/upload?name={name}&version={version}", content=body)
+
+    def check_adapter(self, name: str) -> dict[str, Any]:
+        """The checksum of a sent adapter, and the names of its tensors that the server computes other values with."""
+        return self._repeated("POST", "/lora/check", {"name": name})
+
+    def activate_adapter(self, name: str) -> None:
+        self._repeated("POST", "/lora/activate", {"name": name})
+
+    def unload_adapter(self, name: str) -> None:
+        """Have the server forget an adapter; one that it does not know is forgotten already."""
+        try:
+            self._repeated("POST", "/lora/unload", {"name": name})
+        except ServerRefused as error:
+            if error.status != httpx.codes.NOT_FOUND:
+                raise
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Any other route, of a server that is not ours for instance."""
+        return self._call(method, path, body)
+
+    @contextmanager
+    def lease(self, publish_id: str, lease_seconds: float) -> Iterator[None]:
+        """Renew the publish's lease for as long as the block runs, however long its copies take."""
+        done = threading.Event()
+
+        def renew() -> None:
+            pause_seconds = lease_seconds / 3
+            while not done.wait(pause_seconds):
+                try:
+                    self.renew_publish(publish_id)
+                    pause_seconds = lease_seconds / 3
+                except (ServerRefused, ServerUnavailable) as error:
+                    # One lost answer is no reason to let it lapse; if it has, the end of the publish says so.
+                    logger.debug("the lease of publish %s was not renewed: %s", publish_id, error)
+                    pause_seconds = lease_seconds / 10
+
+        keeper = threading.Thread(target=renew, name="publish-lease", daemon=True)
+        keeper.start()
+        try:
+            yield
+        finally:
+            done.set()
+            keeper.join()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _repeated(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        content: bytes | None = None,
+        timeout_seconds: float = _SLOW_SECONDS,
+    ) -> dict[str, Any]:
+        """A call that the server carries out once however often it comes: asked again where its answer was lost."""
+        began = time.monotonic()
+        for pause_seconds in _REPEAT_AFTER_SECONDS:
+            try:
+                return self._call(method, path, body, content=content, timeout_seconds=timeout_seconds)
+            except ServerUnavailable as error:
+                if time.monotonic() - began >= _QUICK_SECONDS:  # it was waited for, and not merely lost
+                    raise
+                logger.debug("%s; asking again", error)
+                time.sleep(pause_seconds)
+        return self._call(method, path, body, content=content, timeout_seconds=timeout_seconds)
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        content: bytes | None = None,
+        timeout_seconds: float = _SLOW_SECONDS,
+    ) -> dict[str, Any]:
+        timeout = httpx.Timeout(timeout_seconds, connect=_QUICK_SECONDS)
+        try:
+            response = self._http.request(method, path, json=body, content=content, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise ServerUnavailable(
+                f"the vLLM server at {self.url} does not answer {path}: {_reason(error)}"
+            ) from error
+        if response.is_error:
+            raise _refusal(self.url, path.partition("?")[0], response)
+        try:
+            answer = response.json()
+        except ValueError:  # vLLM's own routes answer some questions with plain text
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+
+def _refusal(url: str, path: str, response: httpx.Response) -> ServerRefused:
+    message = f"the vLLM server at {url} refused {path} ({response.status_code}): {_told(response)}"
+    after = response.headers.get("Retry-After", "")
+    seconds = float(after) if after.isdigit() else None
+    return ServerRefused(message, response.status_code, kind=_kind(response), retry_after_seconds=seconds)
+
+
+def _kind(response: httpx.Response) -> str:
+    """The last part of a problem's type; empty where the answer is no problem of ours."""
+    try:
+        problem = response.json()
+    except ValueError:
+        return ""
+    return str(problem.get("type", "")).rpartition(":")[2] if isinstance(problem, dict) else ""
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__
+
+
+def _told(response: httpx.Response) -> str:
+    """The detail of a problem document, or the beginning of whatever came instead."""
+    try:
+        problem = response.json()
+    except ValueError:
+        return response.text[:200].strip() or "no reason given"
+    if isinstance(problem, dict):
+        return str(problem.get("detail") or problem.get("title") or problem)[:500]
+    return str(problem)[:200]

@@ -1,0 +1,195 @@
+"""One copy of the weights for two processes: POSIX shared memory on a CPU, CUDA IPC on a GPU, behind one interface.
+
+The server exports the storages its parameters live in and describes each by a handle made of plain JSON; the trainer
+turns a handle into a storage that is the same memory. On a CPU the server's tensors are first moved into shared memory,
+parameter objects unchanged; on a GPU they stay where they are, because captured CUDA graphs hold their addresses.
+"""
+
+from __future__ import annotations
+
+import base64
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from example_trainer.weight_protocol.shm_header import SharedFile, SharedMemoryError, Storage
+
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where a tensor lies: elements `offset + sum(index * stride)` of the storage named."""
+
+    storage: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """What an export made: the storages to be attached to and each tensor's place in them."""
+
+    storages: list[Storage]
+    placements: dict[str, Placement]
+
+
+class SharedSegment(ABC):
+    """Shares tensors with other processes of this user on this machine."""
+
+    @abstractmethod
+    def export(self, tensors: Mapping[str, torch.Tensor]) -> Exported:
+        """Make the tensors reachable from other processes; several names may share a storage."""
+
+    @abstractmethod
+    def attach(self, handle: Mapping[str, Any]) -> torch.UntypedStorage:
+        """The memory behind a handle that another process exported."""
+
+    @abstractmethod
+    def synchronise(self) -> None:
+        """Return once everything this process has written can be read by others."""
+
+    def close(self) -> None:  # noqa: B027  nothing to undo where memory is not ours
+        """Give back what `export` took."""
+
+
+class PosixSegment(SharedSegment):
+    """Tensors in one file under `/dev/shm`."""
+
+    def __init__(self, boot_id: str) -> None:
+        self._boot_id = boot_id
+        self._file: SharedFile | None = None
+
+    def export(self, tensors: Mapping[str, torch.Tensor]) -> Exported:
+        starts, total = _lay_out(tensors)
+        self._file = SharedFile.create(self._boot_id, "weights", total)
+        shared = _map_file(self._file.path, total)
+        # A tensor may appear under several names: all places are computed before the first one moves.
+        placements = {name: _place(tensor, starts[_key(tensor)]) for name, tensor in tensors.items()}
+        moves = {id(tensor): (tensor, placements[name]) for name, tensor in tensors.items()}
+        for tensor, placement in moves.values():
+            view = torch.empty(0, dtype=tensor.dtype).set_(shared, placement.offset, placement.shape, placement.stride)
+            view.copy_(tensor.data)
+            tensor.data = view
+        handle = {"kind": "posix", "path": str(self._file.path), "nbytes": total}
+        return Exported(storages=[Storage(id="0", handle=handle, nbytes=total)], placements=placements)
+
+    def attach(self, handle: Mapping[str, Any]) -> torch.UntypedStorage:
+        return _map_file(Path(handle["path"]), int(handle["nbytes"]))
+
+    def synchronise(self) -> None:
+        """Writes to shared memory are seen at once."""
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.remove()
+            self._file = None
+
+
+class CudaSegment(SharedSegment):
+    """Tensors where they are on a GPU, shared by CUDA IPC handles; the exporter must keep them alive.
+
+    Not run with vLLM in this project's own tests: they have no GPU build of it.
+    """
+
+    def export(self, tensors: Mapping[str, torch.Tensor]) -> Exported:
+        storages: dict[tuple[str, int], Storage] = {}
+        placements: dict[str, Placement] = {}
+        for name, tensor in tensors.items():
+            if _key(tensor) not in storages:  # a handle can be asked for once a storage
+                storages[_key(tensor)] = _describe_cuda_storage(tensor, str(len(storages)))
+            storage = storages[_key(tensor)]
+            placements[name] = Placement(
+                storage=storage.id,
+                offset=int(tensor.storage_offset()),
+                shape=tuple(tensor.shape),
+                stride=tuple(tensor.stride()),
+            )
+        return Exported(storages=list(storages.values()), placements=placements)
+
+    def attach(self, handle: Mapping[str, Any]) -> torch.UntypedStorage:
+        index = _device_of_uuid(handle["gpu_uuid"])
+        # The arguments are torch's own, as `torch.multiprocessing.reductions.rebuild_cuda_tensor` passes them.
+        attached: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(  # noqa: SLF001  the only way torch offers
+            index,
+            base64.b64decode(handle["memory"]),
+            handle["size_bytes"],
+            handle["offset_bytes"],
+            base64.b64decode(handle["counter"]),
+            handle["counter_offset"],
+            base64.b64decode(handle["event"]),
+            handle["event_required"],
+        )
+        return attached
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize()
+
+
+def make_segment(device: str, boot_id: str = "") -> SharedSegment:
+    """The segment for a device as manifests name it: `cpu`, or a GPU's UUID."""
+    return PosixSegment(boot_id) if device == "cpu" else CudaSegment()
+
+
+def _key(tensor: torch.Tensor) -> tuple[str, int]:
+    return (str(tensor.device), tensor.untyped_storage().data_ptr())
+
+
+def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[tuple[str, int], int], int]:
+    """A start for each distinct storage, one after the other, and the length of all."""
+    starts: dict[tuple[str, int], int] = {}
+    end = 0
+    for tensor in tensors.values():
+        if _key(tensor) not in starts:
+            starts[_key(tensor)] = end
+            nbytes = tensor.untyped_storage().nbytes()
+            end += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return starts, end
+
+
+def _place(tensor: torch.Tensor, start_bytes: int) -> Placement:
+    offset = start_bytes // tensor.element_size() + int(tensor.storage_offset())
+    return Placement(storage="0", offset=offset, shape=tuple(tensor.shape), stride=tuple(tensor.stride()))
+
+
+def _map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
+    """Map an existing file; torch would quietly make a new one, or lengthen it."""
+    try:
+        if path.stat().st_size != nbytes:
+            raise SharedMemoryError(f"{path} does not hold {nbytes} bytes, so it is not the segment the manifest means")
+        mapped = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=nbytes)
+    except (OSError, RuntimeError) as error:
+        raise SharedMemoryError(
+            f"cannot map the shared weights at {path}: {error}; is the vLLM server still running?"
+        ) from error
+    assert isinstance(mapped, torch.UntypedStorage)
+    return mapped
+
+
+def _describe_cuda_storage(tensor: torch.Tensor, storage_id: str) -> Storage:
+    storage: Any = tensor.untyped_storage()
+    (_, memory, size_bytes, offset_bytes, counter, counter_offset, event, event_required) = storage._share_cuda_()
+    handle = {
+        "kind": "cuda_ipc",
+        "gpu_uuid": str(torch.cuda.get_device_properties(tensor.device).uuid),
+        "memory": base64.b64encode(memory).decode(),
+        "size_bytes": size_bytes,
+        "offset_bytes": offset_bytes,
+        "counter": base64.b64encode(counter).decode(),
+        "counter_offset": counter_offset,
+        "event": base64.b64encode(event).decode(),
+        "event_required": event_required,
+    }
+    return Storage(id=storage_id, handle=handle, nbytes=storage.nbytes())
+
+
+def _device_of_uuid(uuid: str) -> int:
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return index
+    raise SharedMemoryError(f"the server's GPU {uuid} is not visible here; check CUDA_VISIBLE_DEVICES")

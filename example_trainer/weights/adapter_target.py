@@ -1,0 +1,201 @@
+"""Servers that take adapters while they run: what the hot-swap bridge asks of one, and ours.
+
+A vLLM server that is not ours: adapters reach it as files, under a name that says the version.
+
+A stock vLLM (started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`) loads an adapter by path at
+`/v1/load_lora_adapter`. It does not let the model's own name mean the adapter, so clients have to ask for the adapter's
+name: the trainer tells it to the broker, and the broker to environments. Atropos' old server takes a path at
+`/lora/load` and serves that adapter by any name.
+
+Loading in place under one name is never used: vLLM would read such an adapter from its file again on every step, and
+keep cached prefixes of the old one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
+from example_trainer.weight_protocol.adapter_payload import AdapterPayload
+from example_trainer.weight_protocol.client import ServerClient
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SwapServer:
+    """Who answers: this start of this server, and the version it serves."""
+
+    boot_id: str
+    policy_version: int | None
+    max_model_len: int
+
+
+class AdapterServer(Protocol):
+    """A server that takes adapters, of ours or not."""
+
+    def identify(self) -> SwapServer: ...
+
+    def send(self, version: int, payload: AdapterPayload) -> str:
+        """Make the adapter the policy, and tell which start of the server took it.
+
+        Raises `ServerRefused` where the old one goes on serving.
+        """
+        ...
+
+    def policy_name(self, version: int) -> str | None:
+        """The model to ask for to get this version; None where the model's own name means the newest."""
+        ...
+
+    def check(self, version: int, payload: AdapterPayload) -> None:
+        """Raise `ProofFailed` unless the server computes with just these tensors."""
+        ...
+
+    def restore(self, bad_version: int, good_version: int) -> bool:
+        """Serve an older version again in place of a bad one; whether it could."""
+        ...
+
+    def generate(self, request: dict[str, Any]) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class AtroposServer:
+    """Our server: adapters go into its memory."""
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+        self.generate = client.generate
+        self.close = client.close
+
+    def identify(self) -> SwapServer:
+        info = self._client.info()
+        return SwapServer(info.boot_id, info.policy_version, info.max_model_len)
+
+    def send(self, version: int, payload: AdapterPayload) -> str:
+        told = self._client.upload_adapter(adapter_name(version), version, payload.body)
+        if told["digest"] != payload.digest():
+            raise ProofFailed(f"version {version} arrived with checksum {told['digest']}, not {payload.digest()}")
+        return str(told["boot_id"])
+
+    def policy_name(self, version: int) -> str | None:  # noqa: ARG002 - all of them by the model's own name
+        return None
+
+    def check(self, version: int, payload: AdapterPayload) -> None:
+        told = self._client.check_adapter(adapter_name(version))
+        if told["digest"] != payload.digest() or told["misplaced"]:
+            raise ProofFailed(
+                f"the server computes with other tensors than were sent as version {version}: "
+                f"{', '.join(told['misplaced'][:3]) or 'the checksum differs'}"
+            )
+
+    def restore(self, bad_version: int, good_version: int) -> bool:
+        try:
+            self._client.activate_adapter(adapter_name(good_version))
+            self._client.unload_adapter(adapter_name(bad_version))
+        except (ServerRefused, ServerUnavailable) as error:
+            logger.warning("version %d could not be restored: %s", good_version, error)
+            return False
+        return True
+
+
+def adapter_name(version: int) -> str:
+    """Under which the server knows the adapter of a version; never used twice."""
+    return f"policy-v{version}"
+
+
+_UNKNOWN_ROUTE = frozenset({404, 405})
+
+
+class StockServer:
+    """Implements `AdapterServer` over files."""
+
+    def __init__(self, client: ServerClient, directory: Path, *, model: str, keep: int) -> None:
+        self._client = client
+        self._directory = directory
+        self._model = model
+        self._keep = keep
+        self._versions: list[int] = []
+        self._by_name = True
+        self.close = client.close
+
+    def identify(self) -> SwapServer:
+        listed = self._listed()
+        loaded = {entry.get("id") for entry in listed}
+        version = max((each for each in self._versions if adapter_name(each) in loaded), default=None)
+        return SwapServer("", version, int(listed[0].get("max_model_len") or 0))
+
+    def send(self, version: int, payload: AdapterPayload) -> str:
+        name = adapter_name(version)
+        path = str(write_adapter(payload, self._directory / name).absolute())
+        try:
+            self._client.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        except (ServerRefused, ServerUnavailable) as error:
+            if isinstance(error, ServerRefused) and error.status in _UNKNOWN_ROUTE:
+                self._client.call("POST", "/lora/load", {"adapter_path": path, "adapter_name": name})
+                self._by_name = False
+            elif name not in {entry.get("id") for entry in self._listed()}:
+                raise
+            else:  # names are never used twice, so this is ours: an answer was lost
+                logger.debug("%s; but %s is loaded", error, name)
+        self._versions.append(version)
+        logger.info("loaded %s; clients of this server ask for it by that name", name)
+        while len(self._versions) > self._keep:
+            self._forget(self._versions.pop(0))
+        return ""
+
+    def policy_name(self, version: int) -> str | None:
+        """Under which clients have to ask for it, where the model's name does not mean the newest adapter."""
+        return adapter_name(version) if self._by_name else None
+
+    def check(self, version: int, payload: AdapterPayload) -> None:
+        """Such a server tells nothing of its tensors; the logprobs have to do."""
+
+    def restore(self, bad_version: int, good_version: int) -> bool:
+        self._versions.remove(bad_version)
+        self._forget(bad_version)
+        return good_version in self._versions
+
+    def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A request in the terms of `/generate`, answered by way of `/v1/completions`."""
+        version = self._versions[-1]
+        fields = {name: request[name] for name in ("n", "max_tokens", "temperature", "ignore_eos")}
+        prompt = request["prompt"]["prompt_token_ids"]
+        asked = fields | {"model": adapter_name(version), "prompt": prompt, "logprobs": 0, "return_token_ids": True}
+        choices = self._client.call("POST", "/v1/completions", asked)["choices"]
+        return {
+            "token_ids": [choice["token_ids"] for choice in choices],
+            "logprobs": [choice["logprobs"]["token_logprobs"] for choice in choices],
+            "policy_versions": [[[0, len(choice["token_ids"]), version]] for choice in choices],
+            "boot_id": "",
+        }
+
+    def _listed(self) -> list[dict[str, Any]]:
+        return list(self._client.call("GET", "/v1/models").get("data") or [{}])
+
+    def _forget(self, version: int) -> None:
+        try:
+            self._client.call("POST", "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
+        except (ServerRefused, ServerUnavailable) as error:
+            logger.warning("%s stays loaded: %s", adapter_name(version), error)
+        shutil.rmtree(self._directory / adapter_name(version), ignore_errors=True)
+
+
+def write_adapter(payload: AdapterPayload, directory: Path) -> Path:
+    """The adapter as PEFT writes it, so that the directory is whole or not there."""
+    beside = directory.with_name(f".{directory.name}.part")
+    try:
+        for old in (beside, directory):
+            shutil.rmtree(old, ignore_errors=True)
+        beside.mkdir(parents=True)
+        (beside / "adapter_model.safetensors").write_bytes(payload.body)
+        (beside / "adapter_config.json").write_text(json.dumps(payload.config, indent=2) + "\n", encoding="utf-8")
+        beside.rename(directory)
+    except OSError as error:
+        raise PublishFailed(f"cannot write {directory}: {error}; free the space or set --run-dir elsewhere") from error
+    return directory

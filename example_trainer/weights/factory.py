@@ -1,0 +1,151 @@
+"""The weight bridge of each mode, made from the trainer's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from example_trainer.options.publish import LORA_MODES, served_rank, versions_kept
+from example_trainer.weights.base import WeightBridge
+
+if TYPE_CHECKING:
+    from example_trainer.config import TrainingConfig
+    from example_trainer.modeling.loading import PolicyOptions
+    from example_trainer.vllm_manager import VllmOptions
+
+
+def policy_options(config: TrainingConfig) -> PolicyOptions:
+    """What of the trainer's configuration concerns loading the model."""
+    from example_trainer.modeling.loading import PolicyOptions, Sharding
+    from example_trainer.modeling.lora import adapter_options
+
+    # An adapter is small and its base stands still: each rank has both whole, and gradients alone are summed.
+    is_sharded = config.world_size > 1 and config.weight_bridge_mode not in LORA_MODES
+    return PolicyOptions(
+        model_name=config.model_name,
+        dtype=config.dtype,
+        device=config.device,
+        master_weights=config.master_weights,
+        train_layer_indices=config.train_layer_indices,
+        adapter=adapter_options(config),
+        gradient_checkpointing=config.gradient_checkpointing,
+        sharding=Sharding(reshard_after_forward=config.reshard_after_forward) if is_sharded else None,
+        debug_loading=config.debug_loading,
+    )
+
+
+def make_bridge(config: TrainingConfig) -> WeightBridge:
+    """The bridge for the configured mode."""
+    if config.weight_bridge_mode == "shared_vllm":
+        return _broadcast(config) if config.num_inference_nodes else _shared(config)
+    return _hotswap(config) if config.weight_bridge_mode == "lora_only" else _restart(config)
+
+
+def _shared(config: TrainingConfig) -> WeightBridge:
+    from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
+
+    return SharedVllmBridge(
+        SharedOptions(
+            policy=policy_options(config),
+            server_url=f"http://{config.vllm_host}:{config.vllm_port}",
+            manifest_path=config.vllm_config_path,
+            bridge_token=config.bridge_token,
+            wait_timeout_seconds=config.wait_timeout,
+            forwards_from_masters=config.forwards_from_masters,
+            drain_seconds=config.drain_seconds,
+            in_flight=config.in_flight,
+            sync_budget=config.sync_budget,
+            max_staleness=config.max_staleness,
+            sync_check_every=config.sync_check_every,
+        )
+    )
+
+
+def _broadcast(config: TrainingConfig) -> WeightBridge:
+    from example_trainer.weights.broadcast import BroadcastBridge, BroadcastOptions
+
+    ports = range(config.vllm_port, config.vllm_port + config.num_inference_nodes)
+    return BroadcastBridge(
+        BroadcastOptions(
+            policy=policy_options(config),
+            server_urls=config.inference_urls or [f"http://{config.vllm_host}:{port}" for port in ports],
+            bridge_token=config.bridge_token,
+            wait_timeout_seconds=config.wait_timeout,
+            drain_seconds=config.drain_seconds,
+            in_flight=config.in_flight,
+            sync_budget=config.sync_budget,
+            max_staleness=config.max_staleness,
+            backend=config.broadcast_backend,
+            sync_check_every=config.sync_check_every,
+        )
+    )
+
+
+def _hotswap(config: TrainingConfig) -> WeightBridge:
+    from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
+
+    kept = versions_kept(config.max_staleness)
+    starts = config.start_vllm == "auto" and config.num_inference_nodes == 0
+    return LoraHotswapBridge(
+        HotswapOptions(
+            policy=policy_options(config),
+            server_url=f"http://{config.vllm_host}:{config.vllm_port}",
+            adapters_dir=config.required_run_dir / "served",
+            bridge_token=config.bridge_token,
+            vllm=_vllm(config, _adapter_arguments(config, kept)) if starts else None,
+            wait_timeout_seconds=config.wait_timeout,
+            versions_kept=kept,
+            sync_check_every=config.sync_check_every,
+        )
+    )
+
+
+def _restart(config: TrainingConfig) -> WeightBridge:
+    from example_trainer.weights.restart import RestartBridge, RestartOptions
+
+    return RestartBridge(
+        RestartOptions(
+            policy=policy_options(config),
+            vllm=_vllm(config),
+            weights_dir=config.required_run_dir / "served",
+            restart_interval=config.vllm_restart_interval,
+            method=config.restart_method,
+            adapter_arguments=_adapter_arguments(config, 1),
+            sync_check_every=config.sync_check_every,
+        )
+    )
+
+
+def _vllm(config: TrainingConfig, arguments: Sequence[str] = ()) -> VllmOptions:
+    """How the trainer starts a server of its own."""
+    from example_trainer.vllm_manager import VllmOptions
+
+    return VllmOptions(
+        host=config.vllm_host,
+        port=config.vllm_port,
+        log_path=(config.log_dir or config.required_run_dir / "logs") / "vllm.log",
+        served_model_name=config.model_name,
+        tokenizer=config.model_name,
+        max_model_len=config.max_model_len,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        gpu=config.vllm_gpu,
+        seed=config.seed,
+        ready_timeout_seconds=config.wait_timeout,
+        drain_seconds=config.drain_seconds,
+        extra_arguments=[*_vllm_arguments(config), *arguments],
+    )
+
+
+def _adapter_arguments(config: TrainingConfig, kept: int) -> list[str]:
+    """What a server of adapters is started with."""
+    return ["--enable-lora", "--max-lora-rank", str(served_rank(config.lora_r)), "--max-loras", str(kept)]
+
+
+def _vllm_arguments(config: TrainingConfig) -> list[str]:
+    """Those of vLLM's own flags that the trainer's configuration names."""
+    arguments = ["--tensor-parallel-size", str(config.vllm_tensor_parallel_size)]
+    if config.vllm_quantization is not None:
+        arguments += ["--quantization", config.vllm_quantization]
+    if config.vllm_enable_sleep_mode:
+        arguments.append("--enable-sleep-mode")
+    return arguments

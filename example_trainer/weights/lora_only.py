@@ -1,0 +1,257 @@
+"""Mode `lora_only`: a new adapter is sent to a running server, which goes on decoding meanwhile.
+
+The adapter's tensors travel as one safetensors body into the server's memory; from the answer on, requests under the
+model's name begin with the new adapter and those already running end with theirs. No fence, no file, no restart, and no
+`--enforce-eager`. A rejected adapter leaves the old one serving. Where a server answers at `--vllm-port` it is used;
+else the trainer starts one, and starts it again should it die. A server that is no server of ours takes its adapters
+from files (`weights.foreign`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from example_trainer.errors import CannotSwap, ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.policy import Policy
+from example_trainer.options.publish import USUAL_STALENESS, served_rank
+from example_trainer.vllm_manager import VllmManager, VllmOptions
+from example_trainer.weight_protocol.adapter_payload import AdapterPayload
+from example_trainer.weight_protocol.client import NotYet, ServerClient, check_host, wait_for
+from example_trainer.weight_protocol.manifest import read_token
+from example_trainer.weights.adapter_target import AdapterServer, AtroposServer, StockServer, SwapServer
+from example_trainer.weights.base import PublishReport, SyncCheck, WeightBridge
+from example_trainer.weights.logprob_parity import Difference, prove
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+
+_PASSING = frozenset({404, 409, 410, 500, 503})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HotswapOptions:
+    """What of the trainer's configuration concerns the hot-swap bridge."""
+
+    policy: PolicyOptions
+    server_url: str
+    adapters_dir: Path
+    """Where adapters are written for a server that only takes files."""
+    bridge_token: str | None = None
+    vllm: VllmOptions | None = None
+    """How to start a server where none answers; None waits for one."""
+    wait_timeout_seconds: float = 600.0
+    versions_kept: int = USUAL_STALENESS + 2
+    sync_check_every: int = 0
+
+
+class LoraHotswapBridge(WeightBridge):
+    """Implements `WeightBridge` by sending adapters to a running vLLM server."""
+
+    def __init__(self, options: HotswapOptions) -> None:
+        self._options = options
+        self._policy: Policy | None = None
+        self._server: AdapterServer | None = None
+        self._manager: VllmManager | None = None
+        self._boot_id: str | None = None
+        self._check = SyncCheck(every=options.sync_check_every)
+        self._good_version: int | None = None
+        """The last one that was proven, or followed one that was."""
+        self._has_published = False
+        self._limit: Difference | None = None
+        self._publishing = threading.Lock()
+
+    def prepare(self) -> Policy:
+        """Find the server or start one, and load the policy meanwhile."""
+        options = self._options
+        check_host(options.server_url, "--vllm-host")
+        if options.vllm is not None and not is_served(options.server_url):
+            self._manager = self._start_own(options.vllm)
+        self._policy = load_policy(options.policy)
+        self._connect()
+        return self._policy
+
+    def publish(self, version: int) -> PublishReport:
+        """Send the adapter as it is now; see the module's docstring."""
+        with self._publishing:
+            return self._publish(version)
+
+    def highest_version(self) -> int:
+        """Of a server that lives longer than one run."""
+        if self._server is None:
+            return 0
+        return self._until_it_answers(self._server).policy_version or 0
+
+    def should_publish(self, steps_since_publish: int) -> bool:
+        return steps_since_publish > 0
+
+    def needs_publish(self) -> bool:
+        if self._server is None or not self._has_published or self._publishing.locked():
+            return False
+        if self._manager is not None and not self._manager.running:
+            logger.warning("vLLM has ended by itself; its last lines:\n%s", self._manager.log_tail())
+            return True
+        try:
+            now = self._server.identify()
+        except (ServerUnavailable, ServerRefused):
+            return False
+        return now.boot_id != self._boot_id or now.policy_version is None
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    def _start_own(self, vllm: VllmOptions) -> VllmManager | None:
+        """A server of the trainer's own; None where another has taken the port in the meantime, which is used then."""
+        manager = VllmManager(vllm)
+        try:
+            manager.start(self._options.policy.model_name, version=None)
+        except ServerUnavailable as error:
+            manager.close()
+            if not is_served(self._options.server_url):
+                raise
+            logger.info("%s; that server is waited for", error)
+            return None
+        return manager
+
+    def _connect(self) -> None:
+        """Wait for the server and settle how it takes adapters."""
+        manager, options = self._manager, self._options
+        if manager is not None:
+            manager.wait_until_ready(None)
+            self._server = AtroposServer(ServerClient(options.server_url, manager.token))
+            return
+        self._server = wait_for(
+            lambda: _try_connect(options),
+            what=f"the vLLM server at {options.server_url}",
+            timeout_seconds=options.wait_timeout_seconds,
+        )
+
+    def _publish(self, version: int) -> PublishReport:
+        if self._policy is None or self._server is None:
+            raise PublishFailed("nothing is connected; call prepare() before publish()")
+        started = time.monotonic()
+        payload = AdapterPayload.write(self._policy.adapter_tensors(self._policy.dtype), self._policy.adapter_config())
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._revive()
+                boot_id = self._server.send(version, payload)
+                break
+            except (ServerUnavailable, ServerRefused) as error:
+                if _is_lasting(error) or attempt == _ATTEMPTS - 1:
+                    raise PublishFailed(f"version {version} was not published: {error}") from error
+                logger.warning("publish of version %d is tried again: %s", version, error)
+                if self._manager is None:
+                    self._until_it_answers(self._server)
+        self._has_published = True
+        seconds = time.monotonic() - started
+        report = PublishReport(version=version, seconds=seconds, policy_name=self._server.policy_name(version))
+        self._verify(version, payload, boot_id)
+        return report
+
+    def _revive(self) -> None:
+        """Start the server again, if it was ours to start and has died."""
+        manager = self._manager
+        if manager is None or manager.running:
+            return
+        manager.stop()
+        manager.start(self._options.policy.model_name, version=None)
+        manager.wait_until_ready(None)
+
+    def _verify(self, version: int, payload: AdapterPayload, boot_id: str) -> None:
+        """Prove the first publish to each start of the server, and as often as asked from then on."""
+        assert self._server is not None
+        assert self._policy is not None
+        try:
+            if self._check.is_due() or boot_id != self._boot_id:
+                self._server.check(version, payload)
+                agreement = prove(
+                    self._policy,
+                    self._server.generate,
+                    version=version,
+                    boot_id=boot_id,
+                    max_model_len=self._server.identify().max_model_len,
+                    limit=self._limit,
+                )
+                self._limit = agreement.limit
+        except ProofFailed:
+            if self._good_version is not None and self._server.restore(version, self._good_version):
+                logger.exception("version %d is not what it should be; serving %d again", version, self._good_version)
+            raise
+        except (ServerRefused, ServerUnavailable) as error:  # `needs_publish` finds out what has become of it
+            if _is_lasting(error):
+                raise
+            logger.warning("version %d could not be proven: %s", version, error)
+            self._boot_id = None
+        else:
+            self._boot_id, self._good_version = boot_id, version
+
+    def _until_it_answers(self, server: AdapterServer) -> SwapServer:
+        """What the server is, once it says so: it may just be restarting."""
+
+        def ask() -> SwapServer:
+            try:
+                return server.identify()
+            except (ServerRefused, ServerUnavailable) as error:
+                raise NotYet(str(error)) from error
+
+        seconds = self._options.wait_timeout_seconds
+        return wait_for(ask, what=f"the vLLM server at {self._options.server_url}", timeout_seconds=seconds)
+
+
+def _is_lasting(error: ServerRefused | ServerUnavailable) -> bool:
+    return isinstance(error, ServerRefused) and error.status not in _PASSING
+
+
+def is_served(url: str) -> bool:
+    """True where some inference server has this address, or is about to answer there."""
+    client = ServerClient(url)
+    try:
+        return client.is_there()
+    finally:
+        client.close()
+
+
+def _try_connect(options: HotswapOptions) -> AdapterServer:
+    client = ServerClient(options.server_url, options.bridge_token or os.environ.get("ATROPOS_BRIDGE_TOKEN"))
+    try:
+        if not client.healthy():
+            reason = "it is still loading its model" if client.is_there() else "no answer to /health"
+            raise NotYet(reason)  # noqa: TRY301  the client is closed on every way out
+        return _connect_own(client, options)
+    except ServerUnavailable as error:
+        client.close()
+        raise NotYet(str(error)) from error
+    except ServerRefused as error:
+        if error.status != 404:
+            client.close()
+            raise NotYet(str(error)) from error
+        return StockServer(client, options.adapters_dir, model=options.policy.model_name, keep=options.versions_kept)
+    except BaseException:
+        client.close()
+        raise
+
+
+def _connect_own(client: ServerClient, options: HotswapOptions) -> AdapterServer:
+    info = client.info()
+    if not info.lora:
+        raise CannotSwap(
+            f"the vLLM server at {client.url} serves no adapters: start it with --enable-lora "
+            f"--max-lora-rank {served_rank(options.policy.adapter.r if options.policy.adapter else 1)}, and without "
+            "--share-weights"
+        )
+    named = options.bridge_token or os.environ.get("ATROPOS_BRIDGE_TOKEN")
+    if named is None and info.token_path and (token := read_token(info.token_path)):
+        client.use_token(token)
+    return AtroposServer(client)

@@ -1,0 +1,394 @@
+"""A publish between its begin and its end: the server stands still, and the trainer shows that it lives.
+
+`shared_vllm`: one copy of the served weights, written by the trainer where vLLM reads them.
+
+A publish is: ask the server to hold new requests and let running ones end or pause (the fence); mark
+the header as being written; cast the masters into the shared tensors; mark the header as complete;
+tell the server the version, upon which it goes on. A trainer that dies on the way leaves a header
+that says so, and the server answers nothing until a whole publish has been made. A server that
+restarts comes back with another boot id and without a version: the bridge attaches to its new
+tensors and publishes the masters again.
+
+Without masters (`--master-weights none`) the optimizer writes the shared tensors themselves. Then a publish begins
+with the step: the fence goes up and the header is marked before the first weight moves, and `publish` gives what was
+written its version. From prepare() on there is no other copy of the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+
+from example_trainer.errors import CannotShare, PublishFailed, ServerRefused, ServerUnavailable
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.policy import Policy
+from example_trainer.options.publish import InFlight
+from example_trainer.weight_protocol.client import Fence, ServerClient
+from example_trainer.weight_protocol.shm_header import WriteRefused
+from example_trainer.weights.attachment import Attachment, attach
+from example_trainer.weights.base import PublishReport, SyncBudget, SyncCheck, WeightBridge
+from example_trainer.weights.logprob_parity import Difference, prove
+
+logger = logging.getLogger(__name__)
+
+_ASK_SECONDS = 0.5
+
+_GIVE_UP_SECONDS = 5.0
+
+
+class OpenPublish:
+    """A fence that a server has put up; its lease is renewed until this is closed, however long the write takes."""
+
+    def __init__(
+        self, attachment: Attachment, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight
+    ) -> None:
+        self.attachment = attachment
+        self.began = time.monotonic()
+        self.publish_id = uuid.uuid4().hex
+        client = attachment.client
+        self._lease = ExitStack()
+        self._lease.enter_context(client.lease(self.publish_id, lease_seconds))
+        try:
+            self.fence = begin_after_others(
+                client,
+                self.publish_id,
+                lease_seconds=lease_seconds,
+                drain_seconds=drain_seconds,
+                in_flight=in_flight,
+            )
+        except BaseException:
+            self.give_up()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def end(self, version: int) -> dict[str, Any]:
+        """The weights are whole: have the server go on under this version."""
+        return self.attachment.client.end_publish(self.publish_id, version)
+
+    def give_up(self) -> None:
+        """Have the server go on with what its weights are now, instead of standing still until the lease lapses."""
+        self.close()
+        try:
+            self.attachment.client.abort_publish(self.publish_id, timeout_seconds=_GIVE_UP_SECONDS)
+        except (ServerRefused, ServerUnavailable) as error:
+            logger.debug("publish %s is left to its lease: %s", self.publish_id, error)
+
+    def close(self) -> None:
+        """Renew the lease no longer; the fence stays up until the publish is ended or the lease lapses."""
+        self._lease.close()
+
+
+def begin_after_others(
+    client: ServerClient, publish_id: str, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight
+) -> Fence:
+    """Begin a publish once no other is under way: that of a trainer that has died lapses by and by.
+
+    Raises `ServerRefused` where another one is renewed for longer than both leases.
+    """
+    deadline: float | None = None
+    while True:
+        try:
+            return client.begin_publish(
+                publish_id, lease_seconds=lease_seconds, drain_seconds=drain_seconds, in_flight=in_flight
+            )
+        except ServerRefused as error:
+            if error.kind != "publish-in-progress":
+                raise
+            now = time.monotonic()
+            if deadline is None:
+                deadline = now + lease_seconds + (error.retry_after_seconds or lease_seconds)
+                logger.info("waiting for an earlier publish to end or to lapse: %s", error)
+            if now >= deadline:
+                raise
+            time.sleep(_ASK_SECONDS)
+
+
+_ATTEMPTS = 4
+
+_FIRST_PAUSE_SECONDS = 0.2
+
+_PASSING = frozenset({404, 409, 410, 500, 503})
+"""500: what a server may say whose engine is just dying."""
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedOptions:
+    """What of the trainer's configuration concerns the shared bridge."""
+
+    policy: PolicyOptions
+    server_url: str
+    manifest_path: str = "auto"
+    bridge_token: str | None = None
+    wait_timeout_seconds: float = 600.0
+    forwards_from_masters: bool = False
+    drain_seconds: float = 0.5
+    in_flight: Literal["drain", "recompute", "finish", "keep_kv"] = "drain"
+    lease_seconds: float = 30.0
+    sync_budget: float = 0.2
+    max_staleness: int | None = None
+    sync_check_every: int = 0
+
+
+@dataclass(slots=True)
+class _Written:
+    """What the attempts at one publish have come to: the publish in which the weights were written whole."""
+
+    boot_id: str = ""
+    publish_id: str = ""
+
+
+class SharedVllmBridge(WeightBridge):
+    """Implements `WeightBridge` over tensors shared with a vLLM server on this machine."""
+
+    def __init__(self, options: SharedOptions) -> None:
+        self._options = options
+        self._budget = SyncBudget(options.sync_budget, most_steps=options.max_staleness)
+        self._check = SyncCheck(every=options.sync_check_every)
+        self._publishing = threading.Lock()
+        self._attached: Attachment | None = None
+        self._open: OpenPublish | None = None
+        """The publish that a change of the served tensors has begun and `publish` will end."""
+        self._policy: Policy | None = None
+        self._limit: Difference | None = None
+
+    def prepare(self) -> Policy:
+        """Wait for the server, load the policy and hang it onto the shared tensors."""
+        attachment = self._attach()
+        options = self._options.policy
+        device = _device(attachment, options.device)
+        from_masters = self._options.forwards_from_masters
+        served = replace(options, dtype=attachment.manifest.dtype.removeprefix("torch."), device=device)
+        policy = load_policy(served, forwards_from_masters=from_masters)
+        attachment.hang(policy, forwards_from_masters=from_masters)
+        self._policy, self._attached = policy, attachment
+        if policy.steps_served:
+            policy.changing = self._changing
+            if not policy.is_served:  # the server has other weights than the model that was named
+                with policy.changing():
+                    policy.write_served()
+        return policy
+
+    def publish(self, version: int) -> PublishReport:
+        """Write the masters into the shared tensors under a fence; see the module's docstring."""
+        with self._publishing:
+            failed = f"version {version} was not published"
+            report = self._with_retries(partial(self._publish_once, version, _Written()), failed)
+        self._budget.note(report)
+        return report
+
+    def highest_version(self) -> int:
+        if self._attached is None:
+            return 0
+        state = self._attached.header.state()
+        return max(0, state.write_begin, state.write_end)
+
+    def should_publish(self, steps_since_publish: int) -> bool:
+        """Each step when the forward reads the served tensors, else as the budget allows."""
+        if not self._options.forwards_from_masters:
+            return steps_since_publish > 0
+        return self._budget.allows(steps_since_publish)
+
+    def needs_publish(self) -> bool:
+        if self._attached is None or self._publishing.locked():
+            return False
+        try:
+            info = self._attached.client.info()
+        except (ServerUnavailable, ServerRefused):
+            return False
+        return info.boot_id != self._attached.boot_id or info.policy_version is None or info.torn
+
+    def close(self) -> None:
+        if self._open is not None:  # written, but nothing may be sampled from it: the lapse of the lease says so
+            self._open.close()
+            self._open = None
+        if self._attached is not None:
+            self._attached.close()
+            self._attached = None
+
+    def _attach(self) -> Attachment:
+        options = self._options
+        return attach(
+            options.server_url,
+            manifest_flag=options.manifest_path,
+            token=options.bridge_token,
+            timeout_seconds=options.wait_timeout_seconds,
+        )
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The masters are what the server reads: they change inside a publish, which is begun here if none is open."""
+        with self._publishing:
+            if self._open is None:
+                self._open = self._with_retries(self._begin_write, "the served weights cannot be changed")
+            yield
+
+    def _with_retries(self, attempt: Callable[[], ResultT], failed: str) -> ResultT:
+        """A server that restarts in the middle gets the same masters once it is back."""
+        for number in range(_ATTEMPTS):
+            try:
+                return attempt()
+            except (ServerUnavailable, ServerRefused, WriteRefused) as error:
+                lasting = isinstance(error, ServerRefused) and error.status not in _PASSING
+                if lasting or number == _ATTEMPTS - 1:
+                    raise PublishFailed(f"{failed}: {error}") from error
+                logger.warning("%s; trying again: %s", failed, error)
+                time.sleep(_FIRST_PAUSE_SECONDS * 2**number)
+        raise AssertionError("unreachable")
+
+    def _begin(self) -> OpenPublish:
+        attachment = self._current_attachment()
+        attachment.check_untouched()
+        options = self._options
+        return OpenPublish(
+            attachment,
+            lease_seconds=options.lease_seconds,
+            drain_seconds=options.drain_seconds,
+            in_flight=options.in_flight,
+        )
+
+    def _begin_write(self) -> OpenPublish:
+        """A publish whose version is not known yet; until it is, the header names the next one."""
+        opened = self._begin()
+        try:
+            opened.attachment.header.begin_write(self.highest_version() + 1)
+        except BaseException:
+            opened.give_up()
+            raise
+        return opened
+
+    def _publish_once(self, version: int, written: _Written) -> PublishReport:
+        report = self._end_again(version, written)
+        if report is None:
+            opened, self._open = self._open or self._begin(), None
+            with opened:
+                self._write(opened, version, written)
+                report = _report(opened, version, opened.end(version))
+        assert self._attached is not None
+        self._verify(self._attached, version)
+        return report
+
+    def _end_again(self, version: int, written: _Written) -> PublishReport | None:
+        """The report of a publish that an earlier attempt has written whole, if it can still be ended or was."""
+        if not written.publish_id:
+            return None
+        attachment = self._current_attachment()
+        if attachment.boot_id != written.boot_id:
+            return None
+        try:
+            attachment.client.end_publish(written.publish_id, version)
+        except ServerRefused as error:
+            if error.kind != "publish-lapsed":
+                raise
+            return None
+        return PublishReport(version=version, seconds=0.0)
+
+    def _write(self, opened: OpenPublish, version: int, written: _Written) -> None:
+        """Cast the masters into the shared tensors, between the header's two stamps."""
+        assert self._policy is not None
+        attachment = opened.attachment
+        state = attachment.header.state()
+        if written.boot_id != attachment.boot_id or state.version != version or state.torn:
+            try:
+                _begin_write(attachment, version)
+                self._policy.write_served()
+                attachment.segment.synchronise()
+                attachment.header.end_write(version)
+            except BaseException:
+                opened.give_up()
+                raise
+        written.boot_id, written.publish_id = attachment.boot_id, opened.publish_id
+
+    def _verify(self, attachment: Attachment, version: int) -> None:
+        """Prove the first publish to each start of the server, and as often as asked from then on."""
+        due = self._check.is_due()
+        if attachment.proven and not due:
+            return
+        assert self._policy is not None
+        if due:
+            attachment.check_memory()
+        agreement = prove(
+            self._policy,
+            attachment.client.generate,
+            version=version,
+            boot_id=attachment.boot_id,
+            max_model_len=attachment.info.max_model_len,
+            limit=self._limit,
+        )
+        self._limit = agreement.limit
+        attachment.proven = True
+
+    def _current_attachment(self) -> Attachment:
+        """The attachment to the server as it runs now, made anew after a restart."""
+        current = self._attached
+        if self._policy is None or current is None:
+            raise PublishFailed("nothing is attached; call prepare() before publish()")
+        try:
+            if current.client.info().boot_id == current.boot_id:
+                return current
+        except (ServerUnavailable, ServerRefused) as error:
+            if isinstance(error, ServerRefused) and error.status not in _PASSING:
+                raise
+            logger.warning("%s; waiting for it to come back", error)
+        attachment = self._attach()
+        if attachment.boot_id == current.boot_id:
+            attachment.close()
+            return current
+        if attachment.info.model != current.info.model:
+            raise CannotShare(f"the server came back with {attachment.info.model} in place of {current.info.model}")
+        if self._policy.steps_served and attachment.device.type == "cuda":
+            raise PublishFailed(
+                "the vLLM server has restarted, and with --master-weights none the weights were its memory alone; "
+                "go on from the last checkpoint with --resume auto"
+            )
+        logger.warning("the vLLM server has restarted (boot %s); attached again", attachment.boot_id)
+        attachment.hang(self._policy, forwards_from_masters=self._options.forwards_from_masters)
+        self._attached = attachment
+        current.close()
+        return attachment
+
+
+def _begin_write(attachment: Attachment, version: int) -> None:
+    try:
+        attachment.header.begin_write(version)
+    except ValueError as error:
+        raise PublishFailed(str(error)) from error
+
+
+def _report(opened: OpenPublish, version: int, ended: dict[str, Any]) -> PublishReport:
+    """What a publish did and cost, of which the server has told the rest at its end."""
+    fence, attachment = opened.fence, opened.attachment
+    generated = max(0, fence.generated_tokens_total - attachment.generated_tokens_total)
+    attachment.generated_tokens_total = fence.generated_tokens_total
+    return PublishReport(
+        version=version,
+        seconds=time.monotonic() - opened.began,
+        fence_seconds=float(ended.get("fence_seconds", 0.0)),
+        recomputed_tokens=int(ended.get("recomputed_tokens", 0)),
+        generated_tokens=generated,
+        paused_requests=fence.paused_requests,
+    )
+
+
+def _device(attachment: Attachment, wanted: str) -> str:
+    """The device of the shared tensors, which is where the forward has to run."""
+    device = attachment.device
+    if wanted != "auto" and torch.device(wanted).type != device.type:
+        raise CannotShare(f"--device {wanted}: the server's weights lie on {device}; use --device auto")
+    return str(device)

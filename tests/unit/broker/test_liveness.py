@@ -1,0 +1,46 @@
+"""Who is alive, from counts kept between questions, is who is alive when everybody is counted anew."""
+
+import random
+
+import pytest
+
+from atropos_api.broker.environments import Environments, take_census
+from atropos_api.store.memory import MemoryLedger
+from atropos_api.wire.messages import EnvironmentRequest
+
+TIMEOUT = 60.0
+
+
+def request_of(randomness):
+    return EnvironmentRequest(
+        name=f"env {randomness.randrange(12)}",
+        group_size=randomness.choice([1, 4, 8]),
+        max_token_length=randomness.choice([64, 2048]),
+        weight=randomness.choice([-1.0, 0.0, 1.0, 2.5]),
+        min_batch_allocation=randomness.choice([None, 0.25]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counting_when_something_changes_is_counting_always(seed):
+    randomness = random.Random(seed)
+    environments, now = Environments(MemoryLedger(), []), 0.0
+    for _ in range(300):
+        now += randomness.choice([0.0, 1.0, 20.0, 61.0])
+        rows = list(environments)
+        event = randomness.randrange(6)
+        if event == 0 or not rows:
+            environments.register(request_of(randomness), now)
+        elif event == 1:
+            environments.disconnect(randomness.choice(rows).environment_id)
+        elif event == 2 and randomness.randrange(10) == 0:
+            environments.disconnect_all()
+        else:
+            environments.touch(randomness.choice(rows), now, "run")
+        found, wanted = environments.census(now, TIMEOUT), take_census(list(environments), now, TIMEOUT)
+        assert (found.alive, found.connected_sizes) == (wanted.alive, wanted.connected_sizes)
+        assert (found.token_share, found.allocated) == (wanted.token_share, wanted.allocated)
+        assert (found.largest_size, found.most_batches_offpolicy) == (
+            wanted.largest_size,
+            wanted.most_batches_offpolicy,
+        )

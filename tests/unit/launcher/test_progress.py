@@ -1,0 +1,178 @@
+"""The view shows what the run's own files and servers say, as lines or as one panel, at little cost."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from example_trainer.launcher.launch import silent_environments
+from example_trainer.launcher.progress import Endpoint, Feed, PlainView, Snapshot, make_view, render, sparkline
+from example_trainer.monitoring.trackers import MetricsTail
+
+
+class _Broker(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        status = {"run": {"run_id": "r"}, "environments": [{"name": "e"}], "queue": {"sequences": 64}}
+        body = json.dumps(status if self.path == "/v1/status" else {}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def broker_url() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), _Broker)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def snapshot(run_dir: Path) -> Snapshot:
+    return Snapshot(name="demo", run_dir=run_dir, total_steps=4, started_at=time.time())
+
+
+def write_rows(path: Path, *steps: int) -> None:
+    with path.open("a") as handle:
+        for step in steps:
+            handle.write(
+                json.dumps({"step": step, "reward/mean": step / 4, "time/step": 0.25, "timestamp": time.time()}) + "\n"
+            )
+
+
+def test_a_row_still_being_written_is_left_for_the_next_look(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = MetricsTail(path)
+    assert tail.read() == []
+    path.write_text('{"step": 1}\n{"st')
+    assert tail.read() == [{"step": 1}]
+    with path.open("a") as handle:
+        handle.write('ep": 2}\n')
+    assert tail.read() == [{"step": 2}]
+
+
+def test_rows_of_an_earlier_attempt_can_be_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_rows(path, 1, 2)
+    tail = MetricsTail(path, from_end=True)
+    write_rows(path, 3)
+    assert [row["step"] for row in tail.read()] == [3]
+
+
+def test_milestones_are_reached_as_servers_answer(tmp_path: Path, broker_url: str) -> None:
+    state = snapshot(tmp_path)
+    state.milestones = dict.fromkeys(["broker", "vllm", "trainer", "environment"])
+    tail = MetricsTail(tmp_path / "metrics.jsonl")
+    silent = Endpoint("http://127.0.0.1:9")
+    Feed(state, metrics=tail, broker=silent, servers=[Endpoint(broker_url), silent]).poll()
+    assert set(state.milestones.values()) == {None}, "of several servers the last one counts"
+    feed = Feed(state, metrics=tail, broker=Endpoint(broker_url), servers=[Endpoint(broker_url)])
+    feed.poll()
+    assert None not in state.milestones.values()
+    feed.close()
+
+
+def test_without_a_terminal_each_step_is_one_line(tmp_path: Path) -> None:
+    out = io.StringIO()
+    view = make_view("auto", out)
+    assert isinstance(view, PlainView)
+    state = snapshot(tmp_path)
+    state.status = {"queue": {"sequences": 64}}
+    write_rows(tmp_path / "metrics.jsonl", 1, 2)
+    state.rows = MetricsTail(tmp_path / "metrics.jsonl").read()
+    view.update(state, state.rows)
+    view.update(state, ())
+    lines = [line for line in out.getvalue().splitlines() if "step " in line]
+    assert len(lines) == 2
+    assert "step 2/4  reward 0.500  step 0.25 s  queue 64" in lines[1]
+
+
+def test_the_panel_shows_steps_reward_and_phase(tmp_path: Path) -> None:
+    state = snapshot(tmp_path)
+    state.milestones = {"broker": time.time(), "vllm": None}
+    write_rows(tmp_path / "metrics.jsonl", 1, 2, 3)
+    state.rows = MetricsTail(tmp_path / "metrics.jsonl").read()
+    state.phase = "training"
+    console = Console(width=120, file=io.StringIO(), force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(state))
+    text = capture.get()
+    for part in ("demo", "step 3/4", "▃▅▆", "vllm starting", "training", "0.750"):
+        assert part in text
+
+
+def test_an_environment_that_fell_silent_is_named(tmp_path: Path) -> None:
+    state = snapshot(tmp_path)
+    state.status = {"environments": [{"name": "a", "quiet_seconds": 0.5}, {"name": "b", "quiet_seconds": 90.0}]}
+    assert silent_environments(state) == ["b"]
+
+
+def test_a_sparkline_keeps_to_its_scale() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([-1.0, 1.0]) == "▁█"
+    assert sparkline([]) == ""
+
+
+def test_watching_costs_less_than_a_hundredth_of_a_core(tmp_path: Path, broker_url: str) -> None:
+    """Ten looks a second for a second, the broker asked once; measured as CPU time of this thread."""
+    state = snapshot(tmp_path)
+    feed = Feed(state, metrics=MetricsTail(tmp_path / "metrics.jsonl"), broker=Endpoint(broker_url))
+    write_rows(tmp_path / "metrics.jsonl", *range(1, 40))
+    feed.poll()
+    before = time.thread_time()
+    for _ in range(10):
+        feed.poll()
+    assert time.thread_time() - before < 0.01
+    feed.close()
+
+
+DROPPING = {
+    "environments": [
+        {
+            "name": "gsm8k",
+            "latest_drop": {"explanation": "96 groups collected, all dropped: every score is 0"},
+            "dropped_groups": {"equal-scores": 96},
+        },
+        {"name": "fine", "latest_drop": None},
+        {"name": "begins", "latest_drop": {"explanation": "1 group"}, "dropped_groups": {"failed": 1}},
+        {"name": "of an older broker"},
+    ],
+    "dropped_groups": {"equal-scores": 96},
+}
+
+
+def test_while_no_step_is_made_the_view_repeats_why_groups_are_dropped(tmp_path: Path) -> None:
+    state, out = snapshot(tmp_path), io.StringIO()
+    state.status = DROPPING
+    view = PlainView(out)
+    view.update(state, ())
+    view.update(state, ())
+    assert out.getvalue().count("gsm8k: 96 groups collected, all dropped: every score is 0") == 1
+    assert "begins" not in out.getvalue()
+    console = Console(width=120, file=io.StringIO(), force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(state))
+    assert "gsm8k: 96 groups collected, all dropped" in capture.get()
+
+
+def test_while_steps_are_made_dropped_groups_are_a_figure(tmp_path: Path) -> None:
+    state, out = snapshot(tmp_path), io.StringIO()
+    state.status = DROPPING
+    state.rows = [{"step": 1, "timestamp": time.time()}]
+    PlainView(out).update(state, state.rows)
+    assert "dropped 96" in out.getvalue()
+    assert "gsm8k" not in out.getvalue()

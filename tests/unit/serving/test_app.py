@@ -1,0 +1,211 @@
+"""The outermost layer: who needs a key, which routes pass the door, what becomes of a stream that breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from example_trainer.serving import generate, problems
+from example_trainer.serving.adapters import Adapters
+from example_trainer.serving.app import Front
+from example_trainer.serving.auth import Sites
+from example_trainer.serving.fence import AdmissionGate, Fence
+from example_trainer.serving.generate import GenerateHandler
+from example_trainer.serving.problems import Problem
+from example_trainer.serving.responses import Replies
+
+pytestmark = pytest.mark.anyio
+
+ANY_SITE = Sites(host="127.0.0.1", names=["*"], origins=["*"], has_keys=False)
+
+
+class Wire:
+    """One request as uvicorn would hand it on, and what was sent back."""
+
+    def __init__(self, path, *, method="POST", key=None, body=b"{}", headers=()):
+        headers = [*headers] if key is None else [*headers, (b"authorization", b"Bearer " + key)]
+        self.scope = {"type": "http", "method": method, "path": path, "headers": headers}
+        self.sent = []
+        self._messages = [{"type": "http.request", "body": body}]
+
+    async def receive(self):
+        return self._messages.pop(0) if self._messages else await generate.asyncio.Event().wait()
+
+    async def send(self, message):
+        self.sent.append(message)
+
+    @property
+    def status(self):
+        return self.sent[0]["status"]
+
+    @property
+    def body(self):
+        return b"".join(message.get("body", b"") for message in self.sent[1:])
+
+
+class Application:
+    """What stands behind the front: it notes the paths it was asked for."""
+
+    def __init__(self, door):
+        self.asked, self.inside, self._door = [], [], door
+
+    async def __call__(self, scope, receive, send):
+        self.asked.append(scope["path"])
+        self.inside.append(self._door.inside)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture
+def door():
+    return AdmissionGate()
+
+
+@pytest.fixture
+def app(door):
+    return Application(door)
+
+
+async def ask(front, path, **fields):
+    wire = Wire(path, **fields)
+    await front(wire.scope, wire.receive, wire.send)
+    return wire
+
+
+async def test_with_keys_every_route_but_health_needs_one_and_the_bridge_token_is_one(app, door):
+    front = Front(app, app, door, root_path="", keys=[b"sesam", b"bridge"], sites=ANY_SITE)
+    routes = ["/generate", "/v1/completions", "/v1/load_lora_adapter", "/bridge/info", "/lora/status", "/metrics"]
+    for path in routes:
+        for method in ("GET", "POST"):
+            for key in (None, b"guess", b""):
+                refused = await ask(front, path, method=method, key=key)
+                assert refused.status == 401
+                assert b"--api-key" in refused.body
+    assert app.asked == []
+    for path in ("/health", "/readyz", "/ping"):
+        assert (await ask(front, path, method="GET")).status == 200
+    for key in (b"sesam", b"bridge"):
+        assert (await ask(front, "/v1/completions", key=key)).status == 200
+
+
+async def test_without_keys_nothing_is_asked(app, door):
+    front = Front(app, app, door, root_path="", keys=[], sites=ANY_SITE)
+    assert (await ask(front, "/bridge/info", method="GET")).status == 200
+
+
+async def test_generating_routes_pass_the_door_and_vllms_loading_of_adapters_is_ours(app, door):
+    front = Front(app, app, door, root_path="/behind", keys=[], sites=ANY_SITE)
+    for path in ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/bridge/pause"):
+        await ask(front, f"/behind{path}")
+    assert app.asked == [
+        "/behind/v1/completions",
+        "/behind/lora/load_lora_adapter",
+        "/behind/lora/unload_lora_adapter",
+        "/behind/bridge/pause",
+    ]
+    assert app.inside == [1, 0, 0, 0]
+    door.refuse(problems.paused())
+    assert (await ask(front, "/behind/v1/completions")).status == 503
+
+
+async def test_routes_of_no_use_here_are_not_answered(app, door):
+    """They answered 500, or ended other clients' requests whose names can be guessed."""
+    front = Front(app, app, door, root_path="", keys=[], sites=ANY_SITE)
+    for path in ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/inference/v1/abort_requests", "/abort_requests"):
+        answer = await ask(front, path)
+        assert answer.status == 404
+        assert path.encode() in answer.body
+    assert app.asked == []
+
+
+async def test_another_sites_page_gets_no_answer_by_any_route_but_health(app, door):
+    sites = Sites(host="127.0.0.1", names=[], origins=[], has_keys=False)
+    front = Front(app, app, door, root_path="", keys=[], sites=sites)
+    foreign = [(b"host", b"127.0.0.1:9001"), (b"origin", b"http://evil.example")]
+    for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/bridge/pause", "/ping/"):
+        assert (await ask(front, path, headers=foreign)).status == 403
+    rebound = [(b"host", b"evil.example:9001")]
+    for path in ("/v1/models", "/metrics", "/bridge/info"):
+        assert (await ask(front, path, method="GET", headers=rebound)).status == 403
+    assert app.asked == []
+    for path in ("/health", "/readyz", "/ping"):
+        assert (await ask(front, path, method="GET", headers=rebound)).status == 200
+
+
+async def test_a_websocket_of_another_sites_page_is_refused(app, door):
+    """Browsers ask nobody before they open one."""
+    sites = Sites(host="127.0.0.1", names=[], origins=[], has_keys=False)
+    front = Front(app, app, door, root_path="", keys=[], sites=sites)
+    wire = Wire("/v1/realtime", headers=[(b"host", b"127.0.0.1:9001"), (b"origin", b"http://evil.example")])
+    wire.scope["type"] = "websocket"
+    del wire.scope["method"]
+    await front(wire.scope, wire.receive, wire.send)
+    assert wire.status == 403
+    assert app.asked == []
+
+
+class BreakingEngine:
+    """An engine that gives one token and dies."""
+
+    serves_adapter = None
+
+    def generate(self, *_):
+        async def pieces():
+            output = SimpleNamespace(
+                index=0, token_ids=[7], logprobs=None, text="", finish_reason=None, weight_versions=None
+            )
+            output.cumulative_logprob = None
+            yield SimpleNamespace(outputs=[output], prompt_logprobs=None)
+            raise problems.engine_dead()
+
+        return pieces()
+
+
+async def test_a_stream_that_breaks_ends_with_the_reason(door, monkeypatch):
+    monkeypatch.setattr(generate, "engine_problems", contextlib.nullcontext)
+    monkeypatch.setattr(generate, "sampling_params", lambda _: None)
+    engine = BreakingEngine()
+    adapters = Adapters(
+        engine,
+        SimpleNamespace(lora_requests={}),
+        enabled=False,
+        model_names=["m"],
+        boot_id="b",
+        keep=1,
+    )
+    fence = Fence(engine, door, header=None)
+    handler = GenerateHandler(engine, fence, door, adapters, Replies(boot_id="b", tokenizer=None), None)
+    body = json.dumps({"prompt": [5], "stream": True, "logprobs": None, "detokenize": False}).encode()
+    wire = await ask(handler, "/generate", body=body)
+    assert [message["type"] for message in wire.sent].count("http.response.start") == 1
+    first, last = wire.body.decode().strip().split("\n\n")
+    assert json.loads(first.removeprefix("data: "))["token_ids"] == [7]
+    name, data = last.split("\n")
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: "))["type"].endswith("engine-dead")
+    assert door.inside == 0
+
+
+async def test_an_adapter_that_goes_while_its_request_waits_at_the_door_leaves_nobody_inside(door, monkeypatch):
+    """One too many inside, and no later publish would find the server drained."""
+    monkeypatch.setattr(generate, "sampling_params", lambda _: None)
+    engine = BreakingEngine()
+    models = SimpleNamespace(lora_requests={})
+    adapters = Adapters(engine, models, enabled=False, model_names=["m"], boot_id="b", keep=1)
+    looked = []
+
+    def named(model):
+        looked.append(model)
+        if len(looked) > 1:
+            raise Problem(404, "unknown-model", "it has been unloaded meanwhile")
+
+    monkeypatch.setattr(adapters, "named", named)
+    fence = Fence(engine, door, header=None)
+    handler = GenerateHandler(engine, fence, door, adapters, Replies(boot_id="b", tokenizer=None), None)
+    wire = await ask(handler, "/generate", body=b'{"prompt": [5], "model": "first"}')
+    assert wire.status == 404
+    assert looked == ["first", "first"]
+    assert door.inside == 0

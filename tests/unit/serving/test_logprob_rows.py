@@ -1,0 +1,77 @@
+"""One request's row of a batch stays apart from the others', on small examples."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from example_trainer.serving.engine import complete_characters, leaves_nothing
+from example_trainer.serving.vllm.patches import leaving_out_rows_without_adapter
+
+
+def add_by_slot(inputs, weights, output, slots, scale=1.0):
+    """As vLLM's functions for a CPU: a slot of -1 is the last."""
+    output += scale * torch.einsum("bi,boi->bo", inputs, weights[slots])
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 1], [0, -1, 1], [-1, -1, 1], [-1, -1, -1]])
+def test_rows_without_an_adapter_stay_as_they_are(slots):
+    noise = torch.Generator().manual_seed(0)
+    inputs, weights = torch.randn(3, 4, generator=noise), torch.randn(2, 5, 4, generator=noise)
+    weights[1, 0, 0] = float("nan") if slots == [-1, -1, -1] else 0.5
+    output = torch.ones(3, 5)
+    leaving_out_rows_without_adapter(add_by_slot)(inputs, weights, output, torch.tensor(slots), 2.0)
+    for row, slot in enumerate(slots):
+        expected = torch.ones(5) if slot < 0 else 1 + 2 * weights[slot] @ inputs[row]
+        assert torch.allclose(output[row], expected)
+
+
+def params(**fields):
+    plain = {"bad_words_token_ids": None, "allowed_token_ids": None, "min_tokens": 0, "all_stop_token_ids": {0}}
+    return SimpleNamespace(**plain | {"structured_outputs": None} | fields)
+
+
+@pytest.mark.parametrize(
+    ("limits", "nothing"),
+    [
+        ({}, False),
+        ({"allowed_token_ids": [0]}, False),
+        ({"allowed_token_ids": [0], "min_tokens": 1}, True),
+        ({"allowed_token_ids": [0, 1], "min_tokens": 1}, False),
+        ({"allowed_token_ids": [0], "min_tokens": 1, "structured_outputs": "a grammar"}, False),
+        ({"allowed_token_ids": [1], "bad_words_token_ids": [[1]]}, True),
+        ({"allowed_token_ids": [1], "bad_words_token_ids": [[1, 1]]}, False),
+        ({"allowed_token_ids": [0, 1], "bad_words_token_ids": [[1], [2, 3]], "min_tokens": 2}, True),
+        ({"bad_words_token_ids": [[1], [2], [3]]}, False),
+        ({"bad_words_token_ids": [[1], [2], [3]], "min_tokens": 1}, True),
+    ],
+)
+def test_limits_that_leave_no_first_token_are_found(limits, nothing):
+    assert leaves_nothing(params(**limits), vocabulary=4) is nothing
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, tokens):
+        return bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("text", "complete"),
+    [
+        (b"", 0),
+        (b"abc", 3),
+        ("né".encode(), 3),
+        ("né".encode()[:2], 1),
+        ("n€".encode()[:2], 1),
+        ("n€".encode()[:3], 1),
+        ("n\U0001f600".encode()[:4], 1),
+        ("€€€€€".encode(), 15),
+        (b"ab\xff\xff\xff\xff\xff", 0),
+    ],
+)
+def test_a_prompts_complete_characters_end_before_one_that_is_begun(text, complete):
+    assert complete_characters(Bytes(), list(text)) == list(text[:complete])

@@ -1,0 +1,62 @@
+"""The trainer's process ends, whatever its threads do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+
+HANGING = """
+import sys, threading, time
+from example_trainer.cli import ensure_exit
+
+def forever():
+    while True:
+        time.sleep(0.05)
+
+threading.Thread(target=forever, name="upload-logs").start()
+ensure_exit(7, patience_seconds=0.5)
+sys.exit(7)
+"""
+ORDERLY = """
+import sys, threading, time
+from example_trainer.cli import ensure_exit
+
+threading.Thread(target=time.sleep, args=(0.2,)).start()
+ensure_exit(7, patience_seconds=30)
+sys.exit(7)
+"""
+CALLED = """
+import time
+from example_trainer.cli import ensure_exit
+
+ensure_exit(7, patience_seconds=0.2)
+time.sleep(0.8)
+print("went on")
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_thread_that_never_ends_is_named_with_its_place_and_left_behind() -> None:
+    ended = run(HANGING)
+    assert ended.returncode == 7
+    assert "upload-logs: <string>" in ended.stderr
+    assert "in forever" in ended.stderr
+
+
+def test_a_process_that_can_end_does_so_at_once_and_in_silence() -> None:
+    started = time.monotonic()
+    ended = run(ORDERLY)
+    assert (ended.returncode, ended.stderr) == (7, "")
+    assert time.monotonic() - started < 25
+
+
+def test_a_caller_that_goes_on_after_the_command_is_left_alone() -> None:
+    """A process of tests was ended in the middle of another one, with code 0, 20 s after `atropos-grpo --version`."""
+    ended = run(CALLED)
+    assert (ended.returncode, ended.stdout) == (0, "went on\n")

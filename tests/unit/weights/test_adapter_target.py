@@ -1,0 +1,72 @@
+"""Servers that are not ours: where an adapter goes, and under which name clients find it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from example_trainer.errors import ServerRefused, ServerUnavailable
+from example_trainer.weight_protocol.adapter_payload import AdapterPayload
+from example_trainer.weights.adapter_target import StockServer
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+class Routes:
+    """A server of these routes alone, and what it was asked there."""
+
+    def __init__(self, *routes):
+        self.routes, self.asked = routes, []
+        self.loaded, self.lost = [], []
+        """The next exchanges of which the request or the answer is lost, in order."""
+
+    def call(self, _method, path, body=None):
+        if path == "/v1/models":
+            return {"data": [{"id": name} for name in ["m", *self.loaded]]}
+        if path not in self.routes:
+            raise ServerRefused(f"no route {path}", 404)
+        moment = self.lost.pop(0) if self.lost else None
+        if moment != "request":
+            self.take(path, body)
+        if moment is not None:
+            raise ServerUnavailable(f"{path}: the {moment} was lost")
+        return {}
+
+    def take(self, path, body):
+        self.asked.append((path, *(body or {}).values()))
+        if path == "/lora/load":
+            return
+        if body["lora_name"] in self.loaded and "unload" not in path:
+            raise ServerRefused(f"{body['lora_name']} has already been loaded", 400)
+        (self.loaded.remove if "unload" in path else self.loaded.append)(body["lora_name"])
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(("route", "name"), [(LOAD, "policy-v7"), ("/lora/load", None)], ids=["stock", "atropos"])
+def test_r23_only_where_adapters_are_told_apart_by_name_clients_are_given_one(tmp_path, route, name):
+    routes = Routes(route)
+    server = StockServer(routes, tmp_path, model="m", keep=2)
+    payload = AdapterPayload.write({"a.lora_A.weight": torch.ones(2, 3)}, {"r": 2})
+    server.send(7, payload)
+    assert server.policy_name(7) == name
+    assert [(path, set(told)) for path, *told in routes.asked] == [(route, {"policy-v7", str(tmp_path / "policy-v7")})]
+
+
+@pytest.mark.parametrize("lost", ["request", "answer"])
+def test_a_stock_server_whose_answer_is_lost_has_the_adapter_once_and_forgets_old_ones(tmp_path, lost):
+    routes = Routes(LOAD, UNLOAD)
+    server = StockServer(routes, tmp_path, model="m", keep=2)
+    for version in (1, 2, 3):
+        payload = AdapterPayload.write({"a.lora_A.weight": torch.full((2, 3), version)}, {"r": 2})
+        routes.lost = [lost] if version == 2 else [None, lost]
+        try:
+            server.send(version, payload)
+        except ServerUnavailable:
+            server.send(version, payload)  # as the bridge does
+        assert server.identify().policy_version == version
+    assert routes.loaded == (
+        ["policy-v1", "policy-v2", "policy-v3"] if lost == "request" else ["policy-v2", "policy-v3"]
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy-v2", "policy-v3"]

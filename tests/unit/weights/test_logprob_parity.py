@@ -1,0 +1,125 @@
+"""The probe's comparison: strict where both sides can agree, and no stricter than rounding allows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from example_trainer.errors import ProofFailed
+from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.weights import logprob_parity
+from example_trainer.weights.logprob_parity import (
+    TOLERANCES,
+    Difference,
+    _checked,
+    _Sample,
+    compare,
+    probe_prompts,
+    prove,
+    wider_precision,
+)
+
+
+def policy_of(path, dtype):
+    return load_policy(PolicyOptions(model_name=str(path), dtype=dtype, device="cpu"))
+
+
+@torch.no_grad()
+def sampled_by(policy, *, noise=0.0):
+    """What a server with this policy's weights would answer, its logits off by random noise."""
+    torch.manual_seed(1)
+    samples = []
+    for prompt in probe_prompts(300, 256):
+        outputs = torch.randint(300, (8, 32))
+        tokens = torch.cat([torch.tensor(prompt).expand(8, -1), outputs], dim=1)
+        with policy.autocast():
+            logits = policy.module(input_ids=tokens).logits[:, len(prompt) - 1 : -1].float()
+        logits += noise * torch.randn_like(logits)
+        logprobs = logits.log_softmax(-1).gather(-1, outputs[..., None]).squeeze(-1)
+        samples.append(_Sample(prompt, outputs.tolist(), logprobs.tolist()))
+    return samples
+
+
+def agrees(policy, samples):
+    agreement = compare(policy, samples)
+    return agreement.difference.within(agreement.limit)
+
+
+def test_fp32_of_an_ill_conditioned_model_is_allowed_what_fp32_rounds_and_not_more(tiny_model):
+    """Weights much larger than usual: the trainer alone is off by more than the fixed limit."""
+    policy = policy_of(tiny_model("llama"), "float32")
+    policy.load_masters({name: tensor * 12 for name, tensor in policy.snapshot().items()})
+    agreement = compare(policy, sampled_by(policy))
+    assert agreement.limit.maximum > TOLERANCES[torch.float32].maximum
+    assert not agrees(policy, sampled_by(policy, noise=0.05))
+
+
+def test_r5_fp32_is_held_to_its_fixed_limits_over_two_thousand_tokens(tiny_model):
+    policy = policy_of(tiny_model("llama"), "float32")
+    agreement = compare(policy, sampled_by(policy))
+    assert agreement.tokens >= 2000
+    assert agreement.limit == TOLERANCES[torch.float32] == Difference(1e-4, 5e-6)
+    assert agrees(policy, sampled_by(policy))
+    assert not agrees(policy, sampled_by(policy, noise=1e-4))
+
+
+def test_bf16_is_allowed_what_bf16_rounds_and_not_more(tiny_model):
+    policy = policy_of(tiny_model("llama"), "bfloat16")
+    in_fp32 = policy_of(tiny_model("llama"), "float32")
+    assert agrees(policy, sampled_by(in_fp32)), "as far off as a server that rounds elsewhere"
+    assert not agrees(policy, sampled_by(policy, noise=0.15))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-tied", "gpt2", "phi3"])
+def test_wider_precision_is_the_fp32_forward_and_leaves_no_trace(tiny_model, family):
+    policy = policy_of(tiny_model(family), "bfloat16")
+    reference = policy_of(tiny_model(family), "float32")
+    reference.load_masters({name: tensor.float() for name, tensor in policy.snapshot().items()})
+    tokens = torch.arange(3, 43).view(2, 20)
+    before = dict(policy.module.named_parameters())
+    with torch.no_grad(), wider_precision(policy.module, torch.float32), policy.autocast():
+        wide = policy.module(input_ids=tokens).logits
+    torch.testing.assert_close(wide, reference.module(input_ids=tokens).logits, rtol=1e-4, atol=1e-4)
+    assert all(parameter is before[name] for name, parameter in policy.module.named_parameters())
+
+
+def test_prompts_reach_beyond_a_cache_block_and_never_beyond_the_context():
+    assert max(map(len, probe_prompts(300, 4096))) > 128
+    assert max(map(len, probe_prompts(300, 64))) + 32 <= 64
+    assert probe_prompts(300, 64) == probe_prompts(300, 64)
+
+
+@pytest.mark.parametrize(("difference", "fits"), [((1.0, 1.0), True), ((1.1, 0.0), False), ((0.0, 1.1), False)])
+def test_neither_the_worst_token_nor_the_mean_may_be_beyond_its_limit(difference, fits):
+    assert Difference(*difference).within(Difference(1.0, 1.0)) is fits
+
+
+@pytest.mark.parametrize(
+    ("spans", "boot_id"),
+    [([[0, 1, 6], [1, 2, 7]], "boot"), ([[0, 2, 6]], "boot"), ([[0, 2, None]], "boot"), ([[0, 2, 7]], "boots")],
+)
+def test_an_answer_of_another_version_or_of_another_start_proves_nothing(spans, boot_id):
+    answer = {"policy_versions": [[[0, 2, 7]], spans], "token_ids": [[1, 2]] * 2, "logprobs": [[-1.0] * 2] * 2}
+    with pytest.raises(ProofFailed, match="version 7"):
+        _checked([1], answer | {"boot_id": boot_id}, version=7, boot_id="boot")
+
+
+@pytest.mark.parametrize(("off", "agrees"), [(0.0, True), (0.01, False)])
+def test_a_server_that_tells_other_logprobs_is_found(tiny_model, monkeypatch, off, agrees):
+    monkeypatch.setattr(logprob_parity, "_PROMPT_LENGTHS", (4,))
+    policy = policy_of(tiny_model("qwen2"), "float32")
+
+    def generate(request):
+        prompt = request["prompt"]["prompt_token_ids"]
+        with torch.no_grad():
+            logits = policy.module(input_ids=torch.tensor([[*prompt, 7]])).logits[0, len(prompt) - 1]
+        told = logits.log_softmax(-1)[7].item() + off
+        return {"token_ids": [[7]], "logprobs": [[told]], "policy_versions": [[[0, 1, 2]]], "boot_id": "boot"}
+
+    settings = {"version": 2, "boot_id": "boot", "max_model_len": 64, "limit": TOLERANCES[torch.float32]}
+    if agrees:
+        prove(policy, generate, **settings)
+    else:
+        with pytest.raises(ProofFailed, match="disagree on version 2"):
+            prove(policy, generate, **settings)

@@ -1,0 +1,85 @@
+"""The hot-swap bridge against a server that tells what the test wants: what it believes, and what it asks for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from example_trainer.errors import ProofFailed, ServerRefused
+from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.weight_protocol.adapter_payload import AdapterPayload
+from example_trainer.weights.adapter_target import AtroposServer, SwapServer
+from example_trainer.weights.base import SyncCheck
+from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
+
+PAYLOAD = AdapterPayload.write({"a.lora_A.weight": torch.ones(2, 3)}, {"r": 2})
+RIGHT, WRONG = PAYLOAD.digest(), AdapterPayload.write({"a.lora_A.weight": torch.zeros(2, 3)}, {"r": 2}).digest()
+
+
+class Client:
+    """One start of a server that tells these things, and what it was asked to serve and to forget."""
+
+    def __init__(self, *, digest=RIGHT, misplaced=(), refuses=False):
+        self.told = {"digest": digest, "misplaced": list(misplaced), "boot_id": "boot"}
+        self.refuses, self.asked = refuses, []
+
+    def upload_adapter(self, *_):
+        return self.told
+
+    def check_adapter(self, _):
+        return self.told
+
+    def activate_adapter(self, name):
+        if self.refuses:
+            raise ServerRefused("it is gone", 404)
+        self.asked.append(("activate", name))
+
+    def unload_adapter(self, name):
+        self.asked.append(("unload", name))
+
+    def generate(self, _):
+        raise AssertionError
+
+    def close(self):
+        pass
+
+
+def test_an_adapter_that_arrived_with_another_checksum_is_refused():
+    assert AtroposServer(Client()).send(3, PAYLOAD) == "boot"
+    with pytest.raises(ProofFailed, match="version 3 arrived"):
+        AtroposServer(Client(digest=WRONG)).send(3, PAYLOAD)
+
+
+@pytest.mark.parametrize("wrong", [{"digest": WRONG}, {"misplaced": ["q_proj"]}])
+def test_a_server_that_computes_with_other_tensors_is_found(wrong):
+    AtroposServer(Client()).check(3, PAYLOAD)
+    with pytest.raises(ProofFailed, match="other tensors"):
+        AtroposServer(Client(**wrong)).check(3, PAYLOAD)
+
+
+def test_a_bad_version_goes_only_once_a_good_one_is_served_again():
+    client = Client()
+    assert AtroposServer(client).restore(3, 2)
+    assert client.asked == [("activate", "policy-v2"), ("unload", "policy-v3")]
+    gone = Client(refuses=True)
+    assert not AtroposServer(gone).restore(3, 2)
+    assert gone.asked == []
+
+
+@pytest.mark.parametrize(
+    ("now", "needed"),
+    [(("boot", 3), False), (("boots", 3), True), (("boo", 3), True), (("boot", None), True)],
+)
+def test_a_server_that_has_started_anew_or_serves_nothing_is_published_to(tmp_path, now, needed):
+    policy = PolicyOptions(model_name="m")
+    bridge = LoraHotswapBridge(HotswapOptions(policy=policy, server_url="http://127.0.0.1:9", adapters_dir=tmp_path))
+    server = AtroposServer(Client())
+    server.identify = lambda: SwapServer(*now, 64)
+    bridge._server, bridge._boot_id, bridge._has_published = server, "boot", True
+    assert bridge.needs_publish() is needed
+
+
+def test_every_nth_sync_is_proven():
+    every_third, none = SyncCheck(3), SyncCheck(0)
+    assert [every_third.is_due() for _ in range(7)] == [False, False, True, False, False, True, False]
+    assert not any(none.is_due() for _ in range(3))
