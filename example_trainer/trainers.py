@@ -1,17 +1,17 @@
 """The training loop, the same for every weight bridge.
 
-Batch n is step n. What follows a step (`learning.tail`) keeps one order, so that a crash between any two parts leaves
-something that a resume repeats harmlessly: publish the weights, tell the broker the version, write the checkpoint if
-one is due, commit what it covers.
+Batch n is step n. What follows the optimizer step (`step.post_step`) keeps one order, so that a crash between any two
+parts leaves something that a resume repeats harmlessly: publish the weights, announce the version to the broker, write
+the checkpoint if one is due, commit what it covers.
 
 ```
-          batch n+1 is fetched and laid out (thread)
-main:     take n ─ forward/backward n ─ [join tail n-1] ─ optimizer step n ─┐
-tail n:                                                 publish ─ announce ─ checkpoint ─ commit
+              batch n+1 is fetched and laid out (thread)
+main:         take n ─ forward/backward n ─ [wait for post-step n-1] ─ optimizer step n ─┐
+post-step n:                                           publish ─ announce ─ checkpoint ─ commit
 ```
 
-With `--overlap-publish` the tail of step n runs in a thread beside forward and backward of batch n + 1 and is joined
-before the weights move again; otherwise it runs in place. It only reads the masters, and so does the forward.
+With `--overlap-publish` the post-step of step n runs in a thread during forward and backward of batch n + 1, and is
+awaited before the weights move again; otherwise it runs in place. It only reads the masters, and so does the forward.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Trainer:
         self._trackers = trackers
         self._should_stop = should_stop
         self._health = HealthMonitor(parse_limits(config.health_limits or ()))
-        self._stepper: TrainStep
-        self._tail: PostStep
+        self._train_step: TrainStep
+        self._post_step: PostStep
         self._tracker: Tracker
 
     def run(self) -> bool:
@@ -87,7 +87,7 @@ class Trainer:
         """Train to the last step; False when it was stopped before, with a checkpoint of where it stood."""
         try:
             finished = self._train()
-            self._tail.finish(finished)
+            self._post_step.finish(finished)
         finally:
             self._tracker.close()
         return finished
@@ -117,22 +117,22 @@ class Trainer:
         self._build()
         self.progress.version = max(info.highest_policy_version, self._bridge.highest_version(), taken or 0)
         if checkpoint is not None and state is not None:
-            self._stepper.resume(checkpoint, state)
+            self._train_step.resume(checkpoint, state)
         self._tracker = self._trackers.at(self.progress.step if resumes else None)
         if state is not None:
             self._ranks.lead(partial(self._catch_up, state))
-        self._tail.publish()
+        self._post_step.publish()
 
     def _build(self) -> None:
         """The policy in place, and what works on it."""
         config = self.config
-        self._stepper = stepper = make_train_step(config, self._bridge.prepare(), self._ranks)
-        self.progress = stepper.progress
-        self._tail = PostStep(
+        self._train_step = train_step = make_train_step(config, self._bridge.prepare(), self._ranks)
+        self.progress = train_step.progress
+        self._post_step = PostStep(
             config,
             self.progress,
-            learner=stepper.learner,
-            alignment=stepper.alignment,
+            learner=train_step.learner,
+            alignment=train_step.alignment,
             session=self._session,
             bridge=self._bridge,
             should_stop=self._all_should_stop,
@@ -149,19 +149,24 @@ class Trainer:
             feed.close()
 
     def _step(self, step: int, feed: BatchFeed[PreparedBatch]) -> bool:
-        clock = step_metrics.StepClock()
+        """One step, from its batch to its line of metrics; False where the run ends with it."""
+        clock, learner = step_metrics.StepClock(), self._train_step.learner
         prepared = self._take(step, feed)
         if self._ranks.any(prepared is None or self._should_stop()):
             return False
         assert prepared is not None
         clock.fetched()
-        metrics = self._stepper.train(
-            prepared, clock, before_update=self._tail.make_way, should_stop=self._all_should_stop
-        )
+        training = self._train_step.begin(prepared, self._all_should_stop)
+        for mini_batch in training.batch.mini_batches:
+            gradients = learner.accumulate(training.batch, mini_batch)
+            with clock.waiting():
+                self._post_step.wait()  # no weight moves while the last publish reads it
+            learner.apply(gradients)
+        metrics = self._train_step.finish(training)
+        clock.trained()
         self.progress.metrics, self.progress.health = dict(metrics), self._health.memory()
-        self._tail.run(step)
-        whole = prepared.whole
-        metrics |= clock.metrics(sampled_tokens=sum(whole.response_lengths), trained_tokens=len(whole.targets))
+        self._post_step.start(step)
+        metrics |= clock.metrics(prepared.whole)
         sign = self._ranks.lead(partial(self._log, step, metrics))
         self.stopped_by = None if sign is None else HealthEvent(**sign)
         return self.stopped_by is None
@@ -173,13 +178,13 @@ class Trainer:
             self._ranks.lead(lambda: False)
             return prepared
         while self._ranks.lead(lambda: True):
-            self._tail.publish()
+            self._post_step.publish()
         return feed.take(step)
 
     def _while_waiting(self) -> None:
-        if self._ranks.is_main and self._tail.needs_publish():
+        if self._ranks.is_main and self._post_step.needs_publish():
             self._ranks.lead(lambda: True)
-            self._tail.publish()
+            self._post_step.publish()
 
     def _all_should_stop(self) -> bool:
         return self._ranks.any(self._should_stop())
@@ -188,8 +193,8 @@ class Trainer:
         """Write down a step; the fields of the first sign of trouble that is to end the run, if there is one."""
         stopped_by: HealthEvent | None = None
         metrics[names.POLICY_VERSION] = self.progress.version
-        metrics |= step_metrics.publish_metrics(self._tail.report)
-        metrics |= step_metrics.memory_metrics(self._stepper.learner.policy.device)
+        metrics |= step_metrics.publish_metrics(self._post_step.report)
+        metrics |= step_metrics.memory_metrics(self._train_step.learner.policy.device)
         self._tracker.log(step, metrics)
         step_metrics.say(step, self.config.training_steps, metrics)
         for event in self._health.check(step, metrics):
@@ -218,7 +223,7 @@ class Trainer:
                 report_logprobs(batch)
             if self.config.save_batches:
                 write_batch(self._batch_path(batch.number), batch)
-            return self._stepper.prepare(batch, self._session.whole_batch(batch))
+            return self._train_step.prepare(batch, self._session.whole_batch(batch))
 
         return BatchFeed(
             self._session.get_batch,

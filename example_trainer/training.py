@@ -94,16 +94,21 @@ class StepResult:
 
 
 @dataclass(slots=True, eq=False)
-class _Pass:
-    """One optimizer step: values at each trained token of this rank, sums over all ranks."""
+class Gradients:
+    """The gradients of one mini-batch, accumulated in the policy, and what its forwards showed.
+
+    `logprobs` and `entropies` are `[N]` over this rank's trained tokens, NaN outside the mini-batch; sums are over all
+    ranks.
+    """
 
     logprobs: Tensor
     entropies: Tensor
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """The loss's terms by name, and the counts below."""
     norm: float = 0.0
-    """Of the gradient, before clipping."""
+    """The global norm before clipping."""
     moved: bool = False
+    """True once an optimizer step has applied them."""
 
     @property
     def loss(self) -> float:
@@ -112,6 +117,19 @@ class _Pass:
 
 _USEFUL, _COMPUTED = "useful tokens", "computed tokens"
 _COUNTS = frozenset({_USEFUL, _COMPUTED})
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class BatchTraining:
+    """One batch under training: the mini-batches of all its epochs in order, and the gradients of those done."""
+
+    batch: TrainingBatch
+    targets: Targets | None
+    """None where nothing of the batch is trained."""
+    mini_batches: list[list[Row]]
+    in_an_epoch: int
+    should_stop: Callable[[], bool]
+    done: list[Gradients] = field(default_factory=list)
 
 
 class Learner:
@@ -137,24 +155,60 @@ class Learner:
         """Optimizer steps taken in the whole run, over resumes; the schedule depends on it."""
         self._nonfinite_in_a_row = 0
 
-    def train(
-        self,
-        batch: TrainingBatch,
-        *,
-        before_update: Callable[[], None] = lambda: None,
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> StepResult:
-        """Train one batch. `before_update` is called before the weights change, and only then; it may wait."""
+    def train(self, batch: TrainingBatch) -> StepResult:
+        """Train one batch with nothing to wait for before the weights move, as a replay does."""
+        training = self.begin(batch)
+        for mini_batch in training.mini_batches:
+            self.apply(self.accumulate(training, mini_batch))
+        return self.finish(training)
+
+    def begin(self, batch: TrainingBatch, should_stop: Callable[[], bool] = lambda: False) -> BatchTraining:
+        """Divide the batch into mini-batches, and score what the objective compares with before any weight moves."""
         parts = plan_mini_batches(batch.rows, self.settings.mini_batches, self.ranks)
-        result = StepResult(metrics={names.TRAIN_SKIPPED: 0.0 if parts else 1.0})
+        targets = None
         if parts:
             targets = self.objective.prepare(batch.rows, batch.targets.to(self.policy.device), self.score)
-            # A stop is honoured before the first update only: half a batch trained would be in no checkpoint's terms.
-            done = [self._update(parts[0], targets, before_update, should_stop)]
-            later = (parts * self.settings.epochs)[1:]
-            done += [self._update(part, targets, lambda: None, lambda: False) for part in later]
-            self._report(result, done, targets, first=done[: len(parts)])
-        self.objective.after_batch(batch.number, result.metrics)
+        return BatchTraining(
+            batch=batch,
+            targets=targets,
+            mini_batches=parts * self.settings.epochs,
+            in_an_epoch=len(parts),
+            should_stop=should_stop,
+        )
+
+    def accumulate(self, training: BatchTraining, rows: Sequence[Row]) -> Gradients:
+        """Forward and backward over one mini-batch, summed over the ranks and clipped. No weight moves."""
+        assert training.targets is not None
+        # A stop is honoured before the first update only: half a batch trained would be in no checkpoint's terms.
+        should_stop = (lambda: False) if training.done else training.should_stop
+        self.optimizer.zero_grad(set_to_none=True)
+        gradients = self._accumulate(rows, training.targets, should_stop)
+        self.policy.collect_gradients()
+        if not self.policy.is_sharded:
+            self.ranks.sum_gradients(self.policy.masters.values())
+        gradients.norm = self._clip_gradients()
+        training.done.append(gradients)
+        return gradients
+
+    def apply(self, gradients: Gradients) -> None:
+        """One optimizer step; none where the loss or the gradients are not finite."""
+        if not (math.isfinite(gradients.norm) and math.isfinite(gradients.loss)):
+            self._count_nonfinite(gradients.loss, gradients.norm)
+            return
+        self._nonfinite_in_a_row = 0
+        self.updates += 1
+        set_lr(self.optimizer, self.settings.learning_rate.at(self.updates))
+        with self.policy.changing():
+            self.optimizer.step()
+        gradients.moved = True
+
+    def finish(self, training: BatchTraining) -> StepResult:
+        """The batch's metrics, and what its first forwards showed at each token."""
+        done, targets = training.done, training.targets
+        result = StepResult(metrics={names.TRAIN_SKIPPED: 0.0 if done else 1.0})
+        if targets is not None:
+            self._report(result, done, targets, first=done[: training.in_an_epoch])
+        self.objective.after_batch(training.batch.number, result.metrics)
         return result
 
     def score(self, rows: Sequence[Row], targets: Targets) -> Tensor:
@@ -166,31 +220,9 @@ class Learner:
                 scored[micro.target_index] = logprobs
         return scored
 
-    def _update(
-        self, rows: Sequence[Row], targets: Targets, before_update: Callable[[], None], should_stop: Callable[[], bool]
-    ) -> _Pass:
-        """One optimizer step over `rows`."""
-        self.optimizer.zero_grad(set_to_none=True)
-        passed = self._accumulate(rows, targets, should_stop)
-        self.policy.collect_gradients()
-        if not self.policy.is_sharded:
-            self.ranks.sum_gradients(self.policy.masters.values())
-        passed.norm = self._clip_gradients()
-        if not (math.isfinite(passed.norm) and math.isfinite(passed.loss)):
-            self._count_nonfinite(passed.loss, passed.norm)
-            return passed
-        self._nonfinite_in_a_row = 0
-        before_update()
-        self.updates += 1
-        set_lr(self.optimizer, self.settings.learning_rate.at(self.updates))
-        with self.policy.changing():
-            self.optimizer.step()
-        passed.moved = True
-        return passed
-
-    def _accumulate(self, rows: Sequence[Row], targets: Targets, should_stop: Callable[[], bool]) -> _Pass:
+    def _accumulate(self, rows: Sequence[Row], targets: Targets, should_stop: Callable[[], bool]) -> Gradients:
         unknown = torch.full((len(targets),), math.nan, device=self.policy.device)
-        passed = _Pass(unknown, unknown.clone())
+        passed = Gradients(unknown, unknown.clone())
         weights = step_weights(
             rows, len(targets), self.settings.aggregation, self.settings.constant_length, self.ranks
         ).to(self.policy.device)
@@ -201,7 +233,7 @@ class Learner:
         passed.totals = sum_by_name(self.ranks.gather(dict(passed.totals)))
         return passed
 
-    def _backward(self, micro: PackedMicroBatch, targets: Targets, weights: Tensor, passed: _Pass) -> None:
+    def _backward(self, micro: PackedMicroBatch, targets: Targets, weights: Tensor, passed: Gradients) -> None:
         """Forward and backward of one micro-batch, added to `passed` and to the gradients."""
         at = micro.target_index
         logprobs, entropies = self._forward(micro, targets, self.objective.labels(targets, at))
@@ -246,7 +278,9 @@ class Learner:
         norm: Any = torch.nn.utils.clip_grad_norm_(self.policy.masters.values(), limit)
         return float(norm.full_tensor() if self.policy.is_sharded else norm)
 
-    def _report(self, result: StepResult, done: Sequence[_Pass], targets: Targets, *, first: Sequence[_Pass]) -> None:
+    def _report(
+        self, result: StepResult, done: Sequence[Gradients], targets: Targets, *, first: Sequence[Gradients]
+    ) -> None:
         """Fill in what the batch showed: the first pass's values at each token, and means over all optimizer steps."""
         logprobs, entropies = _merge([each.logprobs for each in first]), _merge([each.entropies for each in first])
         own = Seen(targets=targets, logprobs=logprobs, entropies=entropies, first_logprobs=done[0].logprobs)

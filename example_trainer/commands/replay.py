@@ -104,24 +104,23 @@ def replay(config: TrainingConfig, batch: Batch, checkpoint: Path | None) -> dic
 
     from example_trainer.checkpointing import read_state
     from example_trainer.model import load_policy
-    from example_trainer.step.metrics import StepClock
     from example_trainer.step.train_step import make_train_step
     from example_trainer.weights.factory import policy_options
 
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     torch.manual_seed(config.seed)
-    stepper = make_train_step(config, load_policy(policy_options(config)))
+    train_step = make_train_step(config, load_policy(policy_options(config)))
     if checkpoint is not None:
         state = read_state(checkpoint)
-        stepper.resume(checkpoint, state)
+        train_step.resume(checkpoint, state)
         if state.policy_version is not None:
-            stepper.alignment.published(state.policy_version)
+            train_step.alignment.published(state.policy_version)
     else:
-        _name_first_version(stepper, batch)
+        _name_first_version(train_step, batch)
     if not batch.groups:
         raise BadBatch(f"batch {batch.number} holds no groups")
-    return reproducible(stepper.train(stepper.prepare(batch), StepClock()))
+    return reproducible(train_step.train(train_step.prepare(batch)))
 
 
 def reproducible(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -129,10 +128,10 @@ def reproducible(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(VARYING)}
 
 
-def _name_first_version(stepper: TrainStep, batch: Batch) -> None:
+def _name_first_version(train_step: TrainStep, batch: Batch) -> None:
     """The model itself is served under the run's first version: the lowest that its first batch was sampled under."""
     spans = [span for group in batch.groups for row in group.policy_versions or () for span in row]
     versions = [version for _, _, version in spans if version is not None]
     if versions:
-        stepper.progress.steps_by_version[min(versions)] = 0
-        stepper.alignment.published(min(versions))
+        train_step.progress.steps_by_version[min(versions)] = 0
+        train_step.alignment.published(min(versions))

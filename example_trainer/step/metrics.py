@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,14 +49,16 @@ class StepClock:
     def trained(self) -> None:
         self._trained = time.monotonic()
 
-    def waiting(self, action: Callable[[], None]) -> None:
-        """Do what the training has to wait for, and count its time apart."""
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waited for, not as training."""
         started = time.monotonic()
-        action()
+        yield
         self._waited += time.monotonic() - started
 
-    def metrics(self, *, sampled_tokens: int, trained_tokens: int) -> dict[str, float]:
+    def metrics(self, batch: TrainingBatch) -> dict[str, float]:
         """All times of the step, and the rates at which it got through its batch's tokens."""
+        sampled_tokens, trained_tokens = sum(batch.response_lengths), len(batch.targets)
         now = time.monotonic()
         training = self._trained - self._fetched - self._waited
         return {

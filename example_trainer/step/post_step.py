@@ -54,9 +54,12 @@ class PostStep:
         self._bridge = bridge
         self._should_stop = should_stop
         self._running: BackgroundCall[None] | None = None
+        self._may_move = False
 
-    def run(self, step: int) -> None:
-        """Publish, announce, checkpoint and commit, beside the next batch if that is asked for."""
+    def start(self, step: int) -> None:
+        """Publish, announce, checkpoint and commit: here, or with `--overlap-publish` beside the next batch."""
+        self.wait()  # done already, but for a batch that moved no weight
+        self._may_move = False
         publish = self._is_publish_due(step) and not self._is_held(step)
         if publish:
             self._take_version()
@@ -73,11 +76,17 @@ class PostStep:
         if running is not None:
             running.result()
 
-    def make_way(self) -> None:
-        """Wait until the weights may move: the tail has ended, and an evaluation that they would change under."""
+    def wait(self) -> None:
+        """Wait until the weights may move: the last publish has ended, and an evaluation that needs these weights.
+
+        Returns at once when it is called again in the same step: then some of its updates have been applied.
+        """
+        if self._may_move:
+            return
         self.join()
         if self._config.steps_served_weights:
             self._wait_while_held()
+        self._may_move = True
 
     def publish(self) -> None:
         """Publish the masters as they are now under a new version, and announce it."""

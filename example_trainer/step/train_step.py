@@ -22,13 +22,25 @@ from example_trainer.state import Progress, TrainerState
 from example_trainer.step import metrics as step_metrics
 from example_trainer.step.logprob_mismatch import Alignment
 from example_trainer.step.metrics import PreparedBatch, describe
-from example_trainer.training import Learner, learner_settings
+from example_trainer.training import BatchTraining, Learner, learner_settings
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from example_trainer.config import TrainingConfig
     from example_trainer.modeling.policy import Policy
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTraining:
+    """One batch under training."""
+
+    prepared: PreparedBatch
+    batch: BatchTraining
+    older_logprobs: Tensor
+    """`[M]` logprobs of the tokens that older policy versions sampled, under those versions' weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,28 +74,29 @@ class TrainStep:
         share = prepare_batch(batch, settings, whole=whole)
         return replace(describe(whole, prepare_batch(whole, settings)), training=share)
 
-    def train(
-        self,
-        prepared: PreparedBatch,
-        clock: step_metrics.StepClock,
-        *,
-        before_update: Callable[[], None] = lambda: None,
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> dict[str, float]:
-        """Train the batch and count the step; answers its metrics, but for times."""
-        batch = prepared.training
-        older = self.alignment.score_older(batch)
-        result = self.learner.train(batch, before_update=lambda: clock.waiting(before_update), should_stop=should_stop)
-        metrics = prepared.metrics | step_metrics.measure(prepared.whole, result, self.progress)
-        metrics |= self.alignment.measure(result, older)
-        clock.trained()
-        if not result.updates:
-            before_update()
+    def begin(self, prepared: PreparedBatch, should_stop: Callable[[], bool] = lambda: False) -> StepTraining:
+        """Score the tokens that older policy versions sampled, and make the batch's mini-batches."""
+        older = self.alignment.score_older(prepared.training)
+        return StepTraining(prepared, self.learner.begin(prepared.training, should_stop), older)
+
+    def finish(self, training: StepTraining) -> dict[str, float]:
+        """Count the step, and return its metrics without times."""
+        batch = training.prepared.training
+        result = self.learner.finish(training.batch)
+        metrics = training.prepared.metrics | step_metrics.measure(training.prepared.whole, result, self.progress)
+        metrics |= self.alignment.measure(result, training.older_logprobs)
         self.progress.step = batch.number
         if result.updates:
             self.progress.weights_step = batch.number
             self.alignment.moved()
         return metrics
+
+    def train(self, prepared: PreparedBatch) -> dict[str, float]:
+        """Train a batch with nothing to wait for before the weights move, as a replay does."""
+        training = self.begin(prepared)
+        for mini_batch in training.batch.mini_batches:
+            self.learner.apply(self.learner.accumulate(training.batch, mini_batch))
+        return self.finish(training)
 
 
 def make_train_step(config: TrainingConfig, policy: Policy, ranks: Ranks | None = None) -> TrainStep:

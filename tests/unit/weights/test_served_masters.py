@@ -235,7 +235,7 @@ def test_a_step_that_changes_what_is_served_waits_for_an_evaluation_that_holds_t
         return answers[-1]
 
     config = TrainingConfig(model_name="m", weight_bridge_mode="shared_vllm", master_weights=masters)
-    tail = PostStep(
+    post_step = PostStep(
         config,
         Progress(),
         learner=None,
@@ -244,5 +244,6 @@ def test_a_step_that_changes_what_is_served_waits_for_an_evaluation_that_holds_t
         bridge=None,
         should_stop=lambda: False,
     )
-    tail.make_way()
+    post_step.wait()
+    post_step.wait()  # before a second update of the same step, which nothing could be held back from any more
     assert len(answers) == asked
