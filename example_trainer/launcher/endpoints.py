@@ -48,15 +48,10 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
     return Endpoints(broker_url=broker_url, broker_port=broker_port, vllm_ports=ports, remote_urls=remote)
 
 
-def broadcasts(config: RunConfig) -> bool:
-    """True where whole weights are sent to servers that share no memory with the trainer."""
-    return config.weight_bridge_mode == "shared_vllm" and config.num_inference_nodes > 0
-
-
 def remote_servers(config: RunConfig) -> tuple[str, ...]:
     """The addresses of servers that are not the launcher's to start; none where it starts its own."""
     count = config.num_inference_nodes
-    if not broadcasts(config):
+    if not config.broadcasts:
         return (f"http://{config.vllm_host}:{config.vllm_port}",) if count else ()
     if config.inference_urls:
         return tuple(config.inference_urls)
@@ -74,7 +69,7 @@ def _broker_port(settings: RunSettings, held: ExitStack | None) -> int:
 def _vllm_ports(settings: RunSettings, held: ExitStack | None) -> tuple[int, ...]:
     """Of as many servers as there are to be on this host: counted up from the one that is asked for, or any."""
     config = settings.trainer
-    count = config.num_inference_nodes if broadcasts(config) else 1
+    count = config.num_inference_nodes if config.broadcasts else 1
     asked, flag = settings.section("vllm").get("port"), "--vllm.port"
     # Somebody else's environments were told the documented port.
     if asked is None and ("vllm_port" in config.model_fields_set or not settings.environments):

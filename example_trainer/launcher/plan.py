@@ -19,14 +19,13 @@ from example_trainer.errors import TrainerError
 from example_trainer.launcher.endpoints import (
     Endpoints,
     bridge_token,
-    broadcasts,
     broker_token,
     differing,
     token_variables,
 )
 from example_trainer.launcher.run_dir import RunDir, as_plain_data
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, EnvironmentSettings, RunSettings, SectionFlags, merge
-from example_trainer.options.publish import LORA_MODES, served_rank, versions_kept
+from example_trainer.options.publish import served_rank, versions_kept
 from example_trainer.processes.child import ChildSpec
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.processes.tree import PACKAGE_ROOT, python_path
@@ -44,9 +43,6 @@ SERVER_RESTARTS = 3
 
 # Of each environment, in the run directory.
 GROUPS_TO_READ = 200
-
-# Modes in which the server lives through the whole run; in the others the trainer starts and restarts its own.
-SERVER_OUTLIVES_PUBLISH = frozenset({"shared_vllm", "lora_only"})
 
 
 class EnvironmentNotFound(TrainerError):
@@ -99,7 +95,7 @@ def make_plan(
         broker_token=token_variables(broker_token(settings)),
         bridge_token=bridge_token(settings),
     )
-    outlives = settings.trainer.weight_bridge_mode in SERVER_OUTLIVES_PUBLISH
+    outlives = settings.trainer.mode.server_outlives_publish
     servers = [builder.vllm(index) for index in range(len(places.vllm_ports) if outlives else 0)]
     broker = [builder.broker()] if places.broker_port is not None else []
     environments = [builder.environment(entry) for entry in settings.environments]
@@ -156,7 +152,7 @@ class _Builder:
         checkpoint = (config.save_path or self.run.root).absolute() / LATEST_CHECKPOINT
         own: dict[str, Any] = {"model": str(checkpoint), "port": self.places.vllm_ports[0]}
         own["served_model_name"] = [self.model]
-        if config.weight_bridge_mode in LORA_MODES:
+        if config.trains_adapter:
             own |= {"model": self.model, "adapter": str(checkpoint)}
         path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults(0) | self.settings.section(VLLM) | own})
         command = self._command(self.programs.vllm, path)
@@ -196,11 +192,11 @@ class _Builder:
         }
         if self.places.vllm_ports:
             settled["vllm_port"] = self.places.vllm_ports[0]
-        if broadcasts(config):
+        if config.broadcasts:
             settled["inference_urls"] = list(self.places.vllm_urls)
-        elif config.weight_bridge_mode == "shared_vllm":
+        elif config.shares_memory:
             settled["vllm_config_path"] = str(self._manifest)
-        outlives = config.weight_bridge_mode in SERVER_OUTLIVES_PUBLISH
+        outlives = config.mode.server_outlives_publish
         if outlives:
             settled["start_vllm"] = "never"
         path = self._write(TRAINER, {TRAINER: asked | settled})
@@ -230,13 +226,13 @@ class _Builder:
             "gpu_memory_utilization": config.gpu_memory_utilization / on_one_device,
             "seed": config.seed + index,
         }
-        if config.weight_bridge_mode == "shared_vllm":
-            options["share_weights"] = not broadcasts(config)
-            options["await_policy"] = broadcasts(config)
-        if config.weight_bridge_mode in LORA_MODES:
+        if config.mode.shares_memory:
+            options["share_weights"] = config.shares_memory
+            options["await_policy"] = config.broadcasts
+        if config.trains_adapter:
             options |= {"enable_lora": True, "max_lora_rank": served_rank(config.lora_r)}
             options["max_loras"] = versions_kept(config.max_staleness)
-        if config.weight_bridge_mode == "lora_only":
+        if config.mode.awaits_policy:
             options["await_policy"] = True
         return options
 

@@ -22,8 +22,8 @@ from atropos_api.common.cliconfig import ConfigError, check_keys, load_config, n
 from atropos_api.common.identity import server_stem
 from atropos_api.common.secrets import redact, redact_arguments
 from example_trainer.config import TrainingConfig
+from example_trainer.options.modes import BridgeMode
 from example_trainer.options.presets import environment_settings, hand_on_environment_options
-from example_trainer.options.publish import BridgeMode
 
 PREFIXED_SECTIONS = ("api", "vllm", "env", "openai")
 

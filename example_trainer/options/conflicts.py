@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from atropos_api.common.option_flags import flag
-from example_trainer.options.publish import LORA_MODES, SERVED_RANKS
+from example_trainer.options.publish import SERVED_RANKS
 
 if TYPE_CHECKING:
     from example_trainer.options.training_options import TrainingOptions
@@ -66,7 +66,7 @@ def _reference(config: TrainingOptions) -> Iterator[str]:
         if getattr(config, field) and not config.kl_coef:
             given = f"{flag(field)} {getattr(config, field)}"
             yield f"{given} needs a divergence to act on; add --kl-coef, 1e-3 for instance"
-    if config.ref_model is not None and config.weight_bridge_mode in LORA_MODES:
+    if config.ref_model is not None and config.trains_adapter:
         yield (
             f"--ref-model {config.ref_model}: under {config.weight_bridge_mode} the reference is the base with the "
             "adapter off; leave it out"
@@ -145,9 +145,9 @@ def _refuse_ranks(config: TrainingOptions) -> str | None:
     """What several trainer processes cannot do together."""
     if config.world_size == 1:
         return None
-    sharded = config.weight_bridge_mode not in LORA_MODES
+    sharded = not config.trains_adapter
     causes = (
-        (config.weight_bridge_mode == "shared_vllm", "the served weights are one unsharded copy; use --world-size 1"),
+        (config.mode.shares_memory, "the served weights are one unsharded copy; use --world-size 1"),
         (
             sharded and config.optimizer != "adamw",
             f"--optimizer {config.optimizer} cannot step weights that are spread over ranks; use --optimizer adamw",
@@ -171,8 +171,7 @@ def _refuse_forward_weights(config: TrainingOptions) -> str | None:
     if config.master_weights == "none" and (config.overlap_publish or config.forward_weights == "masters"):
         cause = "--overlap-publish" if config.overlap_publish else "--forward-weights masters"
         return f"{cause} needs master weights; use --master-weights fp32"
-    shares = config.weight_bridge_mode == "shared_vllm" and config.num_inference_nodes == 0
-    if shares and config.master_weights == "host" and config.forwards_from_masters:
+    if config.shares_memory and config.master_weights == "host" and config.forwards_from_masters:
         return (
             "--master-weights host keeps the masters in host memory, where no forward runs; use --forward-weights "
             "views without --overlap-publish and with one optimizer step a batch, or --master-weights fp32"
@@ -181,7 +180,7 @@ def _refuse_forward_weights(config: TrainingOptions) -> str | None:
 
 
 def _refuse_shared(config: TrainingOptions) -> str | None:
-    if config.weight_bridge_mode != "shared_vllm":
+    if not config.mode.shares_memory:
         return None
     for field, reason in SHARED_VLLM_REFUSES.items():
         value, works = getattr(config, field), type(config).model_fields[field].default
@@ -191,7 +190,7 @@ def _refuse_shared(config: TrainingOptions) -> str | None:
 
 
 def _refuse_adapter_settings(config: TrainingOptions) -> str | None:
-    if config.weight_bridge_mode != "none":
+    if not config.mode.refuses_adapter_settings:
         return None
     changed = [
         field for field in ADAPTER_SETTINGS if getattr(config, field) != type(config).model_fields[field].default
@@ -202,7 +201,7 @@ def _refuse_adapter_settings(config: TrainingOptions) -> str | None:
 
 
 def _refuse_remote_restart(config: TrainingOptions) -> str | None:
-    if config.num_inference_nodes and config.weight_bridge_mode in {"none", "lora_restart"}:
+    if config.num_inference_nodes and not config.mode.server_outlives_publish:
         return (
             f"--num-inference-nodes {config.num_inference_nodes}: mode {config.weight_bridge_mode} starts its servers "
             "anew, which it can on this host only; use --weight-bridge-mode lora_only with --vllm-host"
@@ -214,18 +213,18 @@ def _refuse_broadcast(config: TrainingOptions) -> str | None:
     nodes, urls = config.num_inference_nodes, config.inference_urls
     if urls is not None and len(urls) != nodes:
         return f"--inference-urls names {len(urls)} servers, --num-inference-nodes says {nodes}; make them agree"
-    if nodes and config.weight_bridge_mode == "shared_vllm" and config.forward_weights == "views":
+    if config.broadcasts and config.forward_weights == "views":
         return f"--num-inference-nodes {nodes} shares no memory, so there are no views; leave --forward-weights at auto"
     return None
 
 
 def _refuse_lora(config: TrainingOptions) -> str | None:
-    if config.weight_bridge_mode in LORA_MODES and config.train_layer_indices is not None:
+    if config.trains_adapter and config.train_layer_indices is not None:
         return (
             f"{config.weight_bridge_mode} refuses --train-layer-indices {config.train_layer_indices}: "
             "the base is frozen; use --lora-layer-indices"
         )
-    if config.weight_bridge_mode in LORA_MODES and config.lora_r > SERVED_RANKS[-1]:
+    if config.trains_adapter and config.lora_r > SERVED_RANKS[-1]:
         return f"--lora-r {config.lora_r}: vLLM serves adapters up to rank {SERVED_RANKS[-1]}; use less"
     if config.weight_bridge_mode == "lora_restart" and config.restart_method == "reload":
         return "--restart-method reload is for whole checkpoints; use --weight-bridge-mode lora_only for adapters"

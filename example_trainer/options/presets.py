@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from example_trainer.options.publish import LORA_MODES
+from example_trainer.options.modes import MODES
 
 PresetName = Literal[
     "recommended",
@@ -176,7 +176,8 @@ def environment_settings(preset: str | None) -> dict[str, Any]:
 
 def _under(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:
     filled = dict(preset.settings)
-    if given.get("weight_bridge_mode") in LORA_MODES:
+    mode = MODES.get(given.get("weight_bridge_mode", ""))
+    if mode is not None and mode.trains_adapter:
         filled |= preset.with_adapters
     if {"rollout_batch_size", "train_batch_size"} & {name for name, value in given.items() if value is not None}:
         # Sizes in the course's terms replace the preset's batch as a whole.

@@ -11,10 +11,9 @@ from pydantic import BaseModel, Field, field_validator
 
 from atropos_api.common.identity import Address, Host
 from atropos_api.common.secrets import SECRET
+from example_trainer.options.modes import MODES, BridgeMode, Mode
 
-BridgeMode = Literal["none", "shared_vllm", "lora_only", "lora_restart"]
 InFlight = Literal["drain", "recompute", "finish", "keep_kv"]
-LORA_MODES = frozenset({"lora_only", "lora_restart"})
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM has buffers for."""
 USUAL_STALENESS = 2
@@ -83,6 +82,11 @@ class PublishOptions(BaseModel):
     alignment_sample_sequences: int = Field(
         16, ge=0, description="Sequences sampled per step to compare logprobs with older versions."
     )
+
+    @property
+    def mode(self) -> Mode:
+        """What the weight sync mode is; see `modes.py`."""
+        return MODES[self.weight_bridge_mode]
 
     @field_validator("sync_check", mode="before")
     @classmethod

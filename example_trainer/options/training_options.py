@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 from example_trainer.options.model import BatchOptions, LoraOptions, ModelOptions, OptimizerOptions
 from example_trainer.options.objective import ObjectiveOptions
 from example_trainer.options.presets import CourseOptions, PresetOptions
-from example_trainer.options.publish import LORA_MODES, PublishOptions
+from example_trainer.options.publish import PublishOptions
 from example_trainer.options.run import RunOptions, TrackingOptions
 
 USUAL_LR_OF_LARGE_MODELS = 6e-6
@@ -52,19 +52,29 @@ class TrainingOptions(
         return self.token_budget or self.batch_size * self.seq_len
 
     @property
+    def broadcasts(self) -> bool:
+        """True if weights are sent to several servers, which share no memory with the trainer."""
+        return self.mode.shares_memory and self.num_inference_nodes > 0
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if the served weights are one copy, in memory that trainer and server both map."""
+        return self.mode.shares_memory and not self.broadcasts
+
+    @property
     def trains_adapter(self) -> bool:
         """Whether an adapter is trained beside a frozen base, not the weights themselves."""
-        return self.weight_bridge_mode in LORA_MODES
+        return self.mode.trains_adapter
 
     @property
     def publish_interval(self) -> int:
         """Steps between publishes, before `sync_budget` spaces them further."""
-        return 1 if self.weight_bridge_mode in ("shared_vllm", "lora_only") else self.vllm_restart_interval
+        return 1 if self.mode.server_outlives_publish else self.vllm_restart_interval
 
     @property
     def forwards_from_masters(self) -> bool:
         """Whether the forward reads the masters and never the served tensors."""
-        if self.weight_bridge_mode != "shared_vllm" or self.num_inference_nodes:
+        if not self.shares_memory:
             return True
         if self.forward_weights == "auto":
             return self.overlap_publish or self.optimizer_steps_per_batch > 1
@@ -73,8 +83,7 @@ class TrainingOptions(
     @property
     def steps_served_weights(self) -> bool:
         """Whether the optimizer steps the very tensors that the server reads, so that a step is part of a publish."""
-        in_reach = self.weight_bridge_mode == "shared_vllm" and self.num_inference_nodes == 0
-        return in_reach and self.master_weights == "none"
+        return self.shares_memory and self.master_weights == "none"
 
     @property
     def required_run_dir(self) -> Path:
@@ -90,7 +99,7 @@ class TrainingOptions(
 
     def warnings(self) -> list[str]:
         """Settings that work but are often a mistake, one sentence each."""
-        full = self.weight_bridge_mode not in LORA_MODES
+        full = not self.trains_adapter
         # Not at the documented default: a warning that stands in every log is read in none.
         if full and self.master_weights != "none" and self.lr > type(self).model_fields["lr"].default:
             text = (

@@ -46,7 +46,8 @@ from example_trainer.serving.problems import Problem
 from example_trainer.serving.responses import Replies
 from example_trainer.serving.startup import StartingAnswers
 from example_trainer.serving.state import ServerState, warm_up
-from example_trainer.serving.vllm.compat import end_engine, engine_processes, how_ended
+from example_trainer.serving.vllm.compat import end_engine, engine_processes
+from example_trainer.serving.vllm.failure_cause import how_ended
 from example_trainer.weight_protocol.manifest import (
     BridgeManifest,
     process_start_time,

@@ -20,7 +20,7 @@ from example_trainer.errors import CannotServe
 from example_trainer.processes.ports import ServerSockets, open_sockets
 from example_trainer.serving.config import ServerConfig, prepare_environment, read_config, vllm_arguments
 from example_trainer.serving.startup import StartingAnswers, check_start
-from example_trainer.serving.vllm.compat import ask_for_cause, one_line, read_cause
+from example_trainer.serving.vllm.failure_cause import ask_for_cause, one_line, read_cause
 from example_trainer.weight_protocol.manifest import remove_manifest
 from example_trainer.weight_protocol.shm_header import remove_shared_files, sweep_stale_files
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from example_trainer.options.publish import LORA_MODES, served_rank, versions_kept
+from example_trainer.options.modes import BridgeMode
+from example_trainer.options.publish import served_rank, versions_kept
 from example_trainer.weights.base import WeightBridge
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def policy_options(config: TrainingConfig) -> PolicyOptions:
     from example_trainer.modeling.lora import adapter_options
 
     # An adapter is small and its base stands still: each rank has both whole, and gradients alone are summed.
-    is_sharded = config.world_size > 1 and config.weight_bridge_mode not in LORA_MODES
+    is_sharded = config.world_size > 1 and not config.trains_adapter
     return PolicyOptions(
         model_name=config.model_name,
         dtype=config.dtype,
@@ -36,9 +37,15 @@ def policy_options(config: TrainingConfig) -> PolicyOptions:
 
 def make_bridge(config: TrainingConfig) -> WeightBridge:
     """The bridge for the configured mode."""
-    if config.weight_bridge_mode == "shared_vllm":
-        return _broadcast(config) if config.num_inference_nodes else _shared(config)
-    return _hotswap(config) if config.weight_bridge_mode == "lora_only" else _restart(config)
+    if config.broadcasts:
+        return _broadcast(config)
+    bridges: dict[BridgeMode, Callable[[TrainingConfig], WeightBridge]] = {
+        "shared_vllm": _shared,
+        "lora_only": _lora_only,
+        "lora_restart": _restart,
+        "none": _restart,
+    }
+    return bridges[config.weight_bridge_mode](config)
 
 
 def _shared(config: TrainingConfig) -> WeightBridge:
@@ -81,7 +88,7 @@ def _broadcast(config: TrainingConfig) -> WeightBridge:
     )
 
 
-def _hotswap(config: TrainingConfig) -> WeightBridge:
+def _lora_only(config: TrainingConfig) -> WeightBridge:
     from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
 
     kept = versions_kept(config.max_staleness)

@@ -1,125 +1,22 @@
-"""Why the engine's process failed, told to the process that serves.
+"""Everything that depends on vLLM's private names, in one place, checked when the server starts.
 
-vLLM writes an engine's exception to the log alone; what the server gets to know is that there was one. So each of
-vLLM's processes notes the exception it logs as its end in a file that the server has named, and the server's own line
-says it.
-
-No process of the server outlives it: the kernel ends each child when its parent dies, even by SIGKILL.
-
-vLLM's engine core does not watch its parent; left alone it holds its memory and port for good. vLLM calls
-`register` in each of its processes (entry point group `vllm.general_plugins`); the forked engine core calls
-`die_with_parent` itself.
-
-Everything that depends on vLLM's inner names, in one place, checked at start.
-
-vLLM gives no promise about these. `check_internals` tries them all, so that a new release which moved one is told in a
-line naming it, not by a strange failure in the middle of a run.
+vLLM gives no promise about these. `check_internals` tries them all, so that a new release which moved one is reported
+in a line that names it, not by a strange failure in the middle of a run.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import logging
-import multiprocessing
 import os
-import signal
 import socket
 import sys
-import tempfile
 from argparse import Namespace
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from multiprocessing.context import ForkContext, ForkProcess
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from atropos_api.common.cliconfig import ConfigError, nearest
 from example_trainer.errors import CannotServe
-
-_VARIABLE = "ATROPOS_ENGINE_CAUSE"
-
-_LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
-
-_LONGEST = 500
-
-
-class _Note(logging.Filter):
-    """Writes down the exception of each error that is logged with one, and lets all pass; the last one stays.
-
-    No handler, for the engine configures its logging anew, which takes the handlers away and leaves the filters.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if error is not None and record.levelno >= logging.ERROR:
-            with contextlib.suppress(OSError):
-                self._path.write_text(one_line(f"{type(error).__name__}: {error}"), encoding="utf-8")
-        return True
-
-
-def ask_for_cause(environ: MutableMapping[str, str], boot_id: str) -> Path:
-    """Have the processes that this one starts note why they end; the file they note it in, once there is one."""
-    path = Path(tempfile.gettempdir()) / f"atropos-{boot_id}-cause"
-    environ[_VARIABLE] = str(path)
-    return path
-
-
-def note_cause() -> None:
-    """In a process of vLLM: note the exception that ends it, where the server asked for that."""
-    named = os.environ.get(_VARIABLE)
-    for name in _LOGGERS if named else ():
-        logger = logging.getLogger(name)
-        if not any(isinstance(known, _Note) for known in logger.filters):
-            logger.addFilter(_Note(Path(named or "")))
-
-
-def read_cause(path: Path) -> str | None:
-    """What was noted; it is taken away with that."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        path.unlink()
-    except OSError:
-        return None
-    return text or None
-
-
-def how_ended(processes: list[Any]) -> str:
-    """Of the engine's processes those that ended, as far as their exit codes tell."""
-    codes = [process.exitcode for process in processes if process.exitcode is not None]
-    killed = [signal.Signals(-code).name for code in codes if code < 0]
-    if killed:
-        return f"its process was killed by {killed[0]}"
-    return f"its process ended with exit code {codes[0]}" if codes else "it does not answer"
-
-
-def one_line(text: str) -> str:
-    """What an error says, which with vLLM may be many lines of configuration."""
-    return " ".join(text.split())[:_LONGEST]
-
-
-_PR_SET_PDEATHSIG = 1
-
-
-def register() -> None:
-    """In a child process of vLLM: end with the parent, and note why it ends. In the server itself: nothing."""
-    note_cause()
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None:
-        die_with_parent(parent.pid)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the thread that started this process ends."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the kernel was asked
-        os.kill(os.getpid(), signal.SIGKILL)
-
+from example_trainer.serving.vllm.failure_cause import die_with_parent, note_cause
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from example_trainer.serving.vllm.compat import ask_for_cause, how_ended, note_cause, read_cause
+from example_trainer.serving.vllm.failure_cause import ask_for_cause, how_ended, note_cause, read_cause
 
 
 @pytest.fixture

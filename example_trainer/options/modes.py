@@ -1,0 +1,45 @@
+"""The weight sync modes: a row for each says what the mode is, and all other code asks that row.
+
+A further mode is a row here and a bridge in `weights/`, which `weights/factory.py` names. `shared_vllm` with
+`--num-inference-nodes` is the broadcast of `weights/broadcast.py`: the same mode, with servers that share no memory.
+This module loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+BridgeMode = Literal["none", "shared_vllm", "lora_only", "lora_restart"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mode:
+    """One way for trained weights to reach the inference server."""
+
+    name: BridgeMode
+    trains_adapter: bool = False
+    """True if an adapter is trained next to a frozen base; else the weights themselves are."""
+    shares_memory: bool = False
+    """True if the trainer writes into the memory that vLLM reads; not where servers are addressed by broadcast."""
+    server_outlives_publish: bool = False
+    """True if one server takes every publish, at each step if asked; else a publish replaces or reloads the server."""
+    refuses_adapter_settings: bool = False
+    """True if settings of adapters are refused, for nothing would be trained by them."""
+    awaits_policy: bool = False
+    """True if the launcher's server answers only once a policy has been published to it."""
+
+
+MODES: Mapping[str, Mode] = MappingProxyType(
+    {
+        mode.name: mode
+        for mode in (
+            Mode(name="shared_vllm", shares_memory=True, server_outlives_publish=True),
+            Mode(name="lora_only", trains_adapter=True, server_outlives_publish=True, awaits_policy=True),
+            Mode(name="lora_restart", trains_adapter=True),
+            Mode(name="none", refuses_adapter_settings=True),
+        )
+    }
+)
