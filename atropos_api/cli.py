@@ -19,7 +19,7 @@ DESCRIPTION = (
 
 
 def run(argv: Sequence[str]) -> int:
-    """Parse the arguments and serve until told to stop."""
+    """Parse the arguments and serve until a signal stops the process."""
     config = load_config(BrokerConfig, argv, prog="run-api", description=DESCRIPTION, section="api")
     source = TokenSource.settle(config.token, config.token_file, os.environ)
     settled = {"token": None if source.file is not None else source.value, "token_file": source.file}

@@ -1,4 +1,4 @@
-"""Everything `run-api` can be told."""
+"""The options of `run-api`: one pydantic model declares flags, keys and help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atropos_api.common.secrets import SECRET
 
 
 def check_token(token: str) -> str:
-    """A token that fits in a header and between two slashes of a path; raises `ValueError` for any other."""
+    """Return a token that fits in a header and between two slashes of a path; raise `ValueError` for any other."""
     if not re.fullmatch(r"[A-Za-z0-9._~+=-]{8,}", token):
         raise ValueError("a token has 8 characters or more, of letters, digits and . _ ~ + = -")
     return token
@@ -104,7 +104,7 @@ class BrokerConfig(BaseModel):
         return None if value is None else check_token(value)
 
     def settings(self) -> BrokerSettings:
-        """The part of the options that the rules need."""
+        """Return the part of the options that the broker's rules need."""
         return BrokerSettings(
             max_staleness=self.max_staleness,
             drop_orphaned=self.drop_orphaned,

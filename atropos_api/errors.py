@@ -1,4 +1,4 @@
-"""What can go wrong in the broker, by kind. The rules raise these; `http.problems` alone turns them into answers."""
+"""The broker's errors, by kind: the rules raise them, and only `http.problems` turns them into answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class BrokerError(AtroposError):
-    """An answer other than success. `kind` ends the problem's `type`; `details` are its extra members."""
+    """An error that the broker answers with: `kind` ends the problem's `type`, `details` are its extra members."""
 
     kind: ClassVar[str] = "error"
 
@@ -51,13 +51,13 @@ class BrokerError(AtroposError):
 
 
 class InvalidRequest(BrokerError):
-    """A request that cannot be understood; `field` and `value` in the details name what is wrong."""
+    """The request cannot be understood; `field` and `value` in the details name what is wrong."""
 
     kind = "invalid-request"
 
 
 class InvalidGroup(BrokerError):
-    """A group that no trainer could use: ragged, not finite, negative ids, wrong types."""
+    """No trainer could use the group: it is ragged, not finite, or has negative ids or wrong types."""
 
     kind = "invalid-group"
 
@@ -69,31 +69,31 @@ class InvalidGroup(BrokerError):
 
 
 class InvalidEncoding(BrokerError):
-    """A compressed body that cannot be decompressed."""
+    """The compressed body cannot be decompressed."""
 
     kind = "invalid-gzip"
 
 
 class UnsupportedMediaType(BrokerError):
-    """A body in a form that this broker does not read; as JSON it would."""
+    """The broker does not read the body's media type; send it as JSON."""
 
     kind = "unsupported-media-type"
 
 
 class NotAcceptable(BrokerError):
-    """None of the forms that the caller accepts is one that this broker answers in."""
+    """The broker cannot answer in any media type that the caller accepts."""
 
     kind = "not-acceptable"
 
 
 class UnusableGroupSize(BrokerError):
-    """The size is above that of a batch, so no other environment's groups could complete it."""
+    """The group is larger than a batch, so no other environment's groups could complete one."""
 
     kind = "group-size-cannot-fill-batch"
 
 
 class UnknownEnvironment(BrokerError):
-    """No environment has that id; it has to register first."""
+    """No environment has that id; register it first."""
 
     kind = "unknown-environment"
 
@@ -105,13 +105,13 @@ class UnknownRun(BrokerError):
 
 
 class UnknownHold(BrokerError):
-    """The hold was released or ran out; the policy may have changed since."""
+    """The hold was released or expired; the policy may have changed since."""
 
     kind = "unknown-hold"
 
 
 class NoOpenRun(BrokerError):
-    """Batches, policies and commits belong to a run; none is open."""
+    """No run is open, and batches, policies and commits belong to a run."""
 
     kind = "no-open-run"
 
@@ -123,72 +123,72 @@ class SupersededRun(BrokerError):
 
 
 class RunInProgress(BrokerError):
-    """A trainer is at work on the open run, which one of another name may not close."""
+    """The trainer of the open run is active, so a trainer with another run name may not close it."""
 
     kind = "run-in-progress"
 
 
 class CommittedBatch(BrokerError):
-    """The batch is covered by a checkpoint; its groups are gone."""
+    """The batch is covered by a checkpoint; its groups are no longer kept."""
 
     kind = "batch-committed"
 
 
 class BatchOutOfOrder(BrokerError):
-    """Batches are formed one after another, and only so many stay open."""
+    """Batches are formed in order of their numbers, and only a limited number may be uncommitted."""
 
     kind = "batch-out-of-order"
 
 
 class PolicyNotNewer(BrokerError):
-    """Policy versions rise and are never reused."""
+    """Policy versions must increase and are never reused."""
 
     kind = "policy-not-newer"
 
 
 class QueueFull(BrokerError):
-    """Pressure: the same request may succeed later."""
+    """The queue is full; the same request may succeed later."""
 
     kind = "queue-full"
 
 
 class StoreUnavailable(BrokerError):
-    """The disk refused a write (full, read-only); nothing of the request was kept."""
+    """The store refused a write (for example, the disk is full or read-only); nothing of the request was kept."""
 
     kind = "store-unavailable"
 
     def __init__(self, message: str, *, refused_bytes: int = 0) -> None:
         super().__init__(message)
         self.refused_bytes = refused_bytes
-        """Size of the write, where that may be the reason: less may still find room."""
+        """Size of the refused write if the size may be the reason: a smaller write may still fit."""
 
 
 class DamagedBatch(BrokerError):
-    """Groups of the batch were damaged on the disk and dropped; asked for again, it is answered without them."""
+    """Groups of the batch were damaged on disk and dropped; a repeated request is answered without them."""
 
     kind = "batch-damaged"
 
 
 class Unauthorized(BrokerError):
-    """The request shows no token, or a wrong one."""
+    """The request has no token, or a wrong one."""
 
     kind = "token-required"
 
 
 class Forbidden(BrokerError):
-    """The request was caused by a page of another site, or names a host that is not this broker."""
+    """A page of another site caused the request, or the host it names is not this broker."""
 
     kind = "cross-site-request"
 
 
 class TooLarge(BrokerError):
-    """The body, as sent or decompressed, is larger than this broker takes."""
+    """The body, as sent or decompressed, is larger than this broker accepts."""
 
     kind = "body-too-large"
 
 
 class StoreDamaged(AtroposError):
-    """A record on disk is gone or does not match its checksum; `refs` are the bodies that this costs."""
+    """A record on disk is missing or does not match its checksum; `refs` are the bodies lost with it."""
 
     def __init__(self, message: str, *, refs: Sequence[tuple[int, int, int]] = ()) -> None:
         super().__init__(message)
@@ -200,23 +200,23 @@ class StoreUnusable(AtroposError):
 
 
 class UnknownStep(AtroposError):
-    """No step between a write and its answer has that name."""
+    """No failpoint (a step between a write and its answer) has that name."""
 
 
 class StoreUnsafe(AtroposError):
-    """A store that would forget what it acknowledged, as it is set up."""
+    """The store, as it is configured, could lose data that it acknowledged."""
 
 
 class DataDirectoryInUse(AtroposError):
-    """Two brokers on one directory would hand out each group twice."""
+    """Another broker uses the data directory; two on one directory would hand out each group twice."""
 
 
 class PortInUse(AtroposError):
-    """Another process listens where this one should."""
+    """The port cannot be bound, usually because another process listens on it."""
 
 
 def _shorten(value: object, limit: int = 80) -> object:
-    """`value` as it may stand in an answer: numbers as they are, anything else cut to `limit` characters."""
+    """Return `value` as answers show it: numbers unchanged, anything else cut to `limit` characters."""
     if value is None or isinstance(value, bool | int | float):
         return value
     text = value if isinstance(value, str) else repr(value)
@@ -224,5 +224,5 @@ def _shorten(value: object, limit: int = 80) -> object:
 
 
 def _writable(value: Any) -> Any:
-    """Text without the halves of characters that JSON can name and UTF-8 cannot hold."""
+    """Replace lone surrogates in a text: JSON can express them, UTF-8 cannot encode them."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Writes the reference of the broker: `python -m atropos_api.generate_docs > docs/reference/broker.md`."""
+"""The broker's reference page: `python -m atropos_api.generate_docs > docs/reference/broker.md` prints it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ answers `{"detail": ...}` with the same statuses, 422 in the form that its clien
 
 
 def render(summaries: Summaries) -> str:
-    """The whole page; `summaries` are those of the routes, by method and path."""
+    """Return the whole page; `summaries` are the routes' summaries, by method and path."""
     parts = [HEAD, *_routes(summaries), *_errors(), *_flags(), *_metrics()]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -132,7 +132,7 @@ def _metrics() -> Iterator[str]:
 
 
 def summaries_of(routes: Mapping[str, Any]) -> Summaries:
-    """Those in an OpenAPI document's paths."""
+    """Return the route summaries found in the paths of an OpenAPI document."""
     return {
         (method.upper(), path): described["summary"]
         for path, methods in routes.items()

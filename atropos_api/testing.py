@@ -1,6 +1,6 @@
-"""A real broker for other people's tests: in process over ASGI, or served on a free port.
+"""Real servers for other packages' tests: a broker, in process over ASGI or served on a free port, and Redis.
 
-A real `redis-server` on a free port for tests; it can be killed, stopped for a while, and started again.
+`RedisServer` runs a real `redis-server` on a free port; it can be killed, paused, resumed and started again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IN_PROCESS_URL = "http://127.0.0.1"
 def make_group(
     size: int = 4, length: int = 6, *, first_token: int = 0, version: int | None = None, **fields: Any
 ) -> Group:
-    """A valid group, its tokens counted up from `first_token`; sampled under `version` where one is given."""
+    """Return a valid group whose tokens count up from `first_token`; sampled under `version` if one is given."""
     tokens = [[first_token + row * length + place for place in range(length)] for row in range(size)]
     values: dict[str, Any] = {
         "tokens": tokens,
@@ -48,13 +48,13 @@ def make_group(
 
 
 def make_memory_app(**options: Any) -> BrokerApp:
-    """The application over an empty memory store; `options` are those of `BrokerConfig`."""
+    """Return the application over an empty memory store; `options` are those of `BrokerConfig`."""
     config = BrokerConfig(store="memory", **options)
     return create_app(config, Broker(MemoryLedger(), MemoryBodyLog(), settings=config.settings()))
 
 
 def memory_broker(**options: Any) -> tuple[BrokerApp, AsyncBrokerClient]:
-    """The application and a client that calls it without a socket."""
+    """Return the application and a client that calls it without a socket."""
     app = make_memory_app(**options)
     transport = httpx.ASGITransport(app=app)
     return app, AsyncBrokerClient(IN_PROCESS_URL, token=options.get("token"), transport=transport)
@@ -62,7 +62,7 @@ def memory_broker(**options: Any) -> tuple[BrokerApp, AsyncBrokerClient]:
 
 @contextmanager
 def served_broker(**options: Any) -> Iterator[str]:
-    """Serve a memory broker from a thread on a free port; yields its URL."""
+    """Serve a memory broker from a thread on a free port; yield its URL."""
     with serve_in_thread(make_memory_app(**options)) as url:
         yield url
 
@@ -92,7 +92,7 @@ START_SECONDS = 20.0
 
 
 class RedisServer:
-    """One server over one directory; by default it keeps what a broker asks a Redis to keep."""
+    """A Redis server over one directory: by default it is as durable as a broker requires."""
 
     def __init__(self, directory: Path, *, appendonly: str = "yes", appendfsync: str = "always") -> None:
         with socket.socket() as probe:
@@ -108,7 +108,7 @@ class RedisServer:
         return shutil.which("redis-server") is not None
 
     def start(self) -> None:
-        """Start it and wait until it has read what it held."""
+        """Start the server and wait until it has loaded its data."""
         address = ["--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._directory)]
         self._process = subprocess.Popen(
             ["redis-server", *address, "--save", "", *self._options], stdout=subprocess.DEVNULL
@@ -148,7 +148,7 @@ class RedisServer:
 
 @contextmanager
 def running_redis(**options: str) -> Iterator[RedisServer]:
-    """A started server in a directory of its own, gone afterwards."""
+    """Run a Redis server in a directory of its own until the block ends."""
     with tempfile.TemporaryDirectory(prefix="atropos-redis-") as directory:
         server = RedisServer(Path(directory), **options)
         server.start()

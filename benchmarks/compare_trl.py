@@ -46,7 +46,7 @@ class Side:
     steps: list[tuple[float, float, float]]
 
     def reached_at(self) -> float | None:
-        """When the mean reward of the last three steps first came to 0.9."""
+        """Return the time at which the mean reward of three steps in a row first reached 0.9; None if it never did."""
         for end in range(WINDOW_STEPS, len(self.steps) + 1):
             if statistics.mean(step[1] for step in self.steps[end - WINDOW_STEPS : end]) >= REWARD:
                 return self.steps[end - 1][0]

@@ -1,4 +1,4 @@
-"""What a group costs in each form, in processor time and against the columns of the same run.
+"""Measures the processor time of a group in each form, and its ratio to the columns form in the same run.
 
 No broker is started: these are the parts that depend on the form, on the side of the environment, the broker and the
 trainer. `benchmarks/broker` measures whole brokers.

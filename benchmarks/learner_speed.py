@@ -223,7 +223,7 @@ def print_table(sides: list[Side], tokens: int) -> None:
 
 
 def verdict(name: str, ratio: float) -> str:
-    """Whether the packed step is as much faster than this side as it must be."""
+    """Say if the packed step reaches the speed-up over this side that it must reach; empty without such a limit."""
     if name not in LEAST:
         return ""
     return f"  must {LEAST[name]:g}x, {'met' if ratio >= LEAST[name] else 'MISSED'}"

@@ -1,4 +1,4 @@
-"""What stale rollouts cost under three corrections: PPO's clip, none, truncated importance weights.
+"""Measures the cost of stale rollouts under three corrections: PPO's clip, none, truncated importance weights.
 
     python benchmarks/staleness.py                          # the whole table, three seeds, about an hour
     python benchmarks/staleness.py --seeds 0 --delays 0 8 --rates 3e-4
@@ -56,7 +56,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 
 
 class Archive(ServingBridge):
-    """Serves the weights after each step there ever was; a step that taught nothing left those of the one before."""
+    """Serves the weights after each past step; a step that trained nothing has those of the step before."""
 
     def __init__(self, options: PolicyOptions) -> None:
         super().__init__(options)
@@ -64,14 +64,14 @@ class Archive(ServingBridge):
         self._grew = threading.Condition()
 
     def keep(self, step: int) -> None:
-        """What is served now is what `step` left."""
+        """Keep the weights served now as those after `step`."""
         assert self.served is not None
         with self._grew:
             self._weights[step] = self.served
             self._grew.notify_all()
 
     def after_step(self, step: int) -> tuple[int, dict[str, Tensor]]:
-        """Version and weights after `step`, once they are there."""
+        """Wait for `step` to end; return its version and weights."""
         with self._grew:
             if not self._grew.wait_for(lambda: step in self._weights, timeout=1800):
                 raise TimeoutError(f"step {step} had not ended after 1800 s")

@@ -140,7 +140,7 @@ def trl_loss(batch: RandomBatch, loss: str, correction: str, extra: Mapping[str,
 
 
 def stand_in(logprobs: Tensor, form: Mapping[str, Any], correction: str, extra: Mapping[str, Any]) -> SimpleNamespace:
-    """What `_compute_loss` looks at of a trainer, and a model whose logprobs are given."""
+    """Make the attributes of a trainer that `_compute_loss` reads, with a model that returns the given logprobs."""
     from trl import GRPOTrainer
 
     corrects = correction != "none"

@@ -1,18 +1,16 @@
-"""Batches in files, as `--save-batches` writes them and `atropos replay` reads them.
+"""The trainer's broker connection for one run: numbered batches, policy versions and commits; and batches in files.
 
-A file is the batch in the columns form (docs/reference/columns.md), or as JSON where columns cannot say it.
+`BrokerSession` holds the run id and epoch that every call needs. `BatchFeed` fetches batch n + 1 in a thread while
+batch n trains, and logs a line every ten seconds while it waits. It fetches no further ahead: a batch waiting in the
+trainer grows stale, and the broker cannot count it when it paces the environments.
 
-The trainer's side of the broker: one run, its numbered batches, its policy versions and commits.
-
-`BrokerSession` holds what every call of a run needs (run id, epoch) and says in one line each ten seconds what it
-waits for. `BatchFeed` fetches batch n + 1 in a thread while batch n trains, and no further: what lies here is older
-by the time it trains, and hidden from the pacing of the environments.
+`write_batch` and `read_batch` handle the files of `--save-batches`, which `atropos replay` reads: a batch in the
+columns form (docs/reference/columns.md), or as JSON where columns cannot represent it.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from atropos_api.client import BrokerClient
 from atropos_api.client.calls import BrokerUnreachable
 from atropos_api.client.events import explain_drops
 from atropos_api.common.errors import AtroposError
+from atropos_api.common.files import write_whole
 from atropos_api.wire import Batch, PolicyUpdate, RunInfo, RunRequest
 from atropos_api.wire.columns import MAGIC, pack_body
 from atropos_api.wire.columns_groups import NotColumnar, decode_batch, encode_group
@@ -34,21 +33,19 @@ SUFFIX = ".atb"
 
 
 def batch_path(directory: Path, number: int, *, rank: int = 0, world_size: int = 1) -> Path:
-    """Where batch `number` lies; each rank of a trainer has its own slice of it."""
+    """Return the path of the file for batch `number`; each rank of a trainer has its own slice of it."""
     slice_name = f".rank-{rank}" if world_size > 1 else ""
     return directory / f"batch-{number}{slice_name}{SUFFIX}"
 
 
 def write_batch(path: Path, batch: Batch) -> None:
-    """Write beside its place and rename, so that a file of that name is whole."""
+    """Write a temporary file in the same directory and rename it, so that a file named `path` is always complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_bytes(encode_batch(batch))
-    os.replace(beside, path)  # noqa: PTH105 - the atomic one, by its name
+    write_whole(path, encode_batch(batch))
 
 
 def read_batch(path: Path) -> Batch:
-    """The batch in `path`; raises `BadBatch` with what is wrong with the file."""
+    """Return the batch stored in `path`; raise `BadBatch`, which names the fault, if the file cannot be read."""
     try:
         body = path.read_bytes()
     except OSError as error:
@@ -60,7 +57,7 @@ def read_batch(path: Path) -> Batch:
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """The batch as one body."""
+    """Return the batch as bytes, in the columns form if possible and else as JSON."""
     head = msgspec.json.encode({"number": batch.number, "run_id": batch.run_id})
     try:
         return pack_body(head, [encode_group(group) for group in batch.groups])
@@ -82,7 +79,7 @@ POLL_SECONDS = 0.2
 
 
 class BrokerSession:
-    """One run at the broker, from `begin` to `finish`."""
+    """The broker connection of one run: it makes all of the run's calls, from `begin` to `finish`."""
 
     def __init__(self, client: BrokerClient, *, rank: int = 0, world_size: int = 1) -> None:
         self._client = client
@@ -97,7 +94,7 @@ class BrokerSession:
         return self._info
 
     def refuse_unknown_host(self) -> None:
-        """Tell a mistyped broker host at once; one that is merely not up yet is waited for later."""
+        """Raise at once for a broker host that does not exist; a broker that is not up yet is waited for later."""
         try:
             self._client.wait_until_ready(timeout_seconds=0.0)
         except BrokerUnreachable as error:
@@ -115,7 +112,7 @@ class BrokerSession:
         return self._info
 
     def get_batch(self, number: int) -> Batch | None:
-        """Batch `number`, or None when it has not filled within one long poll; its rows of numbers may be arrays."""
+        """Return batch `number`, or None if it did not fill within one long poll; its number rows may be arrays."""
         return self._client.get_batch(
             number,
             run_id=self.info.run_id,
@@ -127,11 +124,11 @@ class BrokerSession:
         )
 
     def whole_batch(self, batch: Batch) -> Batch:
-        """The batch that `batch` is the part of that this process trains on."""
+        """Return the whole batch of which `batch` is this process's share; with one process that is `batch`."""
         return batch
 
     def explain_wait(self) -> list[str]:
-        """What environments say of the groups they dropped; nothing where the broker does not tell."""
+        """Return the reasons that environments gave for dropped groups; none if the broker's status is unavailable."""
         try:
             return list(explain_drops(self._client.status()))
         except AtroposError as error:
@@ -139,7 +136,10 @@ class BrokerSession:
             return []
 
     def announce_policy(self, version: int, step: int, policy_name: str | None = None) -> None:
-        """Tell the broker that servers now sample under `version`, made by `step`, and by which name if by another."""
+        """Tell the broker that servers now sample under `version`, made by `step`.
+
+        `policy_name` is the model name that clients must request for it, None if the name does not change.
+        """
         self._client.update_policy(
             PolicyUpdate(
                 run_id=self.info.run_id,
@@ -152,16 +152,19 @@ class BrokerSession:
         )
 
     def held_seconds(self, wait_seconds: float = 0.0) -> float:
-        """For how long evaluations ask that no other policy be published; waits for their end up to `wait_seconds`."""
+        """Return how many seconds of policy holds by evaluations remain, after waiting up to `wait_seconds` for them.
+
+        While a hold lasts, no other policy should be published.
+        """
         state = self._client.get_policy(run_id=self.info.run_id, epoch=self.info.epoch, wait_seconds=wait_seconds)
         return state.held_seconds
 
     def commit(self, number: int) -> None:
-        """Everything up to batch `number` is covered by a checkpoint, or none are kept."""
+        """Commit all batches up to `number`: a checkpoint covers them, or the run keeps no checkpoints."""
         self._client.commit(number, run_id=self.info.run_id, epoch=self.info.epoch)
 
     def finish(self) -> None:
-        """End the run: environments are told to stop."""
+        """End the run at the broker, which then tells the environments to stop."""
         self._client.finish_run(self.info.run_id, epoch=self.info.epoch)
 
     def close(self) -> None:
@@ -169,7 +172,7 @@ class BrokerSession:
 
 
 class BackgroundCall(Generic[ResultT]):
-    """One call in a daemon thread; `result` hands over what it returned or raised.
+    """One call that runs in a daemon thread: `result` returns its value or raises its error.
 
     The thread is a daemon because a long poll must not keep a process alive that has decided to exit.
     """
@@ -182,7 +185,7 @@ class BackgroundCall(Generic[ResultT]):
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether the call has ended, waiting up to `seconds` for it."""
+        """Wait up to `seconds` for the call to end and return True if it has."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -195,12 +198,12 @@ class BackgroundCall(Generic[ResultT]):
     def _run(self) -> None:
         try:
             self._value = self._call()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
+        except BaseException as error:  # noqa: BLE001 - `result` raises it in the calling thread
             self._error = error
 
 
 class BatchFeed(Generic[ResultT]):
-    """Batches in order, each made ready by `prepare`; the next one is fetched while the last one is in use."""
+    """A feed of batches in order: `prepare` converts each one, and the next is fetched while the last is in use."""
 
     def __init__(
         self,
@@ -214,7 +217,7 @@ class BatchFeed(Generic[ResultT]):
         on_idle: Callable[[], None],
         explain: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """`explain` says, after a long poll in vain, why nothing may have come."""
+        """Keep the arguments; `explain` is called after a long poll without a batch and returns possible causes."""
         self._get_batch = get_batch
         self._prepare = prepare
         self._last = last
@@ -228,7 +231,7 @@ class BatchFeed(Generic[ResultT]):
         self._pending: tuple[int, BackgroundCall[ResultT | None]] | None = None
 
     def take(self, number: int) -> ResultT | None:
-        """Batch `number`, made ready; None when the run is to stop. `on_idle` is called now and then meanwhile."""
+        """Return batch `number`, prepared, or None if the run is to stop; call `on_idle` every 2 s of the wait."""
         call = self._begin(number)
         started = time.monotonic()
         next_idle, next_line = started + IDLE_SECONDS, started + WAIT_LINE_SECONDS
@@ -256,7 +259,7 @@ class BatchFeed(Generic[ResultT]):
         return batch
 
     def close(self) -> None:
-        """Fetch nothing more; a long poll under way is abandoned."""
+        """Stop fetching; a long poll in progress is abandoned."""
         self._closed.set()
 
     def _begin(self, number: int) -> BackgroundCall[ResultT | None]:

@@ -1,9 +1,8 @@
-"""Whether a checkpoint is whole: the sizes and checksums of its files, noted when it was written.
+"""The model files of a checkpoint, and the sizes and checksums by which damage to its files is found.
 
-The rename that gives a checkpoint its name makes it whole or absent on the disk it was written to. The
-seal is for what happens to it afterwards: a copy that broke off, a disk that filled up, a changed byte.
-
-The model's part of a checkpoint: Hugging Face's layout, or PEFT's for an adapter, with tokenizer and card.
+The model is written in Hugging Face's layout, or PEFT's for an adapter, with tokenizer and model card. The rename
+that gives a checkpoint its name makes it complete or absent on the disk it was written to. `seal` and `broken_seal`
+detect damage after that: an interrupted copy, a full disk, a changed byte.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def seal(directory: Path) -> dict[str, dict[str, Any]]:
-    """`{file: {bytes, blake3}}` of all files in a directory."""
+    """Return the size and checksum of each file in a directory, as `{file: {bytes, blake3}}`."""
     return {
         path.name: {"bytes": path.stat().st_size, "blake3": _checksum(path)}
         for path in sorted(directory.iterdir())
@@ -35,7 +34,7 @@ def seal(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def broken_seal(directory: Path, sealed: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What is wrong with the files of a directory, or None; sizes are compared before anything is read."""
+    """Return the first fault in the files of a directory, or None; sizes are compared before any file is read."""
     for name, expected in sealed.items():
         path = directory / name
         if not path.is_file():
@@ -88,7 +87,7 @@ CARD_ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "load_in_4bit")
 
 
 def write_model(directory: Path, policy: Policy) -> None:
-    """Weights or adapter, their configuration, and the tokenizer; an adapter without the base it belongs to."""
+    """Write the weights or the adapter (without its base model), the configuration and the tokenizer."""
     if policy.has_adapter:
         write_adapter(directory, policy)
     else:
@@ -97,7 +96,7 @@ def write_model(directory: Path, policy: Policy) -> None:
 
 
 def write_adapter(directory: Path, policy: Policy, dtype: torch.dtype | None = None) -> None:
-    """The two files of an adapter as PEFT and vLLM load them; in the masters' dtype unless `dtype` says otherwise."""
+    """Write the two files of an adapter that PEFT and vLLM load, in `dtype` or else the master weights' dtype."""
     from safetensors.torch import save_file
 
     save_file(policy.adapter_tensors(dtype), directory / ADAPTER_FILE, metadata={"format": "pt"})
@@ -105,15 +104,15 @@ def write_adapter(directory: Path, policy: Policy, dtype: torch.dtype | None = N
 
 
 def read_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint's safetensors files, by name."""
+    """Return all tensors of a checkpoint's safetensors files, by name."""
     return dict(StoredTensors(checkpoint))
 
 
 class StoredTensors(Mapping[str, "torch.Tensor"]):
-    """The tensors of a checkpoint by name, each read when it is asked for: no more than one need be in memory."""
+    """The tensors of a checkpoint by name: each is read on access, so that only one need be in memory."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Raises `CheckpointError` where there are none."""
+        """Open the safetensors files; raise `CheckpointError` if there are none."""
         from safetensors import safe_open
 
         files: list[Any] = [safe_open(path, framework="pt") for path in sorted(checkpoint.glob("*.safetensors"))]
@@ -133,7 +132,7 @@ class StoredTensors(Mapping[str, "torch.Tensor"]):
 
 
 def model_card(state: TrainerState, base_model: str, *, adapter: bool) -> str:
-    """The text of a checkpoint's README.md: what it is, of what, how it was trained and how it is loaded."""
+    """Return the text of a checkpoint's README.md: base model, step, settings of the training and loading code."""
     settings = [*CARD_SETTINGS, *(CARD_ADAPTER_SETTINGS if adapter else ())]
     rows = [f"| {name} | {state.config[name]} |" for name in settings if name in state.config]
     kind = "LoRA adapter" if adapter else "Full weights"
@@ -197,7 +196,7 @@ def _write_weights(directory: Path, policy: Policy) -> None:
 
 
 def _write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """One safetensors file, or several with an index where the model is large."""
+    """Write one safetensors file, or several with an index if the model is large."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 

@@ -1,10 +1,10 @@
-"""Checkpoints: a directory that anyone can load, and in it all that a resume needs.
+"""Checkpoints: directories that Hugging Face or PEFT can load and that hold everything a resume needs.
 
 `checkpoint-N/` holds the weights after step N (model.safetensors and config, or an adapter in PEFT's layout; tokenizer;
 a card in README.md), `trainer_state.pt` (optimizer, objective and random state) and `trainer_state.json` (step, batch,
-policy version, versions by step, settings, and the sizes and checksums of the other files). The learning rate is a
-function of the updates counted there. It is written beside its place, synced and renamed, so that a directory of that
-name is whole; one that was damaged later is told by its checksums. `latest` points to the newest.
+policy version, steps by version, settings, and the sizes and checksums of the other files). The learning rate is a
+function of the updates counted there. A checkpoint is written under a temporary name, synced and renamed, so that a
+directory named `checkpoint-N` is complete; damage after that shows in its checksums. `latest` points to the newest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from pickle import UnpicklingError  # what torch raises; nothing is unpickled but by its loader for weights alone
+from pickle import UnpicklingError  # torch raises it; the only unpickling is torch.load(weights_only=True)
 from typing import TYPE_CHECKING, Any
 
 from example_trainer.checkpoint_model_files import StoredTensors, broken_seal, model_card, seal, write_model
@@ -59,7 +59,7 @@ FIXED_SETTINGS = (
     "load_in_4bit",
     "train_layer_indices",
 )
-"""What a resumed run must have as it was: the optimizer's state or the meaning of the weights hangs on it."""
+"""Settings that a resume must not change: the optimizer's state or the meaning of the weights depends on them."""
 
 _NAME = re.compile(rf"{PREFIX}(\d+)")
 
@@ -76,7 +76,7 @@ def save_checkpoint(
 ) -> Path:
     """Write `checkpoint-<step>` under `root` and point `latest` to it; prune to `keep_last` when that is set.
 
-    Raises `CheckpointError` where the disk refuses; what was there before is as it was then.
+    Raises `CheckpointError` if the disk refuses; earlier checkpoints are then unchanged.
     """
     target = root / f"{PREFIX}{state.step}"
     beside = root / f".{PREFIX}{state.step}.part"
@@ -98,20 +98,21 @@ def save_checkpoint(
 
 
 def link_as_course(root: Path, *, final: str | None = None) -> None:
-    """Name the checkpoints under `root` as the CS336 course does: checkpoint_step_N, and final_model for `final`."""
+    """Link the checkpoints under `root` by the CS336 course's names: checkpoint_step_N, and final_model for `final`."""
     for link in root.glob(f"{COURSE_PREFIX}*"):
         if link.is_symlink() and not link.exists():
-            link.unlink()  # pruned
+            link.unlink()  # its checkpoint was pruned
     wanted = {COURSE_PREFIX + path.name.removeprefix(PREFIX): path.name for path in list_checkpoints(root)}
     for name, target in (wanted | ({COURSE_FINAL: final} if final else {})).items():
         _point(root / name, target)
 
 
 def find_checkpoint(resume: str | None, root: Path) -> Path | None:
-    """The checkpoint that `--resume` means: `auto` takes the newest whole one under `root`, if any; a path must be one.
+    """Return the checkpoint for `--resume`: the one at a path, or for `auto` the newest undamaged one under `root`.
 
-    Raises `CheckpointError`, with what is wrong, for a path that holds none or a damaged one, and for `auto` where all
-    that there are are damaged: starting over would repeat batches that are gone.
+    `auto` returns None if there is no checkpoint. Raises `CheckpointError`, which names the fault, for a path without
+    a checkpoint or with a damaged one, and for `auto` if all are damaged: a new start would need batches that the
+    broker no longer has.
     """
     if resume is None:
         return None
@@ -128,10 +129,10 @@ def find_checkpoint(resume: str | None, root: Path) -> Path | None:
 
 
 def note_begun(config: TrainingConfig, run_id: str, version: int) -> None:
-    """Remember, where the checkpoints lie, that the broker knows this run, and the newest version it has ever taken.
+    """Record in the checkpoint directory that the run has begun at the broker, and the newest version it has used.
 
-    Written before anybody is given weights under `version`. A trainer and server that are killed in the middle of a
-    publish leave tokens of a version that neither the broker nor a checkpoint has heard of.
+    This is written before a server gets weights under `version`: a trainer and server killed during a publish leave
+    tokens of a version that neither the broker nor a checkpoint has recorded.
     """
     root = config.checkpoint_root
     root.mkdir(parents=True, exist_ok=True)
@@ -143,7 +144,7 @@ def note_begun(config: TrainingConfig, run_id: str, version: int) -> None:
 
 
 def begun_version(config: TrainingConfig) -> int | None:
-    """The newest version that a run of this name has taken here; None if none has begun."""
+    """Return the newest version that a run of this name has used here; None if no such run has begun."""
     try:
         begun = json.loads((config.checkpoint_root / BEGUN_FILE).read_text(encoding="utf-8"))
         return int(begun["version"]) if begun["name"] == config.name else None
@@ -152,7 +153,7 @@ def begun_version(config: TrainingConfig) -> int | None:
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be resumed from, or None if it is whole."""
+    """Return the reason why a checkpoint cannot be resumed from, or None if it is undamaged."""
     try:
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         return broken_seal(checkpoint, state["files"])
@@ -161,7 +162,7 @@ def fault_of(checkpoint: Path) -> str | None:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Directories of checkpoints under `root`, oldest step first; not looked into."""
+    """Return the checkpoint directories under `root`, lowest step first, without checking their content."""
     found = [path for path in root.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
@@ -177,7 +178,7 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def refuse_changed_settings(state: TrainerState, config: TrainingConfig) -> None:
-    """Raise `CheckpointError` where `config` has another optimizer or other trained weights than the checkpoint."""
+    """Raise `CheckpointError` if `config` has another optimizer or other trained weights than the checkpoint."""
     for name in FIXED_SETTINGS:
         before, now = state.config.get(name, getattr(config, name)), getattr(config, name)
         if before != now:
@@ -191,9 +192,9 @@ def refuse_changed_settings(state: TrainerState, config: TrainingConfig) -> None
 def restore(
     checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer, *, rank: int = 0
 ) -> ObjectiveState | None:
-    """Load weights, optimizer and random state of a checkpoint into a policy that has been prepared.
+    """Load weights, optimizer and random state of a checkpoint into a prepared policy.
 
-    Gives back the state of the objective, None where the checkpoint has none.
+    Returns the state of the objective, None if the checkpoint has none.
     """
     import torch
 
@@ -213,14 +214,14 @@ def restore(
             f"the optimizer state in {checkpoint} cannot be loaded ({error}); resume with the --optimizer, the "
             "--master-weights and the trained layers that it was written with"
         ) from error
-    policy.load_masters(tensors)  # last of what may fail: served weights that were half replaced are torn
+    policy.load_masters(tensors)  # after all else that may fail, so that served weights are never half replaced
     restore_random(saved["random"], rank=rank)
     objective: ObjectiveState | None = saved.get("objective")
     return objective
 
 
 def _as_held(state: dict[str, Any], policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The whole state of a checkpoint as this process holds it: its own part where the policy is spread over ranks."""
+    """Return a checkpoint's optimizer state as this process needs it: only its shard if the policy is sharded."""
     if not policy.is_sharded:
         return state
     from example_trainer.modeling.fsdp import shard_optimizer_state
@@ -229,7 +230,7 @@ def _as_held(state: dict[str, Any], policy: Policy, optimizer: torch.optim.Optim
 
 
 def remembered(steps_by_version: Mapping[int, int]) -> dict[str, int]:
-    """The newest versions with their steps, as JSON can hold them."""
+    """Return the newest 1000 versions with their steps, with string keys as JSON requires."""
     newest = sorted(steps_by_version)[-REMEMBERED_VERSIONS:]
     return {str(version): steps_by_version[version] for version in newest}
 
@@ -251,7 +252,7 @@ def _newest_whole(root: Path) -> Path | None:
 
 
 def _write_files(directory: Path, state: TrainerState, policy: Policy, tensors: dict[str, Any]) -> None:
-    """All files of a checkpoint, on disk when this returns; the one that seals the others last."""
+    """Write and sync all files of a checkpoint; the state file comes last, since it holds the others' checksums."""
     import torch
 
     write_model(directory, policy)
@@ -266,7 +267,7 @@ def _write_files(directory: Path, state: TrainerState, policy: Policy, tensors: 
 
 
 def _put_in_place(beside: Path, target: Path) -> None:
-    """Give a written checkpoint its name; one that had it before goes only then."""
+    """Rename a written checkpoint to its final name; an older one of that name is removed only afterwards."""
     old = target.with_name(f".{target.name}.old")
     if target.exists():
         target.rename(old)
@@ -275,7 +276,7 @@ def _put_in_place(beside: Path, target: Path) -> None:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """What a process left behind that was killed while it wrote."""
+    """Remove the temporary directories of a process that was killed while it wrote a checkpoint."""
     for path in root.glob(f".{PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
 

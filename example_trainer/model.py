@@ -1,23 +1,20 @@
-"""The policy under training: a Hugging Face causal language model and the weights the optimizer steps.
+"""Loading of the policy under training: a Hugging Face causal language model and its master weights.
 
-A `Policy` keeps two things apart that most trainers mix: the *module* that the forward runs on and
-the *masters* that the optimizer changes. What the module's trained parameters are is the layout:
+A `Policy` separates two things that most trainers mix: the *module* that the forward runs on and the *masters* (master
+weights) that the optimizer changes. The layout says what the module's trained parameters are:
 
-- plain: the masters themselves where these have the served dtype, else a copy of them in the served
-  dtype, cast anew for each forward. The sampler computes in that dtype throughout, so this agrees
-  with it more closely than autocast over fp32 weights would (its residual stream stays fp32);
-- shared, forward from masters: the same, and `served` holds views into the tensors vLLM reads, which
-  only a publish writes;
-- shared, forward from views: those views, which with `--master-weights none` are the masters as
-  well and change inside a publish only (`Policy.changing`).
+- plain: the masters themselves if they have the served dtype, else a copy of them in the served dtype, cast anew for
+  each forward. The sampler computes in that dtype throughout, so this agrees with it more closely than autocast over
+  fp32 weights would (there the residual stream stays fp32);
+- shared, forward from masters: the same, and `served` holds views into the tensors vLLM reads, which only a publish
+  writes;
+- shared, forward from views: those views, which with `--master-weights none` are also the masters and change only
+  inside a publish (`Policy.changing`).
 
-With an adapter the base is frozen in the served dtype (or in four bits), and the masters are the
-adapter's matrices under the names that PEFT stores them by; all of the above holds for them.
-
-Gradients always end up with the masters, in their precision.
-
-The module is always built by transformers' own loading, so that buffers (rotary frequencies with
-their scaling above all) are never rebuilt by hand.
+With an adapter the base is frozen in the served dtype (or in four bits), and the masters are the adapter's matrices
+under PEFT's names; all of the above holds for them. Gradients always end up on the masters, in their precision. The
+module is always built by transformers' own loading, so that buffers (above all rotary frequencies with their scaling)
+are never rebuilt by hand.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     atropos-grpo-run --config configs/demo.yaml --seed 1 --training-steps 20 --env.group_size 4 --dry-run
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -m example_trainer.run --model-name M --atropos-url URL --training-steps 30
 
-The last form leaves broker and environments to you and starts vLLM and the trainer. Nothing heavy is imported here:
-every program is a process of its own.
+The last form starts only vLLM and the trainer; you start broker and environments. Nothing heavy is imported here: every
+program runs in its own process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if __package__ in {None, ""}:
-    # Started by path: the folder of this file is no place to import packages from, the one above it is.
+    # Started by path: packages must be imported from the parent of this file's folder, not from the folder itself.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import yaml
@@ -36,7 +36,7 @@ def main() -> NoReturn:
 
 
 def run(argv: list[str]) -> int:
-    """Launch what `argv` asks for; the exit code says how it ended."""
+    """Launch the run that `argv` describes and return its exit code."""
     from example_trainer.launcher.run_dir import require_own_package
     from example_trainer.launcher.run_file import read_settings
 
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
 
 
 def carry_out(launch: Launch) -> int:
-    """Run it and print the summary, or why there is none."""
+    """Run the launch and print its summary, or the error that ended it."""
     from rich.console import Console
 
     from example_trainer.launcher.launch import Interrupted
@@ -70,7 +70,7 @@ def carry_out(launch: Launch) -> int:
 
 
 def places_of(launch: Launch) -> list[str]:
-    """The lines that end a run: its places on the disk, and what to do next."""
+    """Return the last lines of a run's output: its paths on disk and suggested next commands."""
     return [
         f"run directory: {launch.run.root}",
         f"picture: {launch.run.plot}",
@@ -81,7 +81,7 @@ def places_of(launch: Launch) -> list[str]:
 
 
 def describe(launch: Launch) -> str:
-    """What would run: each program's command line, what is added to its environment, and its settings."""
+    """Return the dry-run text: each program's command line, added environment variables and settings."""
     from example_trainer.launcher.base_model import local_base
     from example_trainer.launcher.launch import dry_plan
     from example_trainer.launcher.run_dir import as_plain_data

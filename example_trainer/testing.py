@@ -1,7 +1,7 @@
-"""What tests of the trainer run against, without vLLM: tiny models, a bridge that serves in process, rollouts.
+"""Test doubles for the trainer without vLLM: tiny models, a bridge that serves in process, and rollouts.
 
-`ServingBridge` implements `WeightBridge` for real: a publish copies the masters into what its `Sampler` reads, under
-the version it was given, so that rollouts carry true logprobs and versions and staleness is what it says.
+`ServingBridge` fully implements `WeightBridge`: a publish copies the masters into the weights that a `Sampler` reads,
+under the given version, so that rollouts carry true logprobs and versions and the measured staleness is real.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_tiny_model(
 
 
 class ServingBridge:
-    """Trains a local policy and serves copies of it to a `Sampler`, one for each published version."""
+    """A weight bridge that loads a local policy: it serves a copy of it to a `Sampler` for each published version."""
 
     def __init__(self, options: PolicyOptions, *, publish_seconds: float = 0.0) -> None:
         self._options = options
@@ -68,12 +68,12 @@ class ServingBridge:
         self._policy: Policy | None = None
         self._served: tuple[int, dict[str, Tensor]] | None = None
         self.published: list[tuple[int, float]] = []
-        """Version and monotonic time of each publish that ended."""
+        """Version and monotonic time of each completed publish."""
         self.closed = False
 
     @property
     def served(self) -> tuple[int, dict[str, Tensor]] | None:
-        """The version served now and its weights; None before the first publish."""
+        """The current version and its weights; None before the first publish."""
         return self._served
 
     def prepare(self) -> Policy:
@@ -95,7 +95,7 @@ class ServingBridge:
         return self.publish(self.highest_version() + 1)
 
     def lose_server(self) -> None:
-        """As if the server had restarted: nothing is served until the next publish."""
+        """Simulate a server restart: nothing is served until the next publish."""
         self._served = None
 
     def highest_version(self) -> int:
@@ -112,7 +112,7 @@ class ServingBridge:
 
 
 class Sampler:
-    """Samples groups from given weights, with the logprobs under which each token was drawn."""
+    """A sampler: it draws groups from given weights, with the logprob under which each token was drawn."""
 
     def __init__(
         self, model: Path, *, seed: int = 0, temperature: float = 1.0, adapter: AdapterOptions | None = None
@@ -132,7 +132,7 @@ class Sampler:
         prompt_tokens: int = 6,
         response_tokens: tuple[int, int] = (3, 8),
     ) -> Group:
-        """One group: a random prompt, answers of random lengths within `response_tokens`, and their rewards."""
+        """Return one group: a random prompt, answers of random lengths within `response_tokens`, and their rewards."""
         prompt = torch.randint(self._vocabulary, (prompt_tokens,), generator=self._generator).tolist()
         lengths = torch.randint(response_tokens[0], response_tokens[1] + 1, (group_size,), generator=self._generator)
         with self._policy.with_weights(weights):
@@ -163,10 +163,10 @@ class Sampler:
 
 
 def train_recorded(settings: dict[str, Any]) -> None:
-    """A whole trainer, in a process of its own, over what a broker holds; it publishes to nobody.
+    """Run a complete trainer on the groups that a broker holds, without a server; meant for a process of its own.
 
-    `settings` are those of `TrainingConfig`: with a world size above 1 this is one rank of several. What a test kills
-    and starts again.
+    `settings` are those of `TrainingConfig`: with a world size above 1 this is one rank of several. Tests kill the
+    process and start it again.
     """
     config = TrainingConfig.model_validate(settings)
     torch.set_num_threads(1)
@@ -194,10 +194,10 @@ def _train_recorded(config: TrainingConfig, ranks: Ranks) -> None:
 
 
 class RolloutThread:
-    """An environment in a thread: samples from what a bridge serves and hands groups in while there is room.
+    """An environment in a thread: it samples from the bridge's weights and submits groups while the broker has room.
 
-    With `groups_per_version` it samples so many from each version and then waits for the next, so that what is trained
-    on does not depend on how fast anything is.
+    With `groups_per_version` it samples that many groups from each version and then waits for the next, so that the
+    training data do not depend on timing.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class RolloutThread:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # noqa: BLE001 - the test that owns the thread looks at it
+        except Exception as error:  # noqa: BLE001 - the test that owns the thread checks `error`
             self.error = error
 
     def _serve(self) -> None:

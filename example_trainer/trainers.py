@@ -1,17 +1,17 @@
 """The training loop, the same for every weight bridge.
 
-Batch n is step n. What follows the optimizer step (`step.post_step`) keeps one order, so that a crash between any two
-parts leaves something that a resume repeats harmlessly: publish the weights, announce the version to the broker, write
-the checkpoint if one is due, commit what it covers.
+Batch n is step n. The post-step (`step.post_step`) keeps one order, so that a resume after a crash between any two
+parts can safely repeat them: publish the weights, tell the broker the version, write the checkpoint if one is due,
+commit what it covers.
 
 ```
-              batch n+1 is fetched and laid out (thread)
-main:         take n ─ forward/backward n ─ [wait for post-step n-1] ─ optimizer step n ─┐
-post-step n:                                           publish ─ announce ─ checkpoint ─ commit
+             batch n+1 is fetched and prepared (thread)
+main:        take n ─ forward/backward n ─ [join post-step n-1] ─ optimizer step n ─┐
+post-step n:                                                 publish ─ announce ─ checkpoint ─ commit
 ```
 
-With `--overlap-publish` the post-step of step n runs in a thread during forward and backward of batch n + 1, and is
-awaited before the weights move again; otherwise it runs in place. It only reads the masters, and so does the forward.
+With `--overlap-publish` the post-step of step n runs in a thread during forward and backward of batch n + 1 and is
+joined before the weights change again; otherwise it runs in place. It only reads the masters, as the forward does.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Runs one training run from its first to its last batch; see the module's docstring."""
+    """The training loop of one run: it trains from the first to the last batch; see the module's docstring."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Trainer:
         self._ranks = ranks or Ranks()
         self.progress = Progress()
         self.stopped_by: HealthEvent | None = None
-        """The sign that ended the run, where `--stop-on` asks for that."""
+        """The health sign that ended the run through `--stop-on`; None if none did."""
         self._session = session
         self._bridge = bridge
         self._trackers = trackers
@@ -79,12 +79,12 @@ class Trainer:
         self._tracker: Tracker
 
     def run(self) -> bool:
-        """`set_up`, then `train`."""
+        """Call `set_up`, then `train`."""
         self.set_up()
         return self.train()
 
     def train(self) -> bool:
-        """Train to the last step; False when it was stopped before, with a checkpoint of where it stood."""
+        """Train to the last step; return False if the run was stopped earlier, after writing a checkpoint."""
         try:
             finished = self._train()
             self._post_step.finish(finished)
@@ -110,7 +110,7 @@ class Trainer:
             raise
 
     def _begin(self, checkpoint: Path | None, state: TrainerState | None, taken: int | None, *, resumes: bool) -> None:
-        """Begin the run at the broker, which is told of nothing that cannot start, and publish the first version."""
+        """Begin the run at the broker, after `set_up`'s checks; load the policy and publish the first version."""
         config = self.config
         info = self._session.begin(_run_request(config, state, resumes=resumes))
         self._ranks.lead(lambda: note_begun(config, info.run_id, taken or 0))
@@ -124,7 +124,7 @@ class Trainer:
         self._post_step.publish()
 
     def _build(self) -> None:
-        """The policy in place, and what works on it."""
+        """Load the policy through the bridge, and build the train step and the post-step that work on it."""
         config = self.config
         self._train_step = train_step = make_train_step(config, self._bridge.prepare(), self._ranks)
         self.progress = train_step.progress
@@ -139,7 +139,7 @@ class Trainer:
         )
 
     def _train(self) -> bool:
-        """The loop over steps; False when a stop was asked for."""
+        """Run the loop over steps; return False if a stop was requested."""
         feed = self._make_feed()
         try:
             return all(self._step(step, feed) for step in range(self.progress.step + 1, self.config.training_steps + 1))
@@ -172,7 +172,10 @@ class Trainer:
         return self.stopped_by is None
 
     def _take(self, step: int, feed: BatchFeed[PreparedBatch]) -> PreparedBatch | None:
-        """Batch `step`, once rank 0 has its share of it; until then the others publish with it where a server asks."""
+        """Return batch `step` once rank 0 has its share; until then the other ranks join rank 0 in publishes.
+
+        Such a publish is needed when a server restarts while a batch is awaited.
+        """
         if self._ranks.is_main:
             prepared = feed.take(step)
             self._ranks.lead(lambda: False)
@@ -190,7 +193,7 @@ class Trainer:
         return self._ranks.any(self._should_stop())
 
     def _log(self, step: int, metrics: dict[str, float]) -> dict[str, Any] | None:
-        """Write down a step; the fields of the first sign of trouble that is to end the run, if there is one."""
+        """Log a step; return the fields of the first health event that ends the run, or None."""
         stopped_by: HealthEvent | None = None
         metrics[names.POLICY_VERSION] = self.progress.version
         metrics |= step_metrics.publish_metrics(self._post_step.report)
@@ -205,7 +208,7 @@ class Trainer:
         return None if stopped_by is None else asdict(stopped_by)
 
     def _catch_up(self, state: TrainerState) -> None:
-        """Judge the step that was resumed from, and log it where a crash came between its checkpoint and its line."""
+        """Check the health of the step resumed from, and log it if a crash came between its checkpoint and its log."""
         if state.health:
             self._health.remember(state.health)
         line = last_line(self.config.required_run_dir / METRICS_FILE)
@@ -243,7 +246,10 @@ class Trainer:
 
 
 def _run_request(config: TrainingConfig, state: TrainerState | None, *, resumes: bool) -> RunRequest:
-    """A run that broke off before its first checkpoint is resumed too: from batch 0, so that its batches come again."""
+    """Return the request that begins the run at the broker.
+
+    A run interrupted before its first checkpoint resumes from batch 0, so that its batches are delivered again.
+    """
     return RunRequest(
         name=config.name,
         batch_size=config.sequences_per_batch,

@@ -1,11 +1,11 @@
-"""One batch's training: micro-batches forward and backward, one optimizer step each pass, and what it measured.
+"""Training on one batch: forward and backward over micro-batches, optimizer steps, and metrics.
 
 Denominators are those of the whole optimizer step, so that splitting it into micro-batches, or over ranks, changes
-nothing. A step whose loss or gradient is not finite leaves the weights alone and is counted. A batch in which nothing
-can be learnt passes without forward, backward or optimizer step.
+nothing. A step whose loss or gradient is not finite leaves the weights unchanged and is counted. A batch from which
+nothing can be learnt is skipped without forward, backward or optimizer step.
 
-With several ranks each trains the groups it was given. Where the weights are spread over them, every forward and
-backward needs them all: a rank that has run out of micro-batches goes along with an empty one.
+With several ranks each trains the groups it was given. If the weights are sharded over the ranks, every forward and
+backward needs all ranks: a rank that has run out of micro-batches takes part with an empty one.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequestedError(Exception):
-    """Raised between micro-batches when the run is to end; the weights are those of the step before."""
+    """A stop was requested: raised between micro-batches; the weights are those of the step before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerSettings:
-    """What of the configuration concerns a training step."""
+    """The settings of a training step."""
 
     aggregation: Literal["token", "sequence", "constant"]
     constant_length: int
@@ -83,14 +83,14 @@ def learner_settings(config: TrainingConfig) -> LearnerSettings:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class StepResult:
-    """What one batch did."""
+    """The result of training on one batch."""
 
     updates: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     targets: Targets | None = None
-    """Of all ranks; None where nothing was trained."""
+    """Targets of all ranks; None if nothing was trained."""
     logprobs: Tensor | None = None
-    """Of these tokens, as far as they were forwarded before any weight moved; NaN for the others."""
+    """Logprobs of these tokens if they were computed before any weight changed; NaN for the others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +104,7 @@ class Gradients:
     logprobs: Tensor
     entropies: Tensor
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """The loss's terms by name, and the counts below."""
+    """The loss terms by name, and the token counts named in `_COUNTS`."""
     norm: float = 0.0
     """The global norm before clipping."""
     moved: bool = False
@@ -133,7 +133,7 @@ class BatchTraining:
 
 
 class Learner:
-    """Owns the optimizer and its count of updates; trains the policy one batch at a time."""
+    """The learner: it owns the optimizer and its count of updates, and trains the policy one batch at a time."""
 
     def __init__(
         self,
@@ -152,11 +152,11 @@ class Learner:
         self.layout = layout
         self.ranks = ranks or Ranks()
         self.updates = 0
-        """Optimizer steps taken in the whole run, over resumes; the schedule depends on it."""
+        """Optimizer steps taken in the whole run, including before a resume; the schedule depends on it."""
         self._nonfinite_in_a_row = 0
 
     def train(self, batch: TrainingBatch) -> StepResult:
-        """Train one batch with nothing to wait for before the weights move, as a replay does."""
+        """Train one batch; `before_update` is called just before its first weight change, if any, and may block."""
         training = self.begin(batch)
         for mini_batch in training.mini_batches:
             self.apply(self.accumulate(training, mini_batch))
@@ -212,7 +212,7 @@ class Learner:
         return result
 
     def score(self, rows: Sequence[Row], targets: Targets) -> Tensor:
-        """Logprobs of all trained tokens of `rows` under the weights in place, NaN elsewhere; no gradients."""
+        """Return logprobs of all trained tokens of `rows` under the current weights, NaN elsewhere; no gradients."""
         scored = torch.full((len(targets),), math.nan, device=self.policy.device)
         with torch.no_grad():
             for micro in self._micro_batches(rows):
@@ -234,7 +234,7 @@ class Learner:
         return passed
 
     def _backward(self, micro: PackedMicroBatch, targets: Targets, weights: Tensor, passed: Gradients) -> None:
-        """Forward and backward of one micro-batch, added to `passed` and to the gradients."""
+        """Run forward and backward of one micro-batch; add the results to `passed` and to the gradients."""
         at = micro.target_index
         logprobs, entropies = self._forward(micro, targets, self.objective.labels(targets, at))
         if not len(at):
@@ -257,7 +257,10 @@ class Learner:
         return self.policy.compute(_logprobs, micro, labels, temperatures, self.settings.chunk_tokens)
 
     def _micro_batches(self, rows: Sequence[Row]) -> list[PackedMicroBatch]:
-        """The packed `rows`, on every rank as many: their forwards may need each other, and they stop together."""
+        """Return the packed `rows`, padded with empty micro-batches to the same number on every rank.
+
+        Forwards of sharded weights need all ranks, and the check for a stop must come equally often on each.
+        """
         device = self.policy.device
         varlen = device.type == "cuda" and self.policy.dtype in {torch.bfloat16, torch.float16}
         packed = pack_rows(
@@ -273,7 +276,7 @@ class Learner:
         return packed + [empty_micro_batch(device, layout=self.layout, varlen=varlen)] * missing
 
     def _clip_gradients(self) -> float:
-        """The global gradient norm before clipping."""
+        """Clip the gradients and return their global norm before clipping."""
         limit = self.settings.max_grad_norm or math.inf
         norm: Any = torch.nn.utils.clip_grad_norm_(self.policy.masters.values(), limit)
         return float(norm.full_tensor() if self.policy.is_sharded else norm)
@@ -281,7 +284,7 @@ class Learner:
     def _report(
         self, result: StepResult, done: Sequence[Gradients], targets: Targets, *, first: Sequence[Gradients]
     ) -> None:
-        """Fill in what the batch showed: the first pass's values at each token, and means over all optimizer steps."""
+        """Fill in `result`: per-token values from the first pass over the batch, means over all optimizer steps."""
         logprobs, entropies = _merge([each.logprobs for each in first]), _merge([each.entropies for each in first])
         own = Seen(targets=targets, logprobs=logprobs, entropies=entropies, first_logprobs=done[0].logprobs)
         seen = seen_by_all(own, self.ranks)
@@ -314,7 +317,7 @@ class Learner:
 def _logprobs(
     module: Any, micro: PackedMicroBatch, labels: Tensor, temperatures: Tensor, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of `labels` and entropies at a micro-batch's trained tokens, as a forward of `module`."""
+    """Run a forward of `module`; return logprobs of `labels` and entropies at a micro-batch's trained tokens."""
     weight, bias = head_of(module)
     hidden = forward_hidden(module, micro)
     return token_logprobs(
@@ -323,7 +326,7 @@ def _logprobs(
 
 
 def _merge(pieces: Sequence[Tensor]) -> Tensor:
-    """Arrays that are NaN outside their own mini-batch, joined into one."""
+    """Merge arrays that are NaN outside their own mini-batch into one."""
     merged = pieces[0]
     for piece in pieces[1:]:
         merged = torch.where(merged.isnan(), piece, merged)

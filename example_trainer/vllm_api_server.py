@@ -1,4 +1,7 @@
-"""`python -m example_trainer.vllm_api_server`: the inference server. see `--help`."""
+"""Entry point of the inference server: it runs as `python -m example_trainer.vllm_api_server`; see `--help`.
+
+It is a file of its own because it can also be started by path and must then repair `sys.path` before other imports.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import NoReturn
 
 
 def _find_packages() -> None:
-    """Started by path, Python looks in this file's folder first, where our modules would hide others of their names."""
+    """Replace this file's folder in `sys.path` by its parent: when started by path, our modules hide other packages."""
     here = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != here]
     if str(here.parent) not in sys.path:
@@ -17,14 +20,14 @@ def _find_packages() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the server with these arguments; returns the exit code."""
+    """Run the server with these arguments and return the exit code."""
     from example_trainer.serving.start import run
 
     return run(sys.argv[1:] if argv is None else argv)
 
 
 def _leave_at_once(argv: list[str]) -> NoReturn:
-    """Serve, then end without taking all of vLLM apart first: that takes seconds and frees nothing more."""
+    """Serve, then exit without vLLM's shutdown in Python, which takes seconds and frees nothing more."""
     code = main(argv)
     sys.stdout.flush()
     sys.stderr.flush()

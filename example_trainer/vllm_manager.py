@@ -1,15 +1,13 @@
-"""One vLLM server as a child of the trainer: all that it starts, what it maps, and its end.
+"""The vLLM server of a run as a child process of the trainer: `VllmManager` starts, replaces and stops it.
 
-Starts and stops a vLLM server as a child of the trainer: its own process group, and nothing else.
+The child leads a session of its own, so that it and all processes it starts can be ended without knowing their names or
+ports. The kernel kills it when the process that started it ends, for whatever reason. It counts as ready when it
+answers and reports the version it was started for.
 
-The child gets a session of its own, so that it and all that it starts can be ended without asking
-what they are called or which port they use; it dies with the process that started it, however that
-ends; and it counts as ready when it answers and says that it serves the version it was started for.
-
-The port is the manager's: its listening socket outlives each server, and while none accepts clients
-queue up there. A server that takes another's place loads first and answers nobody; the old one then
-accepts no more, lets what runs end for a moment, gives the new one its connections with what is still
-to be answered on them, and is gone; only then the new one answers.
+The manager owns the listening socket, which outlives each server; while no server accepts, clients wait in its queue. A
+replacement first loads without answering. The old server then stops accepting, lets running requests go on for
+`drain_seconds`, hands its connections with the unanswered requests to the new one, and exits; only then does the new
+one answer.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ STOP_SECONDS = 10.0
 
 
 class ServerProcess:
-    """One server process with all that it starts: the members of the session that it leads."""
+    """One server process and all processes that it starts: the members of the session that it leads."""
 
     def __init__(
         self,
@@ -81,21 +79,21 @@ class ServerProcess:
         return _session_members(self.pid)
 
     def note_shared_memory(self) -> None:
-        """Note the shared memory that the server maps now, to remove what it may leave behind."""
+        """Record the shared memory that the server maps now, so that leftovers can be removed after it exits."""
         self._ledger.observe(self.members())
 
     def is_loaded(self) -> bool:
-        """True once it could serve, but for the server before it."""
+        """Return True once the server has loaded its model and waits at most for the server before it to stop."""
         readable, _, _ = select.select([self._loaded], [], [], 0)
         return bool(readable and self._loaded.recv(1, socket.MSG_PEEK))
 
     def stop(self, *, grace_seconds: float) -> None:
-        """End it, and the connections that it has."""
+        """Stop the server and close its connections."""
         self.channel.close()
         self._end(grace_seconds)
 
     def hand_over(self, *, grace_seconds: float) -> None:
-        """End it; its connections go to the server that is started after it."""
+        """Stop the server; its connections go to the server that is started after it."""
         self._end(grace_seconds)
 
     def _end(self, grace_seconds: float) -> None:
@@ -103,20 +101,20 @@ class ServerProcess:
         self._loaded.close()
 
         def living() -> list[psutil.Process]:
-            self._process.poll()  # collects the exit, so that it does not linger as a zombie
+            self._process.poll()  # reaps the process, so that it does not stay a zombie
             return self.members()
 
         end_processes(living, grace_seconds=grace_seconds)
         try:
             self._process.wait(timeout=STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            # On a machine without a moment to spare a killed process takes long to let go of its memory.
+            # On a fully loaded machine a killed process takes long to free its memory.
             logger.warning("vLLM (pid %d) was killed and is still on its way out", self.pid)
         self._ledger.sweep()
 
 
 def _session_members(session: int) -> list[psutil.Process]:
-    """Living processes of the session that a child leads; its number stays taken as long as one of them lives."""
+    """Return the running processes of a child's session; the session id is not reused while one of them runs."""
     found = (open_process(pid) for pid in psutil.pids() if _session_of(pid) == session)
     return [process for process in found if process is not None and is_alive(process)]
 
@@ -133,13 +131,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmOptions:
-    """How the server is started, whatever model it serves."""
+    """Options for starting the server that do not depend on the model it serves."""
 
     host: str = "127.0.0.1"
     port: int = 9001
     log_path: Path
     served_model_name: str
-    """The name that clients ask for, whichever checkpoint is behind it."""
+    """The model name that clients request, whichever checkpoint is served."""
     tokenizer: str
     dtype: str = "auto"
     max_model_len: int | None = None
@@ -147,7 +145,7 @@ class VllmOptions:
     gpu: int | None = None
     seed: int = 0
     drain_seconds: float = 0.0
-    """The time that running requests get when the server is replaced; the next one begins the rest anew."""
+    """Time that running requests get when the server is replaced; the next server restarts the others."""
     ready_timeout_seconds: float = 600.0
     extra_arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -156,25 +154,25 @@ class VllmOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """How one server took another's place."""
+    """The result of replacing one server by another."""
 
     info: ServerInfo
     gap_seconds: float
     """The time for which requests waited for the new server."""
     beside: bool
-    """True where both ran for a while."""
+    """True if the new server loaded while the old one still ran."""
 
 
 class VllmManager:
-    """The vLLM server of one run, started, replaced and ended by this object."""
+    """The manager of one run's vLLM server: it starts, replaces and stops the server."""
 
     def __init__(self, options: VllmOptions) -> None:
         self._options = options
         self._server: ServerProcess | None = None
         self._listening: socket.socket | None = None
         self._given: HandoverChannel | None = None
-        """Connections of a server that has ended and that none has taken over yet."""
-        # The kernel's promise hangs on the thread that starts the child: this one lasts as long as the manager.
+        """Channel with the connections of a stopped server that no other server has taken over yet."""
+        # The kernel kills the child when the thread that started it ends, so this thread lasts as long as the manager.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="vllm-starter")
         self.token = secrets.token_hex(16)
         self.url = f"http://{options.host}:{options.port}"
@@ -188,22 +186,22 @@ class VllmManager:
         return self._server is not None and self._server.running
 
     def start(self, model: str | Path, *, version: int | None, arguments: Sequence[str] = ()) -> None:
-        """Start serving `model` as this policy version, None for one that a trainer is to send; returns at once."""
+        """Start serving `model` as this policy version and return at once; None if the trainer will send the policy."""
         if self._server is not None:
             raise RuntimeError("a server is running; stop it first")
         self._server = self._start(model, version, arguments)
 
     def wait_until_ready(self, version: int | None) -> ServerInfo:
-        """Return once the server serves this version; raises with its last log lines if it ends before."""
+        """Return once the server serves this version; raise with its last log lines if it exits before."""
         if self._server is None:
             raise RuntimeError("no server is running; start one first")
         return self._wait_until_ready(self._server, version)
 
     def replace(self, model: str | Path, *, version: int, arguments: Sequence[str] = ()) -> Replacement:
-        """Serve `model` in place of what is served now; returns when it does and the old server is gone.
+        """Replace the current server by one that serves `model`; return when it serves and the old one has exited.
 
-        Where memory allows the new server loads beside the old one; if it does not get that far, or without the
-        memory, the old one ends first. Either way no client of the old one is turned away.
+        If memory allows, the new server loads while the old one still runs. If it exits while loading, or memory is
+        short, the old server is stopped first. Either way no client of the old server is rejected.
         """
         old = self._server
         beside = old is not None and old.running and self._has_room(old)
@@ -214,7 +212,7 @@ class VllmManager:
             old.hand_over(grace_seconds=self._options.drain_seconds + BEGUN_ANSWERS_SECONDS + STOP_SECONDS)
             if self._given is None:
                 self._given = old.channel
-            else:  # that one never came to answering
+            else:  # the old server never became ready, so it has no connections to hand over
                 old.channel.close()
             if new is None:
                 wait_until(lambda: not holds_gpu_memory(pids, self._options.gpu), STOP_SECONDS)
@@ -225,7 +223,7 @@ class VllmManager:
         return Replacement(info=info, gap_seconds=time.monotonic() - began, beside=new is not None)
 
     def stop(self, *, grace_seconds: float = STOP_SECONDS) -> None:
-        """End the server and everything it started, and remove what they left in shared memory."""
+        """Stop the server and everything it started, and remove the shared memory they left."""
         server, self._server = self._server, None
         if server is not None:
             server.stop(grace_seconds=grace_seconds)
@@ -239,11 +237,11 @@ class VllmManager:
         self._starter.shutdown()
 
     def log_tail(self) -> str:
-        """The last lines the server has logged."""
+        """Return the last lines of the server's log."""
         return "\n".join(f"  {line}" for line in last_lines(self._options.log_path)) or "(no log)"
 
     def command(self, model: str | Path, *, version: int | None, arguments: Sequence[str] = ()) -> list[str]:
-        """The command line that serves `model` as this version."""
+        """Return the command line that serves `model` as this version."""
         options = self._options
         flags: dict[str, object] = {
             "--model": model,
@@ -269,7 +267,7 @@ class VllmManager:
     def _load_beside(
         self, old: ServerProcess, model: str | Path, version: int, arguments: Sequence[str]
     ) -> ServerProcess | None:
-        """A second server that has loaded and waits for the first one; None where it did not come up."""
+        """Start a second server and return it once it has loaded; return None if it exits before that."""
         new = self._start(model, version, arguments, before=old.channel)
         try:
             self._wait_for(new, version, lambda: _poll_loaded(new))
@@ -339,7 +337,7 @@ class VllmManager:
             )
 
     def _poll_ready(self, server: ServerProcess, version: int | None) -> ServerInfo:
-        _poll_loaded(server)  # not asked before: where none accepts, a question waits for its time-out
+        _poll_loaded(server)  # no request before that: while no server accepts, it blocks until its timeout
         client = ServerClient(self.url)
         try:
             if not client.healthy():

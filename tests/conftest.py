@@ -1,4 +1,4 @@
-"""What every test relies on: one thread per process, no hub, no trackers, asyncio as the event loop."""
+"""Settings that every test relies on: one thread per process, no hub, no trackers, asyncio as the event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Watch the tests that keep a promise; under xdist each process sees its own, and the one that tells sees all."""
+    """Register the observer of promised tests; under xdist each worker sees its own, the controller sees all."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell's job in the background ignores it, and so would every program that a test starts and interrupts.
         signal.signal(signal.SIGINT, signal.default_int_handler)

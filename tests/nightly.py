@@ -46,7 +46,7 @@ LONG = {
     "ATROPOS_TRAINER_KILLS": "10",
     "ATROPOS_TRL": "1",
 }
-"""What asks for each long form. Stages share them: a variable that a stage's tests do not read does nothing."""
+"""Variables that select each long form; all stages get all of them, since tests ignore those they do not read."""
 
 SECONDS_A_TEST = 14_400
 EXPECTED_SKIPS = (
@@ -67,7 +67,7 @@ class Stage:
     tests: tuple[str, ...]
     packages: tuple[str, ...] = ()
     before: tuple[tuple[str, ...], ...] = ()
-    """Commands of the project that prepare it, as arguments to Python."""
+    """Commands of the project that prepare the stage, as arguments to Python."""
 
 
 STAGES = (
@@ -98,7 +98,7 @@ STAGES = (
 
 @dataclass
 class Result:
-    """What one stage came to."""
+    """The result of one stage."""
 
     stage: str
     seconds: float
@@ -124,7 +124,7 @@ def install_system_packages() -> None:
 
 
 def python_with(stage: Stage) -> str:
-    """The interpreter of a stage: this one, or one that has `packages` beside everything that this one has."""
+    """Return the interpreter of a stage: this one, or one that has `packages` in addition to this one's."""
     if not stage.packages:
         return sys.executable
     folder = ROOT / ".venv" / "optional" / stage.name

@@ -1,4 +1,4 @@
-"""Numbered batches: formed once, the same for everyone who asks, dropped when a checkpoint covers them."""
+"""Numbered batches: each is formed once, is the same for every caller, and is dropped when a checkpoint covers it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from atropos_api.store.failpoints import Failpoint
 
 
 class Batches:
-    """Forms and forgets the batches of the open run."""
+    """The batches of the open run: this class forms, commits and dissolves them."""
 
     def __init__(self, state: State, finish_keys: Callable[[Iterable[GroupRow]], None]) -> None:
         self._state = state
@@ -31,9 +31,10 @@ class Batches:
 
     @property
     def retry_at(self) -> float | None:
-        """When a batch that only waits for some environment's minimum may be formed without it.
+        """The time at which a batch that only waits for some environment's minimum may be formed without it.
 
-        That is after a while of waiting, or when the environment has been silent for so long that it counts no more.
+        It comes after `min_allocation_wait_seconds`, or when the environment has been silent for so long that it no
+        longer counts as alive.
         """
         if self._blocked_since is None:
             return None
@@ -43,17 +44,17 @@ class Batches:
         return min([self._blocked_since + settings.min_allocation_wait_seconds, *silent])
 
     def stop_waiting(self) -> None:
-        """Another trainer or run begins: it waits for minima anew."""
+        """Restart the wait for minima, because another trainer or run begins."""
         self._blocked_since = None
 
     def obtain(self, run: RunRow, number: int) -> list[GroupRow] | None:
-        """The groups of batch `number`; formed now if it is the next one and the queue can fill it."""
+        """Return the groups of batch `number`; form it now if it is the next one and the queue can fill it."""
         self._check_number(run, number)
         groups = self._state.batches.get(number)
         return groups if groups is not None else self._form(run, number)
 
     def commit(self, run: RunRow, number: int) -> None:
-        """Forget everything up to `number`, bar what is kept for replay."""
+        """Forget all batches up to `number`, except those kept for replay."""
         if number > run.formed_batch:
             raise BatchOutOfOrder(
                 f"batch {number} cannot be committed: the last one formed is {run.formed_batch}",
@@ -97,13 +98,13 @@ class Batches:
             state.queue.put_back(groups)
 
     def drop(self, groups: Sequence[GroupRow]) -> None:
-        """Take queued groups out for good."""
+        """Remove groups from the queue and from the store."""
         self.forget(groups)
         for group in groups:
             self._state.queue.remove(group)
 
     def forget(self, groups: Sequence[GroupRow]) -> None:
-        """Delete groups from the store; their keys begin to age."""
+        """Delete groups from the store; a key whose last group is deleted begins to age."""
         state = self._state
         with state.change():
             state.ledger.drop_groups([group.seq for group in groups])
@@ -111,7 +112,7 @@ class Batches:
         state.discard(group.body for group in groups)
 
     def expire(self, run: RunRow, upcoming: int) -> int:
-        """Drop queued groups that would be too old in batch `upcoming`; answers how many."""
+        """Drop queued groups that would be too old in batch `upcoming`; return how many."""
         state = self._state
         budget = max_staleness_of(state, run)
         step_then = max(run.policy_step or 0, upcoming - 1)
@@ -135,13 +136,16 @@ class Batches:
         return len(outdated)
 
     def packable_sequences(self, run: RunRow) -> int:
-        """Queued sequences that some batch can hold."""
+        """Return the number of queued sequences that some batch can hold."""
         queue = self._state.queue
         stuck = sum(size * queue.groups_by_size[size] for size in self.unpackable_sizes(run))
         return queue.sequences - stuck
 
     def unpackable_sizes(self, run: RunRow) -> list[int]:
-        """Queued sizes that no batch can ever hold: no sum of sizes registered or queued, in any number, uses them."""
+        """Return the queued group sizes that no batch can ever hold.
+
+        These are the sizes that no sum of registered and queued sizes, in any number, can use to fill a batch.
+        """
         sizes = self._state.queue.groups_by_size.keys()
         if run.unit == "groups" or not any(map(run.batch_size.__mod__, sizes)):
             return []
@@ -149,10 +153,10 @@ class Batches:
         return sorted(size for size in sizes if not can_fill(known, run.batch_size, containing=size))
 
     def is_short_of(self, run: RunRow, row: EnvironmentRow) -> bool:
-        """Whether the next batch cannot be made without more groups of this environment, although enough is queued.
+        """Return True if the next batch needs more groups of this environment, although enough is queued.
 
-        Its own minimum is not met, or no exact subset of the queue exists and not yet a batch's worth of its size
-        waits. (With that much of every registered size there is one, if there ever can be.)
+        Its own minimum is not met, or no subset of the queue fills a batch exactly and less than a batch of its size is
+        queued. (With a whole batch of every registered size queued, an exact subset exists, if one ever can.)
         """
         counts = self._state.queue.groups_by_size
         if in_unit(run, counts) < run.batch_size:
@@ -167,7 +171,7 @@ class Batches:
         return not adds_up(counts, run.batch_size)
 
     def drop_unpackable(self, run: RunRow) -> None:
-        """At a run's end nothing will come any more that could make a batch with these."""
+        """Drop, at a run's end, the queued groups that no batch can hold: no later group will complete them."""
         sizes = self.unpackable_sizes(run)
         stuck = [group for size in sizes for lane in self._state.queue.lanes_of_size(size) for group in lane]
         if stuck:
@@ -182,7 +186,7 @@ class Batches:
                 number=number,
                 committed_batch=run.committed_batch,
             )
-        # A trainer commits at checkpoints: the batches from one to the next, and the one prefetched, have to fit.
+        # A trainer commits at checkpoints: the batches between two of them, and the prefetched one, have to fit.
         allowed = max(self._state.settings.max_uncommitted, run.checkpoint_interval + 2)
         last = min(run.formed_batch + 1, run.committed_batch + allowed)
         if number > last:
@@ -206,7 +210,7 @@ class Batches:
         state.reach(Failpoint.BATCH_CHOSEN)
         with state.change():
             state.ledger.assign_batch([group.seq for group in groups], number)
-            # One that was lost and is formed anew is not the last.
+            # A batch that was lost and is formed again need not be the last one.
             changed = state.runs.change(run, formed_batch=max(number, run.formed_batch))
             state.reach(Failpoint.BATCH_STAGED)
         state.reach(Failpoint.BATCH_KEPT)
@@ -218,7 +222,10 @@ class Batches:
         return groups
 
     def _choose(self, run: RunRow) -> list[GroupRow] | None:
-        """Meet the minima of the environments alive, or after a while of waiting in vain as many as can be met."""
+        """Choose groups that meet the minima of the alive environments.
+
+        After `min_allocation_wait_seconds` without success, meet as many minima as possible.
+        """
         state = self._state
         lanes = lanes_in_unit(run, state.queue.lanes)
         minima = self._minima(run)
@@ -239,7 +246,7 @@ class Batches:
         return self._waive(run, minima) or without
 
     def _waive(self, run: RunRow, minima: dict[int, int]) -> list[GroupRow] | None:
-        """As much of each minimum as can be had: those that can be met first, then what there is of the others."""
+        """Meet each minimum as far as possible: first those that can be met in full, then as much as is queued."""
         state = self._state
         lanes = lanes_in_unit(run, state.queue.lanes)
         queued = queued_by_environment(run, state.queue.lanes)
@@ -253,7 +260,7 @@ class Batches:
         return choose_groups(lanes, run.batch_size, due)
 
     def _minima(self, run: RunRow) -> dict[int, int]:
-        """What is due to each environment alive; scaled down where they add up to more than a batch."""
+        """Return the minimum of each alive environment, scaled down where they add up to more than a batch."""
         due = {
             row.environment_id: int(run.batch_size * row.min_batch_allocation)
             for row in self._state.alive_environments()
@@ -274,13 +281,16 @@ class Batches:
 
 
 def max_staleness_of(state: State, run: RunRow) -> int | None:
-    """The stricter of what the run and the operator ask for."""
+    """Return the stricter of the limits set by the run and by the operator; None if neither sets one."""
     bounds = [bound for bound in (run.max_staleness, state.settings.max_staleness) if bound is not None]
     return min(bounds, default=None)
 
 
 def slice_for_rank(groups: Sequence[GroupRow], rank: int, world_size: int) -> list[GroupRow]:
-    """The whole groups that one trainer rank gets: heaviest first, each to the rank with the fewest tokens so far."""
+    """Return the whole groups that one trainer rank gets.
+
+    Groups are assigned heaviest first, each to the rank with the fewest tokens so far.
+    """
     loads = [0] * world_size
     mine = []
     for group in sorted(groups, key=lambda row: (-row.token_count, row.seq)):

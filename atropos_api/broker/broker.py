@@ -1,7 +1,8 @@
-"""The broker: runs, environments, submissions, numbered batches. HTTP, tests and the Atropos contract are callers.
+"""The `Broker` class: every operation on runs, environments, submissions and numbered batches.
 
-Every method is synchronous and returns at once; whoever wants to wait registers in `on_groups` or `on_pacing`. What a
-method promises is in the store when it returns.
+HTTP routes, tests and the Atropos contract (`v0`) call it. Every method is synchronous and returns at once; a caller
+that wants to wait registers a listener in `State.on_groups` or `State.on_pacing`. What a method promises is in the
+store when it returns.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from atropos_api.wire.messages import (
 
 LEAST_PROBE_BYTES: Final = 4096
 MOST_PROBE_BYTES: Final = 64 * 2**20
-"""A store with room for so much is not called full, for a probe holds up everybody while it is written."""
+"""Largest probe: a store with room for this much is not reported as full. A probe blocks all other calls."""
 
 
 class SubmissionReceipt(NamedTuple):
-    """A submission that was taken: what to answer, its rows, and the groups that have no key to be known by.
+    """An accepted submission: the answer to send, its new rows, and its groups without an idempotency key.
 
-    `repeated`: those of them that were taken before.
+    `repeatable`: the groups that came without a key. `repeated`: those of them that were accepted before.
     """
 
     answer: SubmitAnswer
@@ -90,7 +91,7 @@ class Broker:
         self.state.runs.presume_trainer_at_work(clock())
 
     def rebuild(self) -> None:
-        """Read everything from the store again, after it refused a change that memory had begun to make."""
+        """Read all state from the store again, after the store refused a change that memory had partly made."""
         old = self.state
         snapshot = old.ledger.load()
         fresh = replace(
@@ -129,14 +130,15 @@ class Broker:
         return self.run_info(self.succession.begin(request))
 
     def finish_run(self, run_id: str, *, epoch: int | None = None) -> None:
-        """End a run for good: its environments are told to stop. Ending it twice is harmless.
+        """End a run for good: its environments are asked to stop. Ending it twice is harmless.
 
-        A trainer names its epoch, so that it cannot end what its successor has taken over; an operator need not.
+        A trainer passes its epoch, so that it cannot end a run that its successor has taken over; an operator may omit
+        it.
         """
         self.succession.finish(self.state.runs.find(run_id, epoch))
 
     def trainer_called(self, run_id: str | None = None, epoch: int | None = None) -> RunRow:
-        """The open run, whose trainer (of this id and epoch, if it says so) calls."""
+        """Return the open run and note its trainer's call; `run_id` and `epoch`, where given, must match the run."""
         run = self.state.runs.require_open(run_id, epoch)
         self.state.runs.note_trainer(run, self.state.clock(), identified=run_id is not None)
         return run
@@ -153,9 +155,9 @@ class Broker:
         )
 
     def update_policy(self, update: PolicyUpdate) -> PolicyState:
-        """A publish succeeded. Saying so again is harmless; an older version is refused.
+        """Record a successful publish. Repeating it is harmless; an older version is refused.
 
-        One that came although an evaluation holds the policy is taken and counted: it has happened.
+        A publish made although an evaluation holds the policy is accepted and counted, because it has already happened.
         """
         run = self.trainer_called(update.run_id, update.epoch)
         with self.state.change():
@@ -169,7 +171,7 @@ class Broker:
         return self.policy_state()
 
     def policy_state(self, run_id: str | None = None, epoch: int | None = None) -> PolicyState:
-        """What is published, and whether evaluations ask to leave it so."""
+        """Return the published policy, and for how many seconds evaluations ask to leave it unchanged."""
         run = self.trainer_called(run_id, epoch) if run_id is not None else self.state.runs.require_open()
         return PolicyState(
             run_id=run.run_id, version=run.policy_version, step=run.policy_step, held_seconds=self.holds.seconds(run)
@@ -180,7 +182,7 @@ class Broker:
     def get_batch(
         self, number: int, *, run_id: str | None = None, epoch: int | None = None, rank: int = 0, world_size: int = 1
     ) -> list[GroupRow] | None:
-        """The groups of batch `number` for one rank, or None while the queue cannot fill it."""
+        """Return the groups of batch `number` for one rank, or None while the queue cannot fill it."""
         if not 0 <= rank < world_size:
             raise InvalidRequest(f"rank {rank} is not below the world size {world_size}", field="rank", value=rank)
         run = self.trainer_called(run_id, epoch)
@@ -199,7 +201,7 @@ class Broker:
         self.repair.compact()
 
     def read_bodies(self, groups: Sequence[GroupRow]) -> list[bytes]:
-        """The bodies of a batch's groups. Damaged ones are dropped, and the caller is told to ask again."""
+        """Return the bodies of a batch's groups. Damaged groups are dropped; the error raised asks for a retry."""
         try:
             bodies = self.state.bodies.read([group.body for group in groups])
         except StoreDamaged as error:
@@ -210,19 +212,19 @@ class Broker:
         return bodies
 
     def probe_store(self, size_bytes: int = 0) -> None:
-        """Write something that changes nothing; raises if the store takes no writes, or none of this size."""
+        """Write a probe that changes nothing; raise if the store takes no writes, or none of this size."""
         size = min(max(size_bytes, LEAST_PROBE_BYTES), MOST_PROBE_BYTES)
         self.state.bodies.discard(self.state.bodies.append([bytes(size)]))
         self.state.ledger.probe()
         self.sync()
 
     def sync(self) -> None:
-        """Force what was promised to the disk; may be called from another thread."""
+        """Force all acknowledged data to the disk; may be called from another thread."""
         self.state.bodies.sync()
         self.state.ledger.sync()
 
     def close(self) -> None:
-        """Give the store back. What was promised is in it already."""
+        """Close the store. All acknowledged data is in it already."""
         self.intake.close()
         self.state.bodies.close()
         self.state.ledger.close()
@@ -266,14 +268,14 @@ class Broker:
         return self.pacing(row)
 
     def report_dropped(self, environment_id: int, report: DropReport) -> None:
-        """Take over how many groups an environment dropped so far, and why."""
+        """Record how many groups an environment has dropped so far, and why."""
         row = self.state.environments.get(environment_id)
         self.touch(row)
         if added := self.state.drops.take_report(environment_id, report):
             self.state.events.add("groups-dropped", name=row.display_name, groups=added, reason=report.explanation)
 
     def touch(self, row: EnvironmentRow) -> None:
-        """Any request of an environment is a sign of life, and makes it part of the open run."""
+        """Record a sign of life of an environment (any request is one), and make it part of the open run."""
         run = self.state.runs.open
         self.state.environments.touch(row, self.state.clock(), run.run_id if run else None)
 
@@ -289,15 +291,15 @@ class Broker:
     # Submissions
 
     def submit(self, environment_id: int, groups: Sequence[CheckedGroup], *, key: str | None = None) -> SubmitAnswer:
-        """Take groups whose sender is sure to get the answer."""
+        """Accept groups from a sender that is sure to receive the answer."""
         submitted = self.take(environment_id, groups, key=key)
         self.settle(submitted)
         return submitted.answer
 
     def take(self, environment_id: int, groups: Sequence[CheckedGroup], *, key: str | None = None) -> SubmissionReceipt:
-        """Take groups of a registered environment. Under a key that was used before nothing changes.
+        """Accept groups of a registered environment. A key that was used before changes nothing.
 
-        The caller tells `settle` afterwards how the answer fared.
+        The caller then reports to `settle` whether the answer arrived.
         """
         row = self.state.environments.get(environment_id)
         self.touch(row)
@@ -320,7 +322,7 @@ class Broker:
         return self._submitted(row, taken, duplicates=len(repeated), repeatable=repeatable, repeated=repeated)
 
     def settle(self, submitted: SubmissionReceipt, *, arrived: bool = True) -> None:
-        """The answer has left, or did not get through: then the same bytes again are a repeat."""
+        """Record that the answer was sent or, unless it `arrived`, that the same bytes may come again as a repeat."""
         self.intake.settle(submitted.rows, submitted.repeated, lost=() if arrived else submitted.repeatable)
 
     def _submitted(
@@ -338,7 +340,7 @@ class Broker:
         return SubmissionReceipt(answer, taken, repeatable, repeated)
 
     def run_for(self, row: EnvironmentRow | None) -> str:
-        """The run that a group belongs to: late groups of a run that ended are not the next one's."""
+        """Return the run that a group belongs to: late groups of a finished run do not go to the next one."""
         run = self.state.runs.open
         if run is not None:
             return run.run_id
@@ -347,9 +349,10 @@ class Broker:
         return NO_RUN
 
     def can_be_used(self, size: int, environment: EnvironmentRow | None) -> bool:
-        """A queued group that some batch can hold, if what is registered comes, is `received`; else it is `buffered`.
+        """Return True if a queued group of this size is `received`, False if it is only `buffered`.
 
-        The sizes of who never registered are known from what he sends alone, so they are taken to keep coming.
+        It is `received` if some batch can hold it, provided that the registered environments submit their groups. The
+        group sizes of an unregistered sender are known only from its groups, so they are assumed to keep coming.
         """
         run = self.state.runs.open
         return run is None or self.sizes.can_use(run, size, keeps_coming=environment is None)
@@ -360,7 +363,7 @@ class Broker:
             self.state.counters.groups_unpackable_total += sum(group.size in stuck for group in groups)
 
     def under_pressure(self) -> bool:
-        """Nine tenths of the room for queued groups are taken."""
+        """Return True if more than nine tenths of a queue limit (sequences or bytes) are used."""
         queue, settings = self.state.queue, self.settings
         return (
             queue.sequences > 0.9 * settings.max_queued_sequences or queue.body_bytes > 0.9 * settings.max_queued_bytes

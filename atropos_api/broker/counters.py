@@ -1,9 +1,8 @@
-"""Totals since the start of the process; `/metrics` shows each under its name.
+"""Counts since the start of the process: totals of all kinds, and the groups dropped instead of trained.
 
-Groups that were dropped instead of trained, by environment and reason.
-
-Environments report what they kept back, and the broker adds what it dropped itself. The counts are those of the
-broker's process, as all its counters are. Without them a reward that is always the same looks like a slow start.
+`/metrics` shows each field of `Counters` under its name. `Drops` counts by environment and reason: environments report
+the groups they did not submit, and the broker adds those it dropped itself. Without these counts an environment whose
+reward is always the same looks like a slow start.
 """
 
 from __future__ import annotations
@@ -53,18 +52,18 @@ OWN_REASONS: Final[Mapping[str, str]] = {
     "damaged": "their bodies were damaged on the disk",
     "refused": "no trainer could use them; the lines above name field and value",
 }
-"""What the broker itself drops groups for, and what to do about it."""
+"""Reasons for which the broker itself drops groups, each with an explanation or a remedy."""
 
 
 class LatestDrop(NamedTuple):
-    """What was last said about an environment's dropped groups."""
+    """The latest explanation of an environment's dropped groups."""
 
     explanation: str
     time: float
 
 
 class Drops:
-    """Counts by environment id (None: of no environment that is registered) and reason."""
+    """Dropped groups by environment id (None: from no registered environment) and reason."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -74,7 +73,7 @@ class Drops:
         self._told_at: dict[str, float] = {}
 
     def take_report(self, environment_id: int, report: DropReport) -> int:
-        """Take over an environment's totals; how many groups are new. A report that comes twice adds nothing."""
+        """Record an environment's totals and return how many groups are new. A report received twice adds nothing."""
         known = self._reports.get(environment_id)
         before = known.groups if known is not None and known.session == report.session else {}
         added = {reason: total - before.get(reason, 0) for reason, total in report.groups.items()}
@@ -91,7 +90,7 @@ class Drops:
             self.count_of(environment_id, reason, number)
 
     def count_of(self, environment_id: int | None, reason: str, number: int = 1) -> None:
-        """Count dropped groups of one environment, with a line in the log now and then."""
+        """Count dropped groups of one environment; log a warning at most every 30 s for each reason."""
         counts = self._counts.setdefault(environment_id, Counter())
         counts[reason] += number
         now = self._clock()
@@ -102,14 +101,14 @@ class Drops:
             logger.warning("groups dropped so far as %s: %d: %s", reason, total, OWN_REASONS[reason])
 
     def of(self, environment_id: int | None) -> dict[str, int]:
-        """The counts of one environment by reason."""
+        """Return the counts of one environment by reason."""
         return dict(self._counts.get(environment_id, {}))
 
     def latest_of(self, environment_id: int) -> LatestDrop | None:
         return self._latest.get(environment_id)
 
     def totals(self) -> dict[str, int]:
-        """The counts of all environments together, by reason."""
+        """Return the counts of all environments together, by reason."""
         return dict(sum(self._counts.values(), Counter()))
 
     def __iter__(self) -> Iterator[tuple[int | None, str, int]]:

@@ -1,6 +1,7 @@
-"""Who produces: environments by stable names, ids that are never reused, and whether each is still alive.
+"""The registered environments: stable names, ids that are never reused, and liveness.
 
-Which environments are alive and what they add up to: counted when somebody comes or goes, not at every question.
+The liveness snapshot (the environments that are alive, and sums over them) is computed when an environment registers,
+disconnects, times out or calls again, not at every request.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from atropos_api.store.base import EnvironmentRow, Ledger
 from atropos_api.wire.messages import EnvironmentRequest
 
 LEGACY_QUIET_SECONDS = 10.0
-"""A legacy environment polls ten times a second once it runs and sleeps 5 s before: quiet longer, it has gone."""
+"""Silence after which a legacy environment has gone: it polls ten times a second, or every 5 s before it runs."""
 
 
 class Environments:
-    """The registered environments; each change is recorded before it counts."""
+    """The registered environments; each change is recorded in the ledger before it takes effect."""
 
     def __init__(self, ledger: Ledger, rows: Iterable[EnvironmentRow]) -> None:
         self._ledger = ledger
@@ -71,7 +72,7 @@ class Environments:
     def register_legacy(self, request: EnvironmentRequest, now: float) -> EnvironmentRow:
         """Register as Atropos does, where several environments may share a name.
 
-        A restarted environment takes over the entry of a namesake that has gone quiet, instead of diluting its weight.
+        A restarted environment takes over the entry of a silent namesake; a second entry would dilute its weight.
         """
         namesakes = [row for row in self._rows.values() if row.legacy and row.name == request.name]
         quiet = (row for row in namesakes if not row.connected or now - row.seen_at > LEGACY_QUIET_SECONDS)
@@ -94,7 +95,7 @@ class Environments:
         return row
 
     def touch(self, row: EnvironmentRow, now: float, run_id: str | None) -> None:
-        """Note a sign of life, and the run that the environment takes part in."""
+        """Record a sign of life, and the run that the environment takes part in."""
         row.seen_at = now
         if self._census is not None and row.environment_id not in self._census.alive_ids:
             self._census = None
@@ -104,7 +105,7 @@ class Environments:
             row.connected, row.run_id = True, part_of
 
     def presume_alive(self, now: float) -> None:
-        """Nobody could be heard while no broker ran: silence counts from here."""
+        """Count every environment's silence from now, since no call could arrive while no broker ran."""
         self._census = None
         for row in self._rows.values():
             row.seen_at = now
@@ -118,7 +119,10 @@ class Environments:
                 self._disconnect(row)
 
     def census(self, now: float, timeout_seconds: float) -> LivenessSnapshot:
-        """Those whose weight and minimum count (connected, and heard of within the timeout), and their sums."""
+        """Return the liveness snapshot: the environments whose weight and minimum count, and their sums.
+
+        These are the ones that are connected and have called within the timeout.
+        """
         if self._census is None or now > self._census.until:
             self._census = take_census(self._rows.values(), now, timeout_seconds)
         return self._census
@@ -139,18 +143,21 @@ class Environments:
 
 @dataclass(frozen=True, slots=True)
 class LivenessSnapshot:
-    """True until `until`, unless an environment registers, leaves, or is heard of that was not alive."""
+    """The alive environments and sums over them.
+
+    Valid until `until`, unless an environment registers or disconnects, or one that was not alive calls.
+    """
 
     until: float
     alive: list[EnvironmentRow]
     alive_ids: frozenset[int]
     connected_sizes: frozenset[int]
-    """Group sizes of those that did not leave, silent ones among them."""
+    """Group sizes of the connected environments, silent ones included."""
     largest_size: int
     token_share: float
-    """Sum over the alive of `token_share_of`."""
+    """Sum of `token_share_of` over the alive environments."""
     allocated: float
-    """Sum over the alive of the fractions of a batch that are theirs at least."""
+    """Sum of the alive environments' minima, as fractions of a batch."""
     most_batches_offpolicy: int
 
 

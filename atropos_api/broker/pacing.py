@@ -1,10 +1,10 @@
-"""Group sizes that the open run can use. They are judged together: 3 and 5 fill a batch of 8, neither does alone.
+"""Pacing of environments: the group sizes that the open run can use, and how much each environment may have in flight.
 
-An environment whose size lacks a partner is not refused, for the partner may come a moment later: one of the Atropos
-contract is told to ask again, one of v1 is registered, and both produce nothing until then. A warning carries the
-arithmetic.
-
-How much each environment should have under way: as much as can be trained before it is too old, and no more.
+`GroupSizes` judges all sizes together: 3 and 5 fill a batch of 8, neither does alone. An environment whose size cannot
+fill a batch yet is not refused, because one that completes it may register a moment later: in the Atropos contract its
+registration is answered with a request to retry, in v1 it is registered, and both produce nothing until then. A warning
+carries the arithmetic. `Pacer` lets each environment have as much in flight as can be trained before it is too old, and
+no more.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from atropos_api.wire.messages import Pacing
 logger = logging.getLogger(__name__)
 
 ASKING_SECONDS: Final = 10.0
-"""Environments of the Atropos contract that are told to wait ask again each second."""
+"""Time for which a registration that must wait is remembered; the Atropos contract retries each second."""
 
 
 MOST_TOLD: Final = 1000
-"""Names remembered so that no warning is repeated."""
+"""Most environments whose last warning is remembered, so that none is repeated."""
 
 
 class GroupSizes:
-    """The judgement on group sizes: those that may be registered, and those whose groups are of use now."""
+    """The group-size rules: which sizes may be registered, and which of them the open run can use now."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._asking: dict[tuple[str, int], float] = {}
         self._told: dict[str, str] = {}
-        """The last warning about each environment that waits, by its name."""
+        """The last warning about each waiting environment, by name."""
 
     def refuse_too_large(self, size: int) -> None:
-        """Refuse a size that no partner could help."""
+        """Refuse a group size larger than a batch, which no other size can complete."""
         run = self._state.runs.open
         if run is not None and run.unit == "sequences" and size > run.batch_size:
             raise UnusableGroupSize(
@@ -53,7 +53,7 @@ class GroupSizes:
             )
 
     def ask(self, name: str, size: int) -> str | None:
-        """Ask to register an environment: the answer is None, or the reason to wait."""
+        """Request the registration of an environment: return None if it may register, else the reason to wait."""
         run = self._state.runs.open
         self._asking[name, size] = self._state.clock()
         if run is None or self.can_use(run, size):
@@ -64,9 +64,9 @@ class GroupSizes:
         return self.explain(run, size)
 
     def can_use(self, run: RunRow, size: int, *, keeps_coming: bool = False) -> bool:
-        """A group of this size is of use if some batch can hold it, provided that groups of the registered sizes come.
+        """Return True if some batch can hold a group of this size, provided that groups of the registered sizes come.
 
-        Of other sizes only what is queued counts, unless the group's own `keeps_coming`.
+        Of other sizes only the queued groups count, except for `size` itself if it `keeps_coming`.
         """
         if run.unit == "groups":
             return True
@@ -79,11 +79,11 @@ class GroupSizes:
         return can_fill(known, run.batch_size, containing=size, at_most=waiting)
 
     def reason_to_pause(self, run: RunRow, row: EnvironmentRow) -> str | None:
-        """The reason why no group of this environment can be trained now; None if some can."""
+        """Return the reason why no group of this environment can be trained now; None if some can."""
         return None if self.can_use(run, row.group_size) else self.explain(run, row.group_size)
 
     def warn(self) -> None:
-        """Say once which registered environments the open run has no use for."""
+        """Log once which registered environments the open run cannot use."""
         run = self._state.runs.open
         sizes = self._state.registered_sizes() if run is not None else ()
         useless = {size for size in sizes if run is not None and not self.can_use(run, size)}
@@ -96,7 +96,7 @@ class GroupSizes:
                 self._told.pop(row.display_name, None)
 
     def explain(self, run: RunRow, size: int) -> str:
-        """The arithmetic, and what would help."""
+        """Return the arithmetic of an unusable group size, and the changes that would help."""
         if size > run.batch_size:
             return f"groups of {size} are larger than a batch of {run.batch_size} sequences; the trainer's is too small"
         others = sorted((self._state.registered_sizes() | self._asked_for()) - {size})
@@ -108,7 +108,7 @@ class GroupSizes:
         )
 
     def _asked_for(self) -> frozenset[int]:
-        """Sizes of those that asked lately and were told to wait."""
+        """Return the sizes of environments that asked to register in the last 10 s and had to wait."""
         since = self._state.clock() - ASKING_SECONDS
         self._asking = {asked: when for asked, when in self._asking.items() if when >= since}
         return frozenset(size for _, size in self._asking)
@@ -128,7 +128,7 @@ PacingState = Literal["wait", "run", "finished"]
 
 
 class Pacer:
-    """What environments are told. Room is reckoned in the run's unit and told in sequences."""
+    """The pacing of each environment: room is computed in the run's unit and returned in sequences."""
 
     def __init__(self, state: State, batches: Batches, holds: PolicyHolds, sizes: GroupSizes) -> None:
         self._state = state
@@ -159,7 +159,11 @@ class Pacer:
         )
 
     def environment_state(self, row: EnvironmentRow) -> PacingState:
-        """`finished` is told to those that took part in the run that ended, not to those that came for the next."""
+        """Return the state of an environment's work.
+
+        It is `finished` for environments that took part in the run that ended; one that registered for the next run
+        waits.
+        """
         run = self._state.runs.open
         if run is not None:
             over = run.legacy and run.num_steps > 0 and run.starting_step + run.handed_batch >= run.num_steps
@@ -172,7 +176,7 @@ class Pacer:
         return max(run.policy_step or 0, run.committed_batch)
 
     def outstanding_sequences(self, run: RunRow) -> int:
-        """Queued, or in formed batches that no policy was trained on yet."""
+        """Count the sequences that are queued, or in formed batches that no policy was trained on yet."""
         batched = sum(group.size for groups in self._untrained(run) for group in groups)
         return self._batches.packable_sequences(run) + batched
 
@@ -184,7 +188,7 @@ class Pacer:
         return self._outstanding(run) < admission_limit(run, batches, max_staleness_of(self._state, run))
 
     def _outstanding(self, run: RunRow) -> int:
-        """As `outstanding_sequences`, in the run's unit."""
+        """Return `outstanding_sequences` in the run's unit."""
         if run.unit == "sequences":
             return self.outstanding_sequences(run)
         queued = in_unit(run, self._state.queue.groups_by_size)
@@ -209,15 +213,15 @@ class Pacer:
         )
         ended = run.num_steps > 0 and run.starting_step + run.formed_batch >= run.num_steps
         if room <= 0 and not ended and self._batches.is_short_of(run, row):
-            # Full or not, without a group of this environment the trainer would wait for ever.
+            # Even if the queue is full: without a group of this environment the trainer would wait for ever.
             room = whole_group
         return room * row.group_size // whole_group
 
 
 def admission_limit(run: RunRow, max_batches_offpolicy: int, max_staleness: int | None) -> int:
-    """What may be queued, batched and in flight together, in the run's unit.
+    """Return how much may be queued, batched and in flight together, in the run's unit.
 
-    What is begun now at place p of the line is trained in batch ceil(p / batch_size) from now, so it will be
+    A group begun now at position p of the queue is trained in batch ceil(p / batch_size) from now, so it will be
     ceil(p / batch_size) - 1 steps old: within the budget as long as p is at most (budget + 1) batches.
     """
     batches = max_batches_offpolicy
@@ -235,9 +239,10 @@ def room_for(
     still_needed: int | None,
     at_least: int,
 ) -> int:
-    """What `environment` may have in flight: its share of the room by weight, `at_least` a whole group.
+    """Return how much `environment` may have in flight: its share of the room by weight, at least `at_least`.
 
-    `still_needed` is what the rest of the run can use at all; None if the run has no end.
+    `at_least` is one whole group. `still_needed` is what the rest of the run can use at all; None if the run has no
+    end.
     """
     room = limit - outstanding
     if still_needed is not None:

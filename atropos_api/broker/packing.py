@@ -1,14 +1,13 @@
-"""Which groups make the next batch: an exact fill for any mix of sizes, the oldest groups first.
+"""The choice of groups for the next batch: an exact fill for any mix of sizes, the oldest groups first.
 
-Among all subsets that add up to the batch size and meet the environments' minima, the one is taken whose oldest
-member is oldest, then whose second oldest is, and so on. Groups of one environment and one size are a lane; of a lane
-the oldest are always taken first, so the choice is how many of each. It is made greedily in order of arrival: a group
-is taken if what is then still missing can be made of the groups after it. Once that fails for a lane it fails for the
-rest of the lane too (a later group of the lane could be exchanged for the earlier), so each lane is ruled out once.
+Among all subsets that add up to the batch size and meet the environments' minima, the one is chosen whose oldest member
+is oldest, then whose second oldest is, and so on. Groups of one environment and one size form a lane. The oldest groups
+of a lane are always taken first, so the choice is how many of each lane. It is made greedily in order of arrival: a
+group is taken if the groups after it can still fill the rest of the batch. Once that fails for a lane, it fails for the
+rest of the lane too (a later group could be exchanged for the earlier one), so each lane is excluded once. The sums
+that some groups can reach are a set, stored as the bits of one integer.
 
-What can be made of some groups is a set of sums, kept as the bits of one integer.
-
-What a batch is counted in: sequences, which the groups have to add up to exactly, or whole groups.
+A run counts its batch in sequences, which the groups have to add up to exactly, or in whole groups.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Lane(Protocol):
 
 
 def choose_groups(lanes: Sequence[Lane], target: int, minima: Mapping[int, int]) -> list[GroupRow] | None:
-    """The groups of the next batch in order of arrival, or None if no subset fills it exactly."""
+    """Return the groups of the next batch in order of arrival, or None if no subset fills it exactly."""
     sizes = {lane.size for lane in lanes}
     if len(sizes) == 1 and not minima:
         return _choose_oldest(lanes, target, *sizes)
@@ -58,10 +57,10 @@ def choose_groups(lanes: Sequence[Lane], target: int, minima: Mapping[int, int])
 
 
 def most_that_fits(lanes: Sequence[Lane], target: int, minima: Mapping[int, int], owner: int, most: int) -> int:
-    """The largest minimum of `owner` up to `most` that a batch can meet beside `minima`."""
+    """Return the largest minimum of `owner`, up to `most`, that a batch can meet in addition to `minima`."""
     least = 0
     while least < most:
-        # More is harder: what a batch cannot meet, none can exceed.
+        # If a batch cannot meet a minimum, it cannot meet a larger one: a binary search finds the limit.
         middle = (least + most + 1) // 2
         if _Remainder(lanes, target, {**minima, owner: middle}).can_be_made():
             least = middle
@@ -71,7 +70,7 @@ def most_that_fits(lanes: Sequence[Lane], target: int, minima: Mapping[int, int]
 
 
 def _choose_oldest(lanes: Sequence[Lane], target: int, size: int) -> list[GroupRow] | None:
-    """All groups are alike: the first that come."""
+    """Return the oldest groups, where all groups have the same size."""
     count, rest = divmod(target, size)
     if rest or count > sum(map(len, lanes)):
         return None
@@ -79,9 +78,9 @@ def _choose_oldest(lanes: Sequence[Lane], target: int, size: int) -> list[GroupR
 
 
 def can_fill(sizes: Iterable[int], target: int, *, containing: int, at_most: Mapping[int, int] | None = None) -> bool:
-    """Whether groups of `sizes`, in any number, can add up to `target` with one of `containing` among them.
+    """Return True if groups of `sizes`, in any number, can add up to `target` with one of `containing` among them.
 
-    `at_most` adds sizes of which only so many are there; without it there may be any number of `containing`.
+    `at_most` adds sizes of which only the given number is available; without it, any number of `containing` is.
     """
     missing = target - containing
     if missing < 0:
@@ -100,7 +99,7 @@ def can_fill(sizes: Iterable[int], target: int, *, containing: int, at_most: Map
 
 
 def adds_up(counts: Mapping[int, int], target: int) -> bool:
-    """Whether some of these groups, counted by size, add up to `target`."""
+    """Return True if some of these groups, counted by size, add up to `target`."""
     sums = 1
     for size, count in counts.items():
         sums = _add_up_to(sums, size, min(count, target // size), target)
@@ -108,7 +107,7 @@ def adds_up(counts: Mapping[int, int], target: int) -> bool:
 
 
 class _Remainder:
-    """What is still missing from a batch, and what is left to make it of."""
+    """The amount still missing from a batch, and the groups left to fill it."""
 
     def __init__(self, lanes: Sequence[Lane], target: int, minima: Mapping[int, int]) -> None:
         self.missing = target
@@ -118,7 +117,7 @@ class _Remainder:
         self._minima: dict[int | None, int] = {env_id: need for env_id, need in minima.items() if need > 0}
 
     def take_one(self, index: int) -> bool:
-        """Take the next group of a lane if the rest can still be made; otherwise rule the lane out."""
+        """Take the next group of a lane if the rest can still be filled; otherwise exclude the lane."""
         size, owner = self._sizes[index], self._owners[index]
         need = self._minima.get(owner, 0)
         self._counts[index] -= 1
@@ -172,7 +171,7 @@ def _push_next(heads: list[tuple[int, int, GroupRow]], index: int, queue: Iterat
 
 
 def _add_up_to(sums: int, size: int, count: int, limit: int) -> int:
-    """`sums` with up to `count` more groups of `size`, sums above `limit` left out."""
+    """Return `sums` with up to `count` more groups of `size`; sums above `limit` are left out."""
     mask = (1 << (limit + 1)) - 1
     step = 1
     while count > 0:
@@ -184,7 +183,7 @@ def _add_up_to(sums: int, size: int, count: int, limit: int) -> int:
 
 
 def _sums_of_both(first: int, second: int, limit: int) -> int:
-    """Every sum of one member of each set."""
+    """Return every sum, up to `limit`, of one member of each set."""
     if first.bit_count() > second.bit_count():
         first, second = second, first
     combined = 0
@@ -197,7 +196,7 @@ def _sums_of_both(first: int, second: int, limit: int) -> int:
 
 @dataclass(slots=True)
 class CountedLane:
-    """A lane whose groups count one each, whatever they hold."""
+    """A lane whose groups count as one each, whatever their size."""
 
     lane: Lane
     env_id: int | None
@@ -211,17 +210,17 @@ class CountedLane:
 
 
 def lanes_in_unit(run: RunRow, lanes: Sequence[Lane]) -> Sequence[Lane]:
-    """The lanes as the choice of a batch of `run` should count them."""
+    """Return the lanes as the choice of a batch of `run` counts them."""
     return lanes if run.unit == "sequences" else [CountedLane(lane, lane.env_id) for lane in lanes]
 
 
 def amount(run: RunRow, groups: Collection[GroupRow]) -> int:
-    """How much of a batch these groups fill."""
+    """Return how much of a batch these groups fill, in the run's unit."""
     return sum(group.size for group in groups) if run.unit == "sequences" else len(groups)
 
 
 def queued_by_environment(run: RunRow, lanes: Sequence[Lane]) -> dict[int | None, int]:
-    """What each environment has queued, in the run's unit."""
+    """Return how much each environment has queued, in the run's unit."""
     queued: dict[int | None, int] = {}
     for lane in lanes_in_unit(run, lanes):
         queued[lane.env_id] = queued.get(lane.env_id, 0) + lane.size * len(lane)
@@ -229,12 +228,12 @@ def queued_by_environment(run: RunRow, lanes: Sequence[Lane]) -> dict[int | None
 
 
 def batch_in_sequences(run: RunRow, group_size: int) -> int:
-    """Sequences in a batch; where groups are counted, in one made of groups of `group_size`."""
+    """Return the sequences in a batch; where groups are counted, in one made of groups of `group_size`."""
     return run.batch_size if run.unit == "sequences" else run.batch_size * group_size
 
 
 def in_unit(run: RunRow, groups_by_size: Mapping[int, int]) -> int:
-    """Counts of groups by size as one amount in the run's unit."""
+    """Return counts of groups by size as one amount in the run's unit."""
     if run.unit == "groups":
         return sum(groups_by_size.values())
     return sum(size * count for size, count in groups_by_size.items())

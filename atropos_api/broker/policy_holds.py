@@ -1,8 +1,8 @@
-"""Leases on the published policy: an evaluation that needs one version asks the trainer to publish no other.
+"""Policy holds: leases by which an evaluation that needs one policy version asks the trainer to publish no other.
 
-The broker cannot keep a trainer from publishing. It tells it (`GET /v1/policy` before each publish, and the answer to
-`PUT /v1/policy`), and it tells the evaluation afterwards whether its version was kept. Leases are part of the run's
-row, so they outlive a restart of the broker, and end by themselves.
+The broker cannot keep a trainer from publishing. It reports holds to the trainer (`GET /v1/policy` before each publish,
+and the answer to `PUT /v1/policy`), and it reports to the evaluation afterwards whether its version was kept. Leases
+are part of the run's row, so they survive a restart of the broker, and they expire by themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from atropos_api.wire.messages import Hold, HoldRequest
 
 
 class PolicyHolds:
-    """The leases of the open run."""
+    """The policy holds of the open run."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -51,7 +51,7 @@ class PolicyHolds:
         return tuple(row for row in run.holds if row.until > now)
 
     def seconds(self, run: RunRow) -> float:
-        """How long the trainer should leave the policy as it is, unless a lease is renewed."""
+        """Return for how many seconds the trainer should leave the policy unchanged, unless a lease is renewed."""
         now = self._state.clock()
         return max((row.until - now for row in run.holds if row.until > now), default=0.0)
 

@@ -1,6 +1,7 @@
-"""The groups that wait for a batch, with every count kept on arrival and departure.
+"""The queue of groups that wait for a batch, with counts updated whenever a group is added or removed.
 
-Nothing here walks the queue: status, pacing and forming cost the same with one group queued or a hundred thousand.
+Nothing here walks the queue to count: status, pacing and forming a batch cost the same with one group queued or a
+hundred thousand.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ KeyT = TypeVar("KeyT")
 
 @dataclass(slots=True)
 class QueueLane:
-    """Groups of one environment and size, oldest first. Groups taken from the middle leave a mark, not a gap."""
+    """Groups of one environment and size, oldest first. A group taken from the middle is only marked as removed."""
 
     env_id: int | None
     size: int
@@ -39,7 +40,7 @@ class QueueLane:
 
 
 class GroupQueue:
-    """Lanes by (environment, size) and the sums over them."""
+    """All queued groups: lanes by (environment, size), and the sums over them."""
 
     def __init__(self) -> None:
         self._reset()
@@ -59,11 +60,11 @@ class GroupQueue:
         self._count(row, 1)
 
     def put_back(self, rows: Iterable[GroupRow]) -> None:
-        """Return groups of a dissolved batch (or of a run opened again) to their old places."""
+        """Return groups of a dissolved batch (or of a reopened run) to their old places."""
         returned = list(rows)
         lanes = {(row.env_id, row.size): self._lane(row) for row in returned}
         for lane in lanes.values():
-            # A mark of an earlier departure would hide the same group on its return.
+            # A mark of an earlier removal would hide the same group on its return.
             lane.rows = deque(lane)
             lane.removed.clear()
         for row in returned:
@@ -84,7 +85,7 @@ class GroupQueue:
         self._count(row, -1)
 
     def clear(self) -> list[GroupRow]:
-        """Empty the queue; answers what was in it, oldest first."""
+        """Empty the queue and return its groups, oldest first."""
         rows = sorted((row for lane in self._lanes.values() for row in lane), key=lambda row: row.seq)
         self._reset()
         return rows
@@ -107,7 +108,7 @@ class GroupQueue:
         return set(self.groups_by_size)
 
     def versions(self) -> list[int | None]:
-        """Policy versions that queued groups were sampled under (or received under, where they do not say)."""
+        """Return the policy versions that queued groups were sampled under (or received under, if they name none)."""
         return list(self._by_version)
 
     def of_version(self, version: int | None) -> list[GroupRow]:
@@ -132,7 +133,7 @@ class GroupQueue:
 
 
 def version_of(row: GroupRow) -> int | None:
-    """The version that decides a group's age: its oldest token's, else the newest when it came."""
+    """Return the version that decides a group's age: its oldest token's, else the newest one at its arrival."""
     return row.oldest_version if row.oldest_version is not None else row.received_version
 
 

@@ -1,10 +1,9 @@
-"""Keeping the log of bodies in order while the broker runs: sparse segments rewritten, damaged bodies given up.
+"""Recovery of the broker's state: at start, after damage to the body log, and by compaction.
 
-A damaged body is dropped, counted in `groups_lost_total` and shown as an event. A batch of which nobody has seen a byte
-is formed anew without it. One that somebody may have seen keeps its other groups, and each rank its slice of them: to
-form it anew would hand some groups out twice.
-
-Putting a broker together again from what its store holds.
+`recover` rebuilds the state from what the store holds. `Repair` rewrites sparse segments while the broker runs, and
+drops groups whose bodies are damaged; these are counted in `groups_lost_total` and reported as an event. A batch of
+which nobody has received a byte is formed again without them. A batch that somebody may have received keeps its other
+groups, and each rank keeps its slice of them: forming it again would hand some groups out twice.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Repair:
-    """Works on all groups that the store holds, wherever they stand."""
+    """Compaction of the body log and removal of damaged groups: queued, batched, kept for replay or left over."""
 
     def __init__(self, state: State, batches: Batches) -> None:
         self._state = state
@@ -33,10 +32,10 @@ class Repair:
         self._copies: dict[BodyRef, BodyRef] = {}
 
     def compact(self) -> None:
-        """Rewrite the few live bodies of mostly dead segments, so that the disk they hold comes back.
+        """Rewrite the few live bodies of mostly dead segments, so that the disk space of those segments is freed.
 
-        The ledger points at the copies once those are safe: a later call, where that takes a sync. Whatever called for
-        it is done already, so a disk that cannot take it now only means later.
+        The ledger points at the copies once those are safe; where that takes a sync, a later call does it. The commit
+        that calls this is complete already, so a disk that cannot take the copies now only delays them.
         """
         try:
             if not self._copies:
@@ -49,7 +48,7 @@ class Repair:
             self.lose(error)
 
     def lose(self, error: StoreDamaged) -> None:
-        """Give up the groups whose bodies are damaged."""
+        """Drop the groups whose bodies are damaged."""
         refs = set(error.refs)
         lost = [row for row in self._all_groups() if row.body in refs]
         logger.error("%s; %d groups are lost", error, len(lost))
@@ -78,7 +77,7 @@ class Repair:
         for row in rows:
             row.body = copies[row.body]
         state.bodies.discard(needed)
-        # Groups that left in the meantime need no copy either.
+        # Groups that were dropped in the meantime need no copy either.
         state.bodies.discard([new for old, new in copies.items() if old not in needed])
         state.reach(Failpoint.COMPACTION_ENDED)
 
@@ -94,7 +93,7 @@ class Repair:
 
 
 def give_up(state: State, batches: Batches, lost: Iterable[GroupRow]) -> None:
-    """Take groups without a body from wherever they stand; the caller gives the transaction."""
+    """Remove groups without a body from wherever they are stored; the caller provides the transaction."""
     gone = {group.seq: group for group in lost}
     state.counters.groups_lost_total += len(gone)
     state.drops.count(gone.values(), "damaged")
@@ -124,7 +123,7 @@ def _leave_gaps(state: State, groups: list[GroupRow]) -> None:
 
 
 def recover(state: State, keys: IdempotencyKeys, intake: Submissions, batches: Batches, snapshot: Snapshot) -> None:
-    """Give each stored group its place: queue, formed batch, kept for replay, or left over from another run."""
+    """Put each stored group in its place: queue, formed batch, kept for replay, or left over from another run."""
     groups = sorted(snapshot.groups, key=lambda group: group.seq)
     missing = _mark_missing(state, groups)
     _place(state, groups)
@@ -162,7 +161,7 @@ def _place(state: State, groups: list[GroupRow]) -> None:
 
 
 def _mark_missing(state: State, groups: list[GroupRow]) -> set[int]:
-    """Give the groups whose bodies are not in the log no place in it; answers their seqs."""
+    """Mark the groups whose bodies are not in the log as `LOST`; return their seqs."""
     missing = set(state.bodies.adopt([group.body for group in groups if group.body != LOST]))
     marked = [group for group in groups if group.body in missing]
     for group in marked:
@@ -171,9 +170,9 @@ def _mark_missing(state: State, groups: list[GroupRow]) -> set[int]:
 
 
 def _cut_short(groups: list[GroupRow], missing: set[int]) -> set[int]:
-    """Keys of submissions that lack a body and that no batch has any of.
+    """Return the keys of submissions that lack a body and of which no group is in a batch.
 
-    They may never have been answered. Dropped whole, with its key, each is taken again when its sender repeats it.
+    They may never have been answered. Each submission is dropped whole, with its key, so that a repeat is accepted.
     """
     broken = {group.key_id for group in groups if group.seq in missing}
     members: dict[int, list[GroupRow]] = {}
@@ -184,7 +183,7 @@ def _cut_short(groups: list[GroupRow], missing: set[int]) -> set[int]:
 
 
 def _expect_repeats(state: State, intake: Submissions, groups: list[GroupRow]) -> None:
-    """What no answer is known of may be repeated by clients that saw none."""
+    """Expect repeats of groups whose answer may not have arrived: their clients may send them again."""
     for group in groups:
         if group.body == LOST:
             continue

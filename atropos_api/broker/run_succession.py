@@ -1,4 +1,4 @@
-"""How runs follow one another: one is open at a time, and what belongs to the others is never mixed in."""
+"""Succession of runs: one is open at a time, and groups of different runs are never mixed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunSuccession:
-    """Opens, resumes and ends runs, with an event and a line in the log for each."""
+    """The succession of runs: it opens, resumes and ends them, with an event and a log line for each."""
 
     def __init__(self, state: State, batches: Batches, sizes: GroupSizes) -> None:
         self._state = state
@@ -48,7 +48,7 @@ class RunSuccession:
         return run
 
     def begin_new(self, run: RunRow) -> RunRow:
-        """Close what is open and open `run`, in one write."""
+        """Close the open run, if any, and open `run`, in one transaction."""
         state = self._state
         former = state.runs.open
         with state.change():
@@ -72,7 +72,7 @@ class RunSuccession:
             raise
 
     def finish(self, run: RunRow) -> None:
-        """End a run for good: its environments are told to stop. Ending it twice is harmless."""
+        """End a run for good: its environments are asked to stop. Ending it twice is harmless."""
         state = self._state
         if run.state == "finished":
             return
@@ -86,7 +86,7 @@ class RunSuccession:
         state.pacing_changed()
 
     def close(self, run: RunRow) -> None:
-        """Close the open run without a successor; what it did not train is left over."""
+        """Close the open run without a successor; its untrained groups become left over."""
         with self._state.change():
             self._close_open(run, "closed")
 
@@ -100,16 +100,17 @@ class RunSuccession:
         state.groups_changed()
 
     def _adopt_unowned(self, run: RunRow) -> None:
-        """Groups that came while no run was open are this run's."""
+        """Assign the groups that came while no run was open to this run."""
         self._state.ledger.adopt_groups(run.run_id)
         for lane in self._state.queue.lanes:
             for group in lane:
                 group.run_id = run.run_id
 
     def _close_open(self, run: RunRow, end: Literal["closed", "finished"]) -> None:
-        """What the run did not train stays on disk as left over, and is served to no other.
+        """Close the open run; its untrained groups stay on disk as left over, and no other run gets them.
 
-        A run that can be resumed keeps what no batch could hold, for its next trainer may ask for larger ones.
+        A run that can be resumed keeps the groups that no batch could hold, because its next trainer may ask for larger
+        batches.
         """
         state = self._state
         if end == "finished" or run.legacy:
@@ -157,7 +158,7 @@ class RunSuccession:
         return changed
 
     def _reopen(self, run: RunRow) -> RunRow:
-        """Open a closed run again with what it left over; unowned groups join it."""
+        """Reopen a closed run with its left-over groups; groups without a run join it."""
         state = self._state
         reopened = state.runs.change(run, state="open")
         queued = []
@@ -175,9 +176,9 @@ class RunSuccession:
         return reopened
 
     def _keep_what_follows(self, run: RunRow, point: int) -> None:
-        """Batches after the checkpoint stay as they are while their size still fits; the rest goes back into the queue.
+        """Keep the batches after the checkpoint while their size still fits; put the other groups back into the queue.
 
-        A trainer that comes back to before its last commit gets the batches that were kept for replay, if any.
+        A trainer that resumes from before its last commit gets the batches that were kept for replay, if any.
         """
         state = self._state
         covered = min(point, run.formed_batch)
@@ -195,7 +196,7 @@ class RunSuccession:
         return f" after batch {run.committed_batch}, {left} groups are left over"
 
     def _trim_left_over(self) -> None:
-        """Left-over groups are deleted, oldest run first, once they take more than their share of the disk."""
+        """Delete left-over groups, oldest run first, to fit `max_left_over_bytes`; the newest run's always stay."""
         state = self._state
         sizes = {run_id: sum(group.body.length for group in rest) for run_id, rest in state.left_over.items()}
         oldest_first = sorted(sizes, key=lambda run_id: state.runs.find(run_id).began_at)
@@ -208,5 +209,5 @@ class RunSuccession:
 
 
 def named(run: RunRow) -> str:
-    """A run as lines of the log call it."""
+    """Return the name and id by which log lines identify a run."""
     return f"run {run.name} ({run.run_id})"

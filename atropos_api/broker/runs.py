@@ -1,9 +1,8 @@
-"""Runs and policies: which run is open, who owns it, and how old a policy version is in trainer steps.
+"""Runs and policies: the open run, its owner, the age of a policy version in trainer steps, and trainer liveness.
 
-Liveness of a run's trainer. Calls of the Atropos contract carry no identity, so time decides.
-
-A trainer is at work if it registered or called lately, and keeps its run from those of another name. How lately depends
-on the run: a trainer asks for nothing while it trains, so three times its longest silence so far still counts.
+Calls of the Atropos contract carry no identity, so elapsed time decides whether a trainer is alive. A trainer is at
+work if it registered or called recently; it then keeps trainers of another name from closing its run. How recently
+depends on the run: a trainer sends no request while it trains, so three times its longest silence so far still counts.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from atropos_api.store.base import Ledger, PolicyRow, RunRow
 from atropos_api.wire.messages import PolicyUpdate, RunRequest
 
 WRITE_CALLS_SECONDS: Final = 60.0
-"""The ledger is told at this interval that a trainer still calls."""
+"""Interval at which the time of the trainer's last call is written to the ledger."""
 
 
 class Runs:
-    """All runs this store has seen. At most one is open; a second trainer takes it over or begins another."""
+    """All runs in this store. At most one is open; a second trainer takes it over or begins another."""
 
     def __init__(self, ledger: Ledger, rows: Iterable[RunRow], policies: Iterable[PolicyRow]) -> None:
         self._ledger = ledger
@@ -38,7 +37,7 @@ class Runs:
         self._calls_written_at = 0.0
 
     def require_open(self, run_id: str | None = None, epoch: int | None = None) -> RunRow:
-        """The open run; `run_id` and `epoch`, where given, must be its own."""
+        """Return the open run; `run_id` and `epoch`, where given, must match it."""
         run = self.open
         if run_id is not None and run_id not in self._rows:
             raise UnknownRun(f"no run has the id {run_id!r}", field="run_id", value=run_id)
@@ -54,7 +53,7 @@ class Runs:
         return run
 
     def note_trainer(self, run: RunRow, now: float, *, identified: bool) -> None:
-        """The trainer of the open run called; now and then the ledger is told, so that a restart knows it too."""
+        """Record a call of the open run's trainer; write it to the ledger now and then, for the next restart."""
         note_call(run, now, identified=identified)
         if run.trainer_seen_at - self._calls_written_at >= WRITE_CALLS_SECONDS:
             self._calls_written_at = now
@@ -62,12 +61,12 @@ class Runs:
                 self._ledger.put_run(run)
 
     def presume_trainer_at_work(self, now: float) -> None:
-        """At start: see `liveness.presume_at_work`."""
+        """Apply `presume_at_work` to the open run, at start."""
         if self.open is not None:
             presume_at_work(self.open, now)
 
     def find(self, run_id: str, epoch: int | None = None) -> RunRow:
-        """The run of that id, open or not; `epoch`, where given, must be its own."""
+        """Return the run of that id, open or not; `epoch`, where given, must match it."""
         row = self._rows.get(run_id)
         if row is None:
             raise UnknownRun(f"no run has the id {run_id!r}", field="run_id", value=run_id)
@@ -79,12 +78,12 @@ class Runs:
         return row is not None and row.state == "finished"
 
     def find_by_name(self, name: str) -> RunRow | None:
-        """The newest run of that name, the open one first."""
+        """Return the newest run of that name, the open one first."""
         namesakes = [row for row in self._rows.values() if row.name == name and not row.legacy]
         return max(namesakes, key=lambda row: (row.state == "open", row.began_at), default=None)
 
     def keep(self, row: RunRow) -> None:
-        """Record a run's new state; the caller changed a copy, so that a refused write changes nothing."""
+        """Record a run's new state. The caller passes a changed copy, so that a refused write changes nothing."""
         self._ledger.put_run(row)
         self._rows[row.run_id] = row
         if row.state == "open":
@@ -105,10 +104,10 @@ class Runs:
         return max((version for _, version in self._policies), default=0)
 
     def record_policy(self, run: RunRow, update: PolicyUpdate) -> bool:
-        """Note a publish, or that the newest version now stands for a later step; False if that was known already.
+        """Record a publish, or a later step of the newest version; return False if it was known already.
 
-        A step without signal moves no weights: the version stays, with the step it was published at (its age counts
-        from there), while the run is a step further.
+        A step without a training signal changes no weights: the run is one step further, but the version stays, with
+        the step it was published at (its age counts from there).
         """
         known = self._policies.get((run.run_id, update.version))
         if known is not None and update.version == run.policy_version and update.step > (run.policy_step or 0):
@@ -137,7 +136,10 @@ class Runs:
         return True
 
     def orphan_policies(self, run_id: str, after_step: int) -> None:
-        """Versions published after the checkpoint that is resumed from belong to a history that was given up."""
+        """Mark as orphaned the versions published after the checkpoint that the run resumes from.
+
+        They belong to training steps that the resumed run discards.
+        """
         for row in self._policies.values():
             if row.run_id == run_id and row.step > after_step and not row.orphaned:
                 row.orphaned = True
@@ -148,7 +150,7 @@ class Runs:
         return row is not None and row.orphaned
 
     def step_of(self, run: RunRow, version: int | None) -> int | None:
-        """The trainer step of a version; that of the newest for one not announced yet; None if it cannot be told."""
+        """Return the trainer step of a version; the newest step for one not announced yet; None if unknown."""
         if version is None:
             return None
         row = self._policies.get((run.run_id, version))
@@ -168,7 +170,7 @@ def _check_epoch(run: RunRow, epoch: int | None) -> None:
 
 
 def make_run(request: RunRequest, now: float, *, first_after: int) -> RunRow:
-    """A new run whose first batch is the one after `first_after`."""
+    """Return a new run whose first batch is the one after `first_after`."""
     return RunRow(
         run_id=f"run-{uuid.uuid4().hex[:12]}",
         name=request.name,
@@ -198,13 +200,13 @@ AT_WORK_SECONDS: Final = 30.0
 LONGEST_INTERVALS: Final = 3
 
 GONE_SECONDS: Final = 900.0
-"""A trainer that was silent for so long does not come back to its run, unless it says which one it means."""
+"""A trainer silent for longer is presumed gone: only a call that names its run counts as its return."""
 
 
 def note_call(run: RunRow, now: float, *, identified: bool) -> None:
-    """The trainer of `run` called. A call that does not name the run is no sign of a trainer that had gone.
+    """Record a call of the run's trainer; a call that does not name the run is ignored once the trainer is gone.
 
-    It may be that of the next one: axolotl's asks for batches before it registers.
+    It may come from the next run's trainer: axolotl's asks for batches before it registers.
     """
     if not identified and has_gone(run, now):
         return
@@ -213,18 +215,24 @@ def note_call(run: RunRow, now: float, *, identified: bool) -> None:
 
 
 def note_registration(run: RunRow, now: float) -> None:
-    """A trainer came (back) to `run`; how long nobody was there says nothing about how long it trains."""
+    """Record that a trainer registered with `run`, for the first time or again.
+
+    The time without a trainer before it does not count as the trainer's silence.
+    """
     run.trainer_seen_at = now
 
 
 def presume_at_work(run: RunRow, now: float) -> None:
-    """Nobody could be heard while no broker ran: silence counts from here, unless it was long before."""
+    """Count the trainer's silence from now, because no call could arrive while no broker ran.
+
+    A trainer that had gone before stays gone.
+    """
     if not has_gone(run, now):
         run.trainer_seen_at = now
 
 
 def quiet_seconds(run: RunRow, now: float) -> float:
-    """Seconds since the run's trainer was heard of."""
+    """Return the seconds since the run's trainer last called."""
     return now - (run.trainer_seen_at or run.began_at)
 
 
@@ -237,12 +245,15 @@ def has_gone(run: RunRow, now: float) -> bool:
 
 
 def is_over(run: RunRow) -> bool:
-    """A run of the Atropos contract, which nobody finishes, is over once its last batch was handed out."""
+    """Return True if a run of the Atropos contract has delivered its last batch.
+
+    Such a run is over then, because the contract has no call to finish it.
+    """
     return run.legacy and run.delivered and 0 < run.num_steps <= run.starting_step + run.handed_batch
 
 
 def refuse_rival(run: RunRow | None, now: float) -> None:
-    """Raise `RunInProgress` where somebody is at work on the open run, so that another name may not close it."""
+    """Raise `RunInProgress` if a trainer is at work on the open run, so that another name may not close it."""
     if run is None or is_over(run) or not is_at_work(run, now):
         return
     quiet = max(0.0, quiet_seconds(run, now))

@@ -1,8 +1,8 @@
-"""What happened lately, numbered, for whoever watches; a ring, so that a watcher that fell behind can catch up.
+"""The state that the parts of the broker share.
 
-What the parts of the broker share: the store, the rows in memory, counters, and who wants to hear of changes.
-
-What an operator may set, as the rules see it.
+`State` holds the store, the rows in memory, the counters, and the listeners for changes. `EventLog` is a ring buffer of
+the latest numbered events, so that a watcher that fell behind can catch up. `BrokerSettings` holds the operator's
+settings as the broker's rules use them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from atropos_api.store.failpoints import Reach, ignore_failpoint
 from atropos_api.wire.groups import Form
 
 GAP: Final = 1000
-"""Ids left out at each start: a watcher may have seen some that the store had not been given yet."""
+"""Ids skipped at each start: a watcher may have seen some that had not reached the store."""
 
 
 class EventLog:
-    """The last `capacity` events; the ledger keeps them too, so that ids and watchers go on over a restart.
+    """The last `capacity` events. The ledger stores them too, so that ids and watchers continue after a restart.
 
-    Where it keeps none, ids begin at the clock's milliseconds, above those of any process before.
+    If the ledger holds no events, ids begin at the clock's milliseconds, above those of any earlier process.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class EventLog:
         self.last_id += 1
         event = Event(id=self.last_id, type=kind, time=self._clock(), data=data)
         self._events.append(event)
-        # What happened has happened, whether or not the disk has room to say so.
+        # The event has happened, even if the disk has no room to record it.
         with suppress(StoreUnavailable):
             self._ledger.add_event(event)
         for listener in self.on_event:
             listener()
 
     def after(self, event_id: int) -> list[Event]:
-        """Events later than `event_id`, oldest first."""
+        """Return the events after `event_id`, oldest first; all of them if `event_id` is above the last id."""
         if event_id > self.last_id:
             return list(self._events)
         missed = []
@@ -63,7 +63,7 @@ class EventLog:
         return missed[::-1]
 
     def has_forgotten(self, event_id: int) -> bool:
-        """Whether events after `event_id` are no longer here, or it is none of this log's."""
+        """Return True if events after `event_id` were discarded, or if the id is not one of this log's."""
         first = self._events[0].id if self._events else self.last_id + 1
         return not first - 1 <= event_id <= self.last_id
 
@@ -75,7 +75,7 @@ Listener = Callable[[], None]
 
 @dataclass(slots=True)
 class State:
-    """One broker's memory. `batches` holds the formed, uncommitted batches of the open run by number."""
+    """All state of one broker in memory. `batches` holds the formed, uncommitted batches of the open run by number."""
 
     settings: BrokerSettings
     clock: Clock
@@ -92,7 +92,7 @@ class State:
     kept: dict[int, list[GroupRow]] = field(default_factory=dict)
     left_over: dict[str, list[GroupRow]] = field(default_factory=dict)
     shown: set[int] = field(default_factory=set)
-    """Uncommitted batches of which somebody may have seen bytes."""
+    """Numbers of uncommitted batches of which a caller may have received bytes."""
     reach: Reach = ignore_failpoint
     counters: Counters = field(default_factory=Counters)
     latest_body: bytes | None = None
@@ -100,14 +100,14 @@ class State:
     on_groups: list[Listener] = field(default_factory=list)
     on_pacing: list[Listener] = field(default_factory=list)
     torn: bool = False
-    """The store refused a change that memory has already made a part of."""
+    """True if the store refused a change that memory had already made in part."""
 
     _change_depth: int = 0
     _discarded: list[BodyRef] = field(default_factory=list)
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Several rows change together. If the store refuses, memory has to be read from it again (`torn`)."""
+        """Change several rows in one transaction. If the store refuses, memory must be read from it again (`torn`)."""
         self._change_depth += 1
         try:
             with self.ledger.transaction():
@@ -121,7 +121,7 @@ class State:
         self.discard(unneeded)
 
     def discard(self, refs: Iterable[BodyRef]) -> None:
-        """Nobody will ask for these bodies again; inside a change that holds once the rows are gone for good."""
+        """Release bodies that nobody will request again; inside a change, only once that change has succeeded."""
         if self._change_depth:
             self._discarded.extend(refs)
         else:
@@ -137,20 +137,20 @@ class State:
         return self.census().connected_sizes
 
     def pacing_changed(self) -> None:
-        """A new revision: environments that wait on the old one get their answer now."""
+        """Raise the revision: environments that wait on the old one get their answer now."""
         self.revision += 1
         for listener in self.on_pacing:
             listener()
 
     def groups_changed(self) -> None:
-        """Perhaps a batch can be formed now that could not be before."""
+        """Notify the listeners that a batch can perhaps be formed now that could not be before."""
         for listener in self.on_groups:
             listener()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BrokerSettings:
-    """Limits and times; the command line's model documents each."""
+    """Limits and durations of the broker; `atropos_api.config.BrokerConfig` documents each."""
 
     max_staleness: int | None = None
     drop_orphaned: bool = False

@@ -1,8 +1,8 @@
-"""What the page, `atropos top`, and the progress view are shown: one mapping, made from counts alone.
+"""The broker's status, made from counts alone.
 
-The numbers by which environments of the Atropos contract pace themselves: `/status-env`.
-
-They know sequences only, heed nothing but a queue that looks long, and stop once the step is above the total.
+`describe_status` returns one mapping for the page, `atropos top` and the progress view. `AtroposStatus` computes
+`/status-env`, the numbers by which environments of the Atropos contract pace themselves: they know only sequences,
+react to nothing but a queue that looks long, and stop once the step is above the total.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def describe_status(broker: Broker) -> dict[str, Any]:
 def _describe_run(broker: Broker, run: RunRow) -> dict[str, Any]:
     return {
         **msgspec.structs.asdict(run),
-        # Without the ids, which are all it takes to end a hold.
+        # Without the ids: an id is all that a caller needs to end a hold.
         "holds": [
             {"seconds": row.until - broker.state.clock(), "version": row.version, "reason": row.reason}
             for row in broker.holds.alive(run)
@@ -60,7 +60,7 @@ def _describe_run(broker: Broker, run: RunRow) -> dict[str, Any]:
 
 
 def _describe_unpackable(broker: Broker) -> dict[str, Any]:
-    """What is queued and fits into no batch of the open run."""
+    """Return the queued group sizes, and the number of groups, that fit into no batch of the open run."""
     run, counts = broker.state.runs.open, broker.state.queue.groups_by_size
     sizes = broker.batches.unpackable_sizes(run) if run is not None else []
     return {"unpackable_sizes": sizes, "unpackable_groups": sum(counts[size] for size in sizes)}
@@ -84,7 +84,7 @@ def _describe_environment(broker: Broker, row: EnvironmentRow) -> dict[str, Any]
 
 
 ASSUMED_MAX_BATCHES_OFFPOLICY = 3
-"""Legacy environments do not say theirs; this is their default."""
+"""Default of legacy environments, which do not report their own setting."""
 
 LEAST_WEIGHT = 0.01
 
@@ -101,7 +101,7 @@ class StatusEnv(msgspec.Struct, kw_only=True):
 
 
 class AtroposStatus:
-    """What one environment is told about queue, step and its share."""
+    """The answers of `/status-env`: queue length, step and weight, as one environment should see them."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -134,11 +134,14 @@ class AtroposStatus:
         )
 
     def batch_sequences(self, run: RunRow) -> int:
-        """The batch size in sequences, all that callers of this contract know."""
+        """Return the batch size in sequences, the only unit that callers of this contract know."""
         return batch_in_sequences(run, self._usual_size())
 
     def _queued_by_environment(self, run: RunRow | None) -> dict[int | None, int]:
-        """Sequences by environment; under a v1 run formed batches count too, or prefetching would look like hunger."""
+        """Return the queued sequences by environment.
+
+        Under a v1 run the untrained batches count too: otherwise prefetching would make the queue look too short.
+        """
         if run is None:
             return dict(self._state.queue.sequences_by_env)
         one = batch_in_sequences(run, self._usual_size()) // run.batch_size
@@ -159,11 +162,11 @@ class AtroposStatus:
         return queued
 
     def _usual_size(self) -> int:
-        """The group size by which a run that counts groups is told to environments that count sequences."""
+        """Return the group size by which a run that counts groups is reported in sequences."""
         return self._state.census().largest_size
 
     def _share_of_other(self, env_id: int | None, sequences: int, largest: int, run: RunRow | None) -> int:
-        """Another environment's queue, in whole packs, less what its own minimum will take."""
+        """Return another environment's queue, in whole packs, less the part that its own minimum will take."""
         packed = -(-sequences // largest) * largest
         row = self._state.environments.find(env_id)
         if row is None or run is None or not row.min_batch_allocation:
@@ -175,14 +178,15 @@ class AtroposStatus:
         if run is not None and self._broker.sizes.reason_to_pause(run, row) is not None:
             return self._with_pressure(own // group_size, group_size, run, pause=True)
         if run is not None and self._broker.batches.is_short_of(run, row):
-            # The rest of the queue is of no use without its groups: it must not pause for them.
+            # Without this environment's groups the rest of the queue is useless, so it must not pause for them.
             others = 0
         return self._with_pressure((own + others) // group_size, group_size, run)
 
     def _with_pressure(self, queue_size: int, group_size: int, run: RunRow | None, *, pause: bool = False) -> int:
-        """Legacy environments heed nothing but this number: it grows before the queue is full or the groups too old.
+        """Return the queue size to report: it grows before the queue is full or the groups are too old.
 
-        It stays below what would make them believe that the run is over.
+        Legacy environments react to no other number. It stays below the size at which they would take the run to be
+        over.
         """
         if run is None:
             return queue_size
@@ -202,12 +206,12 @@ class AtroposStatus:
             return self._broker.trained_steps(run)
         if row.run_id is None or not self._state.runs.has_finished(row.run_id):
             return 0
-        # Above the total, which is what makes a legacy environment stop.
+        # A step above the total makes a legacy environment stop.
         return self._state.runs.find(row.run_id).num_steps + 1
 
 
 def _weight_of(row: EnvironmentRow, census: LivenessSnapshot) -> float:
-    """Share of tokens by weight; alone, or when nobody has a weight, an equal share."""
+    """Return the environment's share of tokens by weight; an equal share if no environment has a weight."""
     if census.token_share <= 0:
         return 1.0 / max(1, len(census.alive))
     own = token_share_of(row) if row.environment_id in census.alive_ids else 0.0

@@ -1,9 +1,9 @@
-"""Submissions without a key whose answer may not have arrived: the same bytes again, soon, are no news.
+"""Submissions: queue limits, idempotency keys, deduplication, and the write that stores groups.
 
-What is expected is also in the ledger, so that it outlives any number of crashes: `news` says what changed there. A
-repeat that was recognised stays expected there until its own answer has left.
-
-Taking groups in: pressure, idempotency keys, and the write that makes them ours.
+A submission without a key whose answer may have been lost is expected again: the same bytes within a short window are a
+repeat, and are not accepted twice. The expected repeats are also in the ledger, so that they survive any number of
+crashes; `Deduplication.news` returns what changed there. A recognised repeat stays expected in the ledger until its own
+answer was sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from atropos_api.wire.group_json import CheckedGroup, seal
 
 
 class Deduplication:
-    """How many groups of which environment and bytes may come again, and until when."""
+    """Counts of groups that may come again, by environment and bytes, each until its window ends."""
 
     def __init__(self, window_seconds: float, clock: Callable[[], float]) -> None:
         self._window_seconds = window_seconds
@@ -30,22 +30,25 @@ class Deduplication:
         self._counts: Counter[bytes] = Counter()
         self._until: dict[bytes, float] = {}
         self._recognised: Counter[bytes] = Counter()
-        """Repeats whose own answer is under way."""
+        """Recognised repeats whose own answer is not sent yet."""
         self._changed: set[bytes] = set()
 
     def adopt(self, counts: Mapping[bytes, int]) -> None:
-        """What the ledger expects, at start: the window begins anew, for nobody could repeat while no broker was up."""
+        """Load, at start, the repeats that the ledger expects.
+
+        The window restarts, because nobody could repeat while no broker ran.
+        """
         for print_, count in counts.items():
             self._expect(print_, count)
 
     def expect(self, env_id: int | None, *parts: bytes | memoryview) -> None:
-        """A group of this environment may come again; `parts` are its bytes."""
+        """Expect a group of this environment again; `parts` are its bytes."""
         self._expect(_fingerprint(env_id, parts), 1)
 
     def split(self, groups: Sequence[CheckedGroup]) -> tuple[list[CheckedGroup], list[CheckedGroup]]:
-        """The groups that are new, and those that are such repeats; `settle` is told how their answer fared.
+        """Return the new groups and the repeats; the caller reports to `settle` whether their answer was sent.
 
-        Each repeat is recognised once, so equal groups that follow are taken.
+        Each expected repeat is recognised once, so that equal groups that follow are accepted.
         """
         if not self._until:
             return list(groups), []
@@ -63,20 +66,20 @@ class Deduplication:
         return fresh, repeated
 
     def settle(self, repeated: Iterable[CheckedGroup], lost: Iterable[CheckedGroup]) -> None:
-        """The answer for these repeats is under way no more; what it did not get through for may come again."""
+        """Record that the answer for these repeats was sent or lost; groups in `lost` may come again."""
         for group in repeated:
             print_ = _fingerprint_of(group)
             if self._recognised[print_] > 1:
                 self._recognised[print_] -= 1
             elif not self._recognised.pop(print_, 0) and print_ in self._until:
-                # The broker has read its store again meanwhile, and expects it as the ledger does.
+                # The broker has read its store again meanwhile, and expects this repeat because the ledger does.
                 self._take_one(print_)
             self._changed.add(print_)
         for group in lost:
             self._expect(_fingerprint_of(group), 1)
 
     def news(self) -> list[tuple[bytes, int]]:
-        """What the ledger has to expect now, where that changed since `forget_news`."""
+        """Return the fingerprints whose expected count changed since `forget_news`, with their new counts."""
         if not self._changed:
             return []
         return [(print_, self._counts[print_] + self._recognised[print_]) for print_ in self._changed]
@@ -127,9 +130,9 @@ class IdempotencyKeys:
         self._last_id = max(self._by_id, default=0)
 
     def adopt(self, groups: Iterable[GroupRow]) -> None:
-        """Count the groups found at start towards their keys; a key whose groups were all lost begins to age."""
+        """Count the groups found at start for their keys; a key whose groups were all lost begins to age."""
         for group in groups:
-            # A group that is kept for replay outlives its key, whose number nobody else may have then.
+            # A group that is kept for replay outlives its key, and the id of that key must not be used again.
             self._last_id = max(self._last_id, group.key_id)
             if group.key_id in self._by_id:
                 self._open_groups[group.key_id] = self._open_groups.get(group.key_id, 0) + 1
@@ -139,7 +142,7 @@ class IdempotencyKeys:
                 self._state.ledger.put_key(row)
 
     def withdraw(self, key_ids: Iterable[int]) -> None:
-        """Forget the keys of submissions that did not survive: their repetition is news."""
+        """Forget the keys of submissions that did not survive, so that a repeat is accepted as new."""
         for key_id in key_ids:
             row = self._by_id.pop(key_id)
             del self._by_key[row.owner, row.key]
@@ -160,7 +163,7 @@ class IdempotencyKeys:
         self._open_groups[row.key_id] = row.group_count
 
     def finish(self, groups: Iterable[GroupRow]) -> None:
-        """Groups left for good: their keys begin to age, and keys old enough are forgotten."""
+        """Record that these groups are done: their keys begin to age, and keys old enough are forgotten."""
         now = self._state.clock()
         for group in groups:
             left = self._open_groups.get(group.key_id)
@@ -177,7 +180,7 @@ class IdempotencyKeys:
     def _forget_before(self, limit: float) -> None:
         old = []
         for row in self._by_id.values():
-            # Keys were made in order of time; the first young one ends the search, done or not.
+            # Keys are in order of time, so the first young one ends the search, done or not.
             if row.used_at > limit:
                 break
             if row.done_at is not None and row.done_at <= limit:
@@ -190,7 +193,7 @@ class IdempotencyKeys:
 
 
 class Submissions:
-    """Checked groups become rows and bodies in the store, and then stand in the queue."""
+    """The path of checked groups into the store: they are written as rows and bodies, and then queued."""
 
     def __init__(self, state: State, keys: IdempotencyKeys) -> None:
         self._state = state
@@ -249,9 +252,10 @@ class Submissions:
     def settle(
         self, rows: Iterable[GroupRow], repeated: Sequence[CheckedGroup] = (), *, lost: Sequence[CheckedGroup] = ()
     ) -> None:
-        """The answer for these rows and repeats has left, or did not get through: then `lost` may all come again.
+        """Record that the answer for these rows and repeats was sent or, for those in `lost`, was lost: these may come
+        again.
 
-        That it has left becomes durable with the next submission; until then a crash makes it one that may have not.
+        A sent answer becomes durable with the next submission; after a crash before that, it counts as possibly lost.
         """
         self._answered += [row.seq for row in rows if not row.key_id]
         self.repeats.settle(repeated, lost)
@@ -259,18 +263,18 @@ class Submissions:
             self._record()
 
     def resume(self, unanswered: Sequence[int]) -> None:
-        """At start: what may come again of these rows is known to `repeats` by now, and so kept if they leave."""
+        """Record at start that `repeats` now expects these unanswered rows again, even after the rows are deleted."""
         self._answered += unanswered
         if unanswered:
             self._record()
 
     def close(self) -> None:
-        """Before an orderly end: what was answered needs no repeat, and the next process should know."""
+        """Record before an orderly exit which answers were sent, so that the next process expects no repeats."""
         if self._answered or self.repeats.news():
             self._record()
 
     def _record(self) -> None:
-        # What cannot be written now goes with the next submission; until then the rows count as unanswered.
+        # A record that cannot be written now goes with the next submission; until then the rows count as unanswered.
         with suppress(StoreUnavailable):
             self._state.ledger.put_answers(self._news())
             self._forget_news()
@@ -312,7 +316,7 @@ class Submissions:
             )
 
     def check_version(self, group: CheckedGroup, where: str) -> None:
-        """Refuse a group that does not say its policy versions, if the operator wants them all to."""
+        """Refuse a group without policy versions, if the operator requires them of all."""
         if self._state.settings.require_versions and group.oldest_version is None:
             reason = "every sampled token needs a policy version (the broker runs with --require-versions)"
             raise InvalidGroup(f"{where}policy_versions", None, reason)

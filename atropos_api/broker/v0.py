@@ -1,7 +1,7 @@
-"""The Atropos contract on top of numbered batches: one trainer that acknowledges nothing, environments that poll.
+"""The Atropos contract on top of numbered batches: its trainer acknowledges nothing, and its environments poll.
 
-A batch handed out by `next_batch` is committed by the call after it, but only if its last byte was accepted by the
-transport; otherwise the same batch is answered again.
+A batch handed out by `next_batch` is committed by the next call, but only if the transport accepted its last byte;
+otherwise the same batch is returned again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from atropos_api.wire.messages import EnvironmentRequest, NotNegative, Positive
 logger = logging.getLogger(__name__)
 
 NAMELESS: Final = "legacy"
-"""The run of a trainer that names no group."""
+"""Name of the run of a trainer that names no group."""
 
 WAIT_FOR_TRAINER: Final = "wait for trainer to start"
 
@@ -57,14 +57,14 @@ class LegacyEnvironment(msgspec.Struct, kw_only=True):
 
 
 class Checked(msgspec.Struct, kw_only=True):
-    """The groups of a list that may be queued. `refused` pairs the places of the others with what is wrong."""
+    """The groups of a list that may be queued. `refused` pairs the index of each other group with its error."""
 
     groups: list[CheckedGroup]
     refused: list[tuple[int, BrokerError]]
 
 
 class Taken(msgspec.Struct, kw_only=True):
-    """What became of a legacy submission; `refused` as it was checked."""
+    """The outcome of a legacy submission; `refused` is that of `Checked`."""
 
     rows: list[GroupRow]
     duplicates: int
@@ -72,13 +72,13 @@ class Taken(msgspec.Struct, kw_only=True):
     buffered: int
     last_buffer_size: int
     repeatable: list[CheckedGroup]
-    """Those that came without a key, repeats among them."""
+    """Groups that came without a key, repeats included."""
     repeated: list[CheckedGroup]
-    """Of those, the repeats."""
+    """The repeats among `repeatable`."""
 
 
 class AtroposContract:
-    """The rules that only callers of the Atropos contract meet."""
+    """The rules that apply only to callers of the Atropos contract."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -91,7 +91,8 @@ class AtroposContract:
     def register(self, wanted: LegacyRegistration) -> int:
         """Begin a run, or reconnect to the open one with the same names; an uncommitted batch is offered again.
 
-        One that is over, or whose trainer has long gone, is not gone on with: the same command again is a new run.
+        A run that is over, or whose trainer has long been silent, is not continued: the same command then begins a new
+        run.
         """
         run, now = self._state.runs.open, self._state.clock()
         same = run is not None and run.legacy and _same_trainer(run, wanted)
@@ -101,14 +102,14 @@ class AtroposContract:
             if not same:
                 self._broker.succession.refuse_rival(wanted.wandb_group or NAMELESS)
             self._broker.succession.begin_new(_make_run(wanted, now))
-        # Fits the integers of every JSON reader, unlike a whole UUID.
+        # 53 bits fit the integers of every JSON reader, unlike a whole UUID.
         return uuid.uuid4().int >> 75
 
     def register_environment(self, wanted: LegacyEnvironment) -> tuple[EnvironmentRow, RunRow] | str:
-        """The environment and its run, or what it has to wait for: it asks again each second.
+        """Return the environment and its run, or the reason to wait; the environment asks again each second.
 
-        That is a trainer that has registered and asked for its first batch, or another environment without whose groups
-        its own fill no batch.
+        It waits for a trainer that has registered and asked for its first batch, or for another environment without
+        whose groups its own fill no batch.
         """
         run = self._state.runs.open
         if run is None or not run.started:
@@ -132,7 +133,7 @@ class AtroposContract:
         return row, run
 
     def check(self, items: Sequence[Fields], *, where: str = "") -> Checked:
-        """Judge every group of a list by itself; looks at nothing that changes, so any thread may."""
+        """Validate each group of a list on its own; reads nothing that changes, so any thread may call it."""
         checked = Checked(groups=[], refused=[])
         for index, fields in enumerate(items):
             place = where.format(index=index)
@@ -145,7 +146,7 @@ class AtroposContract:
         return checked
 
     def check_one(self, body: bytes) -> Checked:
-        """As `check`, for a group that is a body of its own."""
+        """Validate, as `check` does, a group that is a body of its own."""
         try:
             group = check_body(body)
             self._broker.intake.check_version(group, "")
@@ -154,7 +155,7 @@ class AtroposContract:
         return Checked(groups=[group], refused=[])
 
     def take(self, items: Sequence[Fields], *, key: str | None = None, where: str = "") -> Taken:
-        """Take every valid group of a list; an invalid one costs its neighbours nothing."""
+        """Accept every valid group of a list; an invalid one does not affect the others."""
         return self.take_checked(self.check(items, where=where), key=key)
 
     def take_checked(self, checked: Checked, *, key: str | None = None) -> Taken:
@@ -164,7 +165,7 @@ class AtroposContract:
         try:
             rows = self._store(fresh, owner, key)
         except BrokerError:
-            # Nothing of the list was taken: it will come again, and what is a repeat now is one then.
+            # Nothing of the list was accepted: it will come again, and its repeats must be recognised again.
             if not key:
                 self._broker.intake.settle([], repeated, lost=repeated)
             raise
@@ -184,11 +185,11 @@ class AtroposContract:
         )
 
     def settle(self, taken: Taken, *, arrived: bool = True) -> None:
-        """The answer has left, or did not get through: then the same bytes again are a repeat."""
+        """Record that the answer was sent or, unless it `arrived`, that the same bytes may come again as a repeat."""
         self._broker.intake.settle(taken.rows, taken.repeated, lost=() if arrived else taken.repeatable)
 
     def next_batch(self) -> tuple[RunRow, list[GroupRow]] | None:
-        """Commit what was delivered, and give the batch after it; None while it cannot be formed."""
+        """Commit the delivered batch and return the batch after it; None while that cannot be formed."""
         run = self._broker.trainer_called()
         if run.handed_batch > run.committed_batch and run.delivered:
             self._broker.commit(run.handed_batch)
@@ -206,18 +207,18 @@ class AtroposContract:
         return run, [group for group in groups if group.body != LOST]
 
     def confirm_delivery(self, run_id: str, number: int) -> None:
-        """The transport accepted the last byte of this batch."""
+        """Record that the transport accepted the last byte of this batch."""
         run = self._state.runs.open
         if run is None or run.run_id != run_id or run.handed_batch != number:
             return
         try:
             self._state.runs.change(run, delivered=True)
         except StoreUnavailable:
-            # Known for as long as this process lives, and written with the run's next change.
+            # Kept in memory while this process runs, and written with the run's next change.
             run.delivered = True
 
     def reset(self) -> None:
-        """End the open run and forget the environments. The run's groups stay on disk as left over."""
+        """End the open run and disconnect the environments. The run's groups stay on disk as left over."""
         run, now = self._state.runs.open, self._state.clock()
         if run is not None:
             quiet = runs.quiet_seconds(run, now)
@@ -267,7 +268,7 @@ class AtroposContract:
     def _sort_out_repeats(
         self, groups: list[CheckedGroup], owner: str, key: str | None
     ) -> tuple[list[CheckedGroup], list[CheckedGroup]]:
-        """The groups that are new, and those taken before."""
+        """Return the groups that are new, and those accepted before."""
         if key is not None:
             return (groups, []) if self._broker.keys.find(owner, key) is None else ([], groups)
         return self._broker.intake.repeats.split(groups)
@@ -291,7 +292,7 @@ class AtroposContract:
         return row.display_name if row is not None else f"environment {group.env_id}"
 
     def _count_buffered(self, rows: Sequence[GroupRow]) -> tuple[int, int]:
-        """Groups that no batch can use yet, and the sequences of the last one's environment that wait like it."""
+        """Count the groups that no batch can use yet, and the waiting sequences of the last one's environment."""
         waiting = [group for group in rows if not self._can_be_used(group)]
         if not waiting:
             return 0, 0

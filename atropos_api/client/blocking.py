@@ -1,4 +1,4 @@
-"""The blocking client: what the trainer and scripts use."""
+"""The blocking client: the trainer and scripts use it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from atropos_api.wire.messages import (
 
 
 class BrokerClient:
-    """Calls one broker; usable from several threads. Close it, or use it as a context manager.
+    """A client of one broker; usable from several threads. Close it, or use it as a context manager.
 
-    `timeout_seconds` bounds one attempt, `retry_seconds` all attempts of a call together, so that a broker that
-    is restarted in between is no error. `form` is that of groups and batches; a broker that does not know it gets JSON.
-    The file of a `TokenSource` is read again when the broker refuses its token, which can so be replaced in a run.
+    `timeout_seconds` bounds one attempt, `retry_seconds` all attempts of a call together, so that a broker restart in
+    between is no error. `form` is the form of groups and batches; a broker that does not know it gets JSON. The file of
+    a `TokenSource` is read again when the broker refuses its token, so that a token can be replaced during a run.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BrokerClient:
         self._http.close()
 
     def wait_until_ready(self, timeout_seconds: float = 600.0, on_wait: Callable[[str], None] | None = None) -> None:
-        """Return as soon as the broker is ready; `on_wait` hears one line each ten seconds."""
+        """Return as soon as the broker is ready; `on_wait` is called with one line every ten seconds."""
         started = time.monotonic()
         next_line = started + calls.WAIT_LINE_SECONDS
         while True:
@@ -89,7 +89,7 @@ class BrokerClient:
         return calls.read_run(self._send(calls.begin_run(request)))
 
     def finish_run(self, run_id: str, *, epoch: int) -> None:
-        """End the run: environments are told to stop. Refused if another trainer took it over meanwhile."""
+        """End the run and ask its environments to stop. Refused if another trainer took it over meanwhile."""
         self._send(calls.finish_run(run_id, epoch=epoch))
 
     def get_batch(
@@ -103,9 +103,9 @@ class BrokerClient:
         world_size: int = 1,
         arrays: bool = False,
     ) -> Batch | None:
-        """Batch `number`, the same each time until it is committed; None if it did not form in time.
+        """Return batch `number`, the same each time until it is committed; None if it did not form in time.
 
-        With `arrays` rows of numbers that came in columns are read-only numpy arrays, and nothing of them was copied.
+        With `arrays`, rows of numbers that came in columns are read-only numpy arrays, made without a copy.
         """
         call = calls.get_batch(
             number,
@@ -119,21 +119,22 @@ class BrokerClient:
         return calls.read_batch(self._send(call), arrays=arrays)
 
     def commit(self, number: int, *, run_id: str, epoch: int) -> None:
-        """Everything up to `number` is covered by a checkpoint; the broker may forget it."""
+        """Declare that a checkpoint covers everything up to `number`; the broker may forget it."""
         self._send(calls.commit(number, run_id=run_id, epoch=epoch))
 
     def update_policy(self, update: PolicyUpdate) -> PolicyState:
         """Announce a publish that succeeded. `held_seconds` in the answer: for how long to publish no other.
 
-        A version announced while an evaluation holds the policy is taken all the same, for servers have it already;
-        the evaluation is told that its version was not kept. To respect holds, ask `get_policy` before publishing.
+        A version announced while an evaluation holds the policy is accepted all the same, because servers have it
+        already; the evaluation learns that its version was not kept. To respect holds, ask `get_policy` before
+        publishing.
         """
         return calls.read_policy(self._send(calls.update_policy(update)))
 
     def get_policy(
         self, *, run_id: str | None = None, epoch: int | None = None, wait_seconds: float = 0.0
     ) -> PolicyState:
-        """What is published; with `wait_seconds` as soon as nobody holds it, at latest after that time."""
+        """Return the published policy; with `wait_seconds`, once nobody holds it, at the latest after that time."""
         call = calls.get_policy(run_id=run_id, epoch=epoch, wait_seconds=wait_seconds)
         return calls.read_policy(self._send(call))
 
@@ -143,27 +144,27 @@ class BrokerClient:
         return calls.read_hold(self._send(calls.hold_policy(request)))
 
     def release_policy(self, hold_id: str) -> Hold:
-        """Give a lease back; `kept` says whether the version stayed the published one until now."""
+        """Release a lease; `kept` says whether the version stayed the published one until now."""
         return calls.read_hold(self._send(calls.release_policy(hold_id)))
 
     def register_environment(self, request: EnvironmentRequest) -> EnvironmentInfo:
         return calls.read_environment(self._send(calls.register_environment(request)))
 
     def leave(self, environment_id: int) -> None:
-        """Tell that the environment has gone: its weight and minimum count no more until it is heard of again."""
+        """Disconnect the environment: its weight and minimum count no more until it calls again."""
         self._send(calls.leave(environment_id))
 
     def heartbeat(self, environment_id: int, *, revision: int | None = None, wait_seconds: float = 0.0) -> Pacing:
-        """The pacing now, or as soon as it is no longer `revision`, at latest after `wait_seconds`."""
+        """Return the pacing now, or as soon as it is no longer `revision`, at the latest after `wait_seconds`."""
         call = calls.heartbeat(environment_id, revision=revision, wait_seconds=wait_seconds)
         return calls.read_pacing(self._send(call))
 
     def report_dropped(self, environment_id: int, report: DropReport) -> None:
-        """Tell how many groups the environment dropped so far, and why."""
+        """Report how many groups the environment dropped so far, and why."""
         self._send(calls.report_dropped(environment_id, report))
 
     def submit(self, environment_id: int, groups: Sequence[Group], *, idempotency_key: str) -> SubmitAnswer:
-        """Hand in groups; repeating it with the same key is harmless."""
+        """Submit groups; repeating the call with the same key is harmless."""
         call = calls.submit(environment_id, groups, idempotency_key=idempotency_key, form=self._form)
         try:
             return calls.read_submit_answer(self._send(call))

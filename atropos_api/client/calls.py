@@ -1,8 +1,7 @@
-"""The broker's calls as data: what to send and how to read the answer. Both clients are loops around this.
+"""The broker's calls as data: the request to send, the reading of its answer, and the errors to handle.
 
-What a caller of the broker may have to handle.
-
-How the clients show the broker's token: in each request's header, the newest one that a file holds.
+Both clients are loops around these functions. `BearerAuth` sends the broker's token in each request's header; if the
+token comes from a file, it is the newest one there.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One request. `repeatable`: a lost answer may be asked for again without doing the thing twice."""
+    """One request. `repeatable`: after a lost answer it may be sent again without doing the thing twice."""
 
     method: str
     path: str
@@ -74,9 +73,9 @@ class Call:
 
 
 def tls_of(url: str) -> ssl.SSLContext | bool:
-    """The certificates to trust at this address: `$SSL_CERT_FILE` or `$SSL_CERT_DIR`, else those that httpx brings.
+    """Return the certificates to trust at this address: `$SSL_CERT_FILE` or `$SSL_CERT_DIR`, else those of httpx.
 
-    To read them costs more than a call, so nobody does who speaks plain HTTP.
+    Reading them costs more than a call, so they are not read for plain HTTP.
     """
     return httpx.create_ssl_context() if url.startswith("https:") else False
 
@@ -124,7 +123,7 @@ def get_policy(*, run_id: str | None, epoch: int | None, wait_seconds: float) ->
 
 
 def hold_policy(request: HoldRequest) -> Call:
-    # A lost answer leaves a lease of which nobody knows the id, so only a renewal may be repeated.
+    # A lost answer leaves a lease whose id nobody knows, so only a renewal may be repeated.
     repeatable = request.hold_id is not None
     return Call(method="POST", path="/v1/policy/hold", content=_encoder.encode(request), repeatable=repeatable)
 
@@ -205,12 +204,12 @@ def read_status(response: httpx.Response) -> dict[str, Any]:
 
 
 def wants_json(refused: BrokerRefused, form: Form) -> bool:
-    """Whether the broker refused the form, and not what it said."""
+    """Return True if the broker refused the form of the body, and not its contents."""
     return form != "json" and refused.status in {406, 415}
 
 
 def raise_for_problem(response: httpx.Response) -> None:
-    """Turn an answer that is not a success into the error a caller can tell apart."""
+    """Raise the error class that belongs to an unsuccessful answer."""
     if response.is_success:
         return
     refused = BrokerRefused(decode_problem(response.content), response.status_code)
@@ -222,9 +221,9 @@ def raise_for_problem(response: httpx.Response) -> None:
 
 
 def should_retry(call: Call, failure: httpx.Response | httpx.TransportError) -> bool:
-    """Connection errors and gateway statuses, if the call can be repeated or never reached the broker."""
+    """Return True for connection errors and gateway statuses, if the call is repeatable or never reached the broker."""
     if isinstance(failure, httpx.Response):
-        # 503 is the broker's own word that nothing was kept.
+        # With 503 the broker itself states that nothing was kept.
         return failure.status_code == 503 or (failure.status_code in RETRIED_STATUSES and call.repeatable)
     if isinstance(failure, httpx.UnsupportedProtocol) or _find_host_error(failure) is not None:
         return False
@@ -232,7 +231,7 @@ def should_retry(call: Call, failure: httpx.Response | httpx.TransportError) -> 
 
 
 def settle(url: str, outcome: httpx.Response | httpx.TransportError, *, waited_seconds: float) -> httpx.Response:
-    """The response if it is a success; everything else becomes its error."""
+    """Return the response if it is a success; raise the matching error for everything else."""
     if isinstance(outcome, httpx.Response):
         raise_for_problem(outcome)
         return outcome
@@ -240,7 +239,7 @@ def settle(url: str, outcome: httpx.Response | httpx.TransportError, *, waited_s
 
 
 def retry_delay(attempt: int, failure: httpx.Response | httpx.TransportError) -> float:
-    """Doubling from 50 ms to 2 s, or what the broker asks for in `Retry-After`."""
+    """Return the delay: doubling from 50 ms to 2 s, or what the broker asks for in `Retry-After`."""
     if isinstance(failure, httpx.Response):
         asked = failure.headers.get("Retry-After", "")
         if asked.isdigit():
@@ -249,7 +248,7 @@ def retry_delay(attempt: int, failure: httpx.Response | httpx.TransportError) ->
 
 
 def unreachable(url: str, error: Exception | None, *, waited_seconds: float) -> BrokerUnreachable | BrokerHostUnknown:
-    """The error for a broker that gives no answer; a host name that does not resolve is told apart."""
+    """Return the error for a broker that does not answer; a host name that does not resolve has its own class."""
     if isinstance(error, httpx.UnsupportedProtocol):
         return BrokerHostUnknown(f"the broker's URL {url} does not begin with http:// or https://; try http://{url}")
     host_error = _find_host_error(error)
@@ -267,7 +266,7 @@ def _encode_submission(environment_id: int, groups: Sequence[Group], form: Form)
         try:
             return encode_submission(environment_id, groups), COLUMNS
         except NotColumnar:
-            # Something no trainer could use, which the broker explains best from JSON.
+            # No trainer could use such a group; the broker explains the reason best from JSON.
             pass
     return _encoder.encode(Submission(environment_id=environment_id, groups=list(groups))), JSON
 
@@ -281,11 +280,11 @@ def _find_host_error(error: BaseException | None) -> socket.gaierror | None:
 
 
 class BrokerUnreachable(AtroposError):
-    """Nobody answers at the broker's address, within the time allowed."""
+    """Nothing answers at the broker's address within the time allowed."""
 
 
 class BrokerHostUnknown(AtroposError):
-    """The host in the broker's URL cannot be resolved: a mistyped name, which no waiting mends."""
+    """The host in the broker's URL cannot be resolved: a mistyped name, which waiting does not correct."""
 
 
 class BrokerRefused(AtroposError):
@@ -299,7 +298,7 @@ class BrokerRefused(AtroposError):
 
     @property
     def kind(self) -> str:
-        """The stable end of the problem's `type`, such as `run-superseded`."""
+        """The stable last part of the problem's `type`, such as `run-superseded`."""
         return str(self.problem.get("type", "")).rpartition("/")[2]
 
 
@@ -308,14 +307,17 @@ class RunSuperseded(BrokerRefused):
 
 
 class BatchCommitted(BrokerRefused):
-    """The batch asked for is already covered by a checkpoint and gone."""
+    """The requested batch is already covered by a checkpoint and no longer stored."""
 
 
 UNAUTHORIZED: Final = 401
 
 
 class BearerAuth(httpx.Auth):
-    """Sends `Authorization: Bearer <token>`; repeats a refused request where the token's file has a new one."""
+    """The authentication by bearer token: it sends `Authorization: Bearer <token>` with each request.
+
+    It repeats a refused request if the token's file has a new one.
+    """
 
     def __init__(self, token: str | TokenSource | None) -> None:
         self._source = token if isinstance(token, TokenSource) else TokenSource(token)
@@ -329,12 +331,15 @@ class BearerAuth(httpx.Auth):
             yield request
 
     def note(self, outcome: httpx.Response | httpx.TransportError) -> None:
-        """Remember whether the broker has taken a token of this source for a call that needs one."""
+        """Remember that the broker has accepted this source's token for a call, if `outcome` is a success."""
         if isinstance(outcome, httpx.Response) and outcome.is_success:
             self._was_accepted = True
 
     def awaits_replacement(self, outcome: httpx.Response | httpx.TransportError) -> bool:
-        """Whether the broker may have read a new token before this process can: on another host files change later."""
+        """Return True if the broker may have read a new token before this process can.
+
+        A changed file becomes visible later on another host.
+        """
         refused = isinstance(outcome, httpx.Response) and outcome.status_code == UNAUTHORIZED
         return refused and self._was_accepted and self._source.file is not None
 

@@ -1,6 +1,7 @@
-"""Following a broker's `/v1/events`: one connection as an iterator of events, to be opened again where it broke off.
+"""The broker's event stream `/v1/events` as an iterator, and its counts of dropped groups as lines to read.
 
-What a broker's status says about dropped groups, as lines to read, for whoever waits for a batch or watches.
+`watch_events` reads one connection; if it breaks off, the caller opens another. `explain_drops` is for programs that
+wait for a batch or watch the broker.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from atropos_api.client.calls import BearerAuth, BrokerRefused
 from atropos_api.common.secrets import TokenSource
 
 SILENCE_SECONDS: Final = 40.0
-"""A broker says something at least every 15 s."""
+"""Read timeout; the broker sends something at least every 15 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerEvent:
-    """One event; `id` is what to come back with (`after`), None where the event has none."""
+    """One event; `id` is the value of `after` that continues after it, None where the event has none."""
 
     id: int | None
     type: str
@@ -34,9 +35,10 @@ class ServerEvent:
 def watch_events(
     url: str, *, token: str | TokenSource | None = None, after: int | None = None, timeout_seconds: float = 5.0
 ) -> Iterator[ServerEvent]:
-    """Events as they come, until the connection ends; those after `after` first, where it is given.
+    """Yield events as they come, until the connection ends; where `after` is given, those after it first.
 
-    Raises `BrokerUnreachable` or `BrokerHostUnknown` if nobody answers, `BrokerRefused` if it is no such stream.
+    Raises `BrokerUnreachable` or `BrokerHostUnknown` if nothing answers, `BrokerRefused` if the answer is not such a
+    stream.
     """
     headers = calls.default_headers()
     if after is not None:
@@ -54,7 +56,7 @@ def watch_events(
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
-    """Events of a `text/event-stream`; comments and what is no event of a broker are passed over."""
+    """Yield the events of a `text/event-stream`; comments, and events that no broker sends, are skipped."""
     fields: dict[str, str] = {}
     for line in lines:
         if line:
@@ -79,11 +81,14 @@ def _check(url: str, response: httpx.Response) -> None:
 
 
 FEW: Final = 8
-"""Fewer dropped groups say nothing of a run yet."""
+"""Fewest dropped groups that are reported; fewer say nothing about a run yet."""
 
 
 def explain_drops(status: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each environment that dropped more than a few groups: how many, why, an example, what to change."""
+    """Yield a line for each environment that dropped at least `FEW` groups.
+
+    It contains how many, why, an example, and what to change.
+    """
     for row in status.get("environments") or ():
         latest = row.get("latest_drop") if isinstance(row, Mapping) else None
         if latest and latest.get("explanation") and sum((row.get("dropped_groups") or {}).values()) >= FEW:
@@ -91,5 +96,5 @@ def explain_drops(status: Mapping[str, Any]) -> Iterator[str]:
 
 
 def count_drops(status: Mapping[str, Any]) -> int:
-    """Groups dropped so far, by environments and broker."""
+    """Return the number of groups dropped so far, by environments and broker."""
     return sum((status.get("dropped_groups") or {}).values())

@@ -28,13 +28,13 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 VERSION_FLAG = "--version"
 Adapt = Callable[[dict[str, Any], str], dict[str, Any]]
-"""From the content of a YAML file and its path to the content that is read."""
+"""A function from a YAML file's content and path to the content that is read."""
 
 RUN_FILE_SECTIONS = frozenset({"trainer", "api", "vllm", "env", "openai", "environments", "teacher", "modes"})
 
 
 class ConfigError(AtroposError):
-    """A flag, a file or a value that cannot be used."""
+    """A flag, a file or a value cannot be used."""
 
 
 def load_config(
@@ -47,11 +47,11 @@ def load_config(
     defaults: Mapping[str, object] | None = None,
     adapt: Adapt | None = None,
 ) -> ModelT:
-    """Read `argv` into `model`; raises `ConfigError` for anything it cannot take.
+    """Read `argv` into `model`; raise `ConfigError` for anything it cannot take.
 
-    `section` names the part of a run file that belongs to this model; a file without sections is read whole.
-    `defaults` lie under the files and the flags (an environment's `config_init`). `adapt` may change what a file holds
-    before its keys are checked.
+    `section` names the part of a run file that belongs to this model; a file without sections is read whole. Files and
+    flags override `defaults` (an environment's `config_init`). `adapt` may change a file's content before its keys are
+    checked.
     """
     values, rest = _collect(
         model, argv, prog=prog, description=description, section=section, defaults=defaults or {}, adapt=adapt
@@ -71,12 +71,12 @@ def load_config_with_rest(
     section: str | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> tuple[ModelT, list[str]]:
-    """As `load_config`, but hand back the arguments that are not the model's, for another parser to judge."""
+    """Read as `load_config` does, and also return the arguments that are not the model's, for another parser."""
     values, rest = _collect(model, argv, prog=prog, description=description, section=section, defaults=defaults or {})
     try:
         return validate(model, values), rest
     except ConfigError:
-        # What another parser may know is not ours to refuse, unless it explains what is missing here.
+        # Another parser may know these arguments, so they are refused only if they explain what is missing here.
         for argument in rest:
             if argument.startswith("--") and nearest(argument.split("=", 1)[0], _known_flags(list_options(model))):
                 _refuse_unknown(argument, list_options(model))
@@ -86,7 +86,7 @@ def load_config_with_rest(
 def read_config_file(
     model: type[BaseModel], path: str, *, section: str | None = None, adapt: Adapt | None = None
 ) -> dict[str, Any]:
-    """The part of a YAML file that belongs to `model`, its keys checked and in snake case."""
+    """Return the part of a YAML file that belongs to `model`, its keys checked and in snake case."""
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
@@ -106,7 +106,7 @@ def read_config_file(
 
 
 def validate(model: type[ModelT], values: Mapping[str, Any]) -> ModelT:
-    """Build the model; all problems in one line, each with its option and the value found there."""
+    """Build the model; an error names all problems in one line, each with its option and the value found there."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -117,7 +117,7 @@ def validate(model: type[ModelT], values: Mapping[str, Any]) -> ModelT:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The words `, did you mean X?` when something known is close to `name`, else nothing."""
+    """Return `, did you mean X?` if a known name is close to `name`, else an empty text."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f", did you mean {matches[0]}?" if matches else ""
 
@@ -125,7 +125,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def run_cli(main: Callable[[list[str]], int]) -> NoReturn:
     """Run a command with the process's arguments; an `AtroposError` becomes one line on stderr and exit code 2.
 
-    `--version` is answered here, so that every command has it, and each of its verbs.
+    `--version` is answered here, so that every command and subcommand has it.
     """
     arguments = sys.argv[1:]
     conceal_arguments()
@@ -140,12 +140,12 @@ def run_cli(main: Callable[[list[str]], int]) -> NoReturn:
 
 
 def conceal_arguments(secret_flags: Iterable[str] = ()) -> None:
-    """Mask secrets in `sys.argv`, which W&B uploads and run records repeat."""
+    """Mask secrets in `sys.argv`, because W&B uploads it and run records repeat it."""
     sys.argv[1:] = redact_arguments(sys.argv[1:], secret_flags=secret_flags)
 
 
 def program_name() -> str:
-    """The name that this process was started under, without its folder."""
+    """Return the name under which this process was started, without its folder."""
     return Path(sys.argv[0]).name
 
 
@@ -155,14 +155,14 @@ def _print_version() -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with our error instead of a usage page and an exit."""
+    """A parser that raises our error, where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """One spelling of each flag: argparse would repeat every one with its value's name."""
+    """A help formatter that shows one spelling of each flag: argparse would repeat each with its value's name."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         spellings: dict[str, str] = {}
@@ -182,7 +182,7 @@ def _collect(
     defaults: Mapping[str, object],
     adapt: Adapt | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Defaults under files under flags, and the arguments that are not the model's."""
+    """Return the settings (flags over files over defaults) and the arguments that are not the model's."""
     options = list_options(model)
     shown = [_with_default(option, defaults) for option in options]
     parsed, rest = _build_parser(shown, prog=prog, description=description).parse_known_args(list(argv))
@@ -210,7 +210,7 @@ def _build_parser(options: Sequence[Option], *, prog: str, description: str) -> 
     parser.add_argument(
         "--config", action="append", default=[], metavar="FILE", help="YAML file under the flags; repeatable, merged"
     )
-    # For the help alone: `run_cli` answers it before there is a parser.
+    # Only for the help: `run_cli` answers this flag before a parser exists.
     parser.add_argument(VERSION_FLAG, action="store_true", help="print the version and exit")
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
     for option in options:
@@ -221,7 +221,7 @@ def _build_parser(options: Sequence[Option], *, prog: str, description: str) -> 
 
 
 def _with_default(option: Option, defaults: Mapping[str, object]) -> Option:
-    """As its help should tell it: of the defaults that lie under the files, where they name this option."""
+    """Return the option as its help should show it: with the value from `defaults`, if they name this option."""
     value: object = defaults
     for part in option.path.split("."):
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -253,7 +253,7 @@ def _select_section(model: type[BaseModel], content: dict[str, Any], section: st
 
 
 def check_keys(model: type[BaseModel], values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Field names for the keys, aliases and kebab case included; unknown keys are refused with the nearest field."""
+    """Return the values by field name, from aliases and kebab case too; refuse unknown keys with the nearest field."""
     names = _names_of_fields(model)
     checked: dict[str, Any] = {}
     for key, value in values.items():
@@ -302,13 +302,13 @@ def _assign(values: dict[str, Any], option: Option, given: object) -> None:
 
 
 def _is_other_form(place: Sequence[int | str], problems: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether only the form is wrong at `place`, of a setting with several forms, while another form got further."""
+    """Return True if the value at `place` does not fit this form of a union, while another form fits deeper."""
     deeper = (other["loc"] for other in problems if len(other["loc"]) > len(place))
     return _is_form(place[-1:]) and any(tuple(other[: len(place) - 1]) == tuple(place[:-1]) for other in deeper)
 
 
 def _is_form(place: Sequence[int | str]) -> bool:
-    """Whether a place ends in the name of a type, by which pydantic tells the members of a union apart."""
+    """Return True if a place ends in a type name, by which pydantic tells the members of a union apart."""
     return any(isinstance(part, str) and ("[" in part or part[:1].isupper()) for part in place[-1:])
 
 

@@ -1,8 +1,7 @@
-"""A condition without a lock, for one event loop: waiters wake at the next ring and look again.
+"""Waiting in one event loop, and blocking work in threads.
 
-Blocking work in a thread that nobody waits for who does not want its result any more.
-
-anyio's and asyncio's worker threads are joined before a process ends, so one that hangs in retries of a download keeps
+`Condition` and `Notifier` wake waiters; `FairLock` is a lock granted in order of requests. `run_blocking` uses a daemon
+thread: anyio's and asyncio's worker threads are joined before a process exits, so one that is retrying a download keeps
 the process alive for minutes after it was told to stop; a daemon thread does not.
 """
 
@@ -22,7 +21,7 @@ import anyio
 
 
 class Condition:
-    """Whoever changes something others may wait for rings; whoever waits checks its condition after each ring."""
+    """A condition variable without a lock: a change rings it, and a waiter checks its condition after each ring."""
 
     def __init__(self) -> None:
         self._next: anyio.Event | None = None
@@ -40,7 +39,7 @@ class Condition:
 
 
 class Notifier:
-    """Wakes everyone who waits, and costs nothing while nobody does."""
+    """A notifier: it wakes every waiter, and costs nothing while there is none."""
 
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
@@ -66,14 +65,14 @@ class Notifier:
 
 
 class FairLock:
-    """One at a time, in the order of asking; while nobody has it, it is had without waiting."""
+    """A lock with one holder at a time, granted in order of requests; taking a free one does not wait."""
 
     def __init__(self) -> None:
         self._taken = False
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     def take_now(self) -> bool:
-        """Take it if nobody has it."""
+        """Take the lock if it is free; return True if that succeeded."""
         had, self._taken = self._taken, True
         return not had
 
@@ -86,12 +85,12 @@ class FairLock:
             await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                # It was given just before its taker left.
+                # The lock was granted just before the waiter was cancelled.
                 self.give_back()
             raise
 
     def give_back(self) -> None:
-        """The next who waits has it from here on."""
+        """Release the lock; the next waiter, if there is one, holds it from now on."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
@@ -108,7 +107,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def run_blocking(work: Callable[[], ResultT], *, about: str) -> ResultT:
-    """The result of `work`, which runs beside the event loop; the log says every ten seconds what is waited for."""
+    """Return the result of `work`, run in a thread; the log says every ten seconds what is waited for."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     outcome: Future[ResultT] = Future()
@@ -119,7 +118,7 @@ async def run_blocking(work: Callable[[], ResultT], *, about: str) -> ResultT:
             outcome.set_result(context.run(work))
         except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             outcome.set_exception(error)
-        with suppress(RuntimeError):  # the loop is closed: nobody wants the result any more
+        with suppress(RuntimeError):  # the loop is closed: the result is no longer needed
             loop.call_soon_threadsafe(ended.set)
 
     threading.Thread(target=run, name=about, daemon=True).start()

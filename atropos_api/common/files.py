@@ -1,6 +1,7 @@
-"""Files that are there whole or not at all: written beside, renamed, and never in the place of one that is not ours.
+"""Files that are written whole or not at all: data goes to a file next to the target, which is then renamed.
 
-Files that only their own user may read, written whole or not at all.
+`OutputFile` does not replace an existing file unless asked to; `write_private` makes files that only their own user may
+read.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ PART_SUFFIX = ".part"
 
 
 class FileInTheWay(AtroposError):
-    """Something is there already that a command would have to destroy."""
+    """A file exists already that a command would have to destroy."""
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace what `path` holds in one step; whatever happens meanwhile, the old or the new content is there."""
+    """Replace the content of `path` in one step: after a failure, either the old or the new content is there."""
     data = content.encode() if isinstance(content, str) else content
     replace_whole(path, lambda beside: beside.write_bytes(data))
 
 
 def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """The same for content that `write` writes to the path that it is given, of the same suffix."""
+    """Replace `path` in one step by the file that `write` writes; it gets a temporary path of the same suffix."""
     beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         write(beside)
@@ -40,10 +41,10 @@ def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 class OutputFile:
-    """The file that a command writes: `PATH.part` until the block ends well, then `PATH`.
+    """The file that a command writes: it is `PATH.part` until the block ends without an error, then `PATH`.
 
-    An existing file is refused unless it is to be replaced, or added to. What a block that fails had written stays in
-    `PATH.part`, because it may be all that is left of it; where that is nothing, nothing stays.
+    An existing file is refused unless it is to be overwritten or appended to. If the block fails, what it wrote stays
+    in `PATH.part`, because that may be the only copy; if it wrote nothing, that file is deleted.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False, append: bool = False, hint: str = "") -> None:
@@ -72,7 +73,7 @@ class OutputFile:
 
     def write_line(self, line: str) -> None:
         self._file.write(line.encode() + b"\n")
-        self._file.flush()  # it may be of groups that a broker has no more
+        self._file.flush()  # it may hold groups that the broker no longer has
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -89,7 +90,7 @@ class OutputFile:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the block failed and left something behind."""
+        """True if the block failed and left what it wrote."""
         return self.part.exists()
 
     def _put_in_place(self) -> None:
@@ -97,17 +98,17 @@ class OutputFile:
             self.part.replace(self.path)
             return
         try:
-            os.link(self.part, self.path)  # unlike a rename it fails where a file has appeared meanwhile
+            os.link(self.part, self.path)  # unlike a rename, this fails if a file has appeared meanwhile
         except FileExistsError:
             raise FileInTheWay(f"{self.path} has appeared meanwhile; what was written is in {self.part}") from None
-        except OSError:  # a file system without links
+        except OSError:  # a file system without hard links
             self.part.replace(self.path)
             return
         self.part.unlink()
 
 
 def free_path(path: Path) -> Path:
-    """`path`, or with _1, _2, … at its stem when it is taken."""
+    """Return `path`, or if it exists, the first free path with _1, _2, … after its stem."""
     number = 0
     candidate = path
     while candidate.exists():
@@ -117,7 +118,7 @@ def free_path(path: Path) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write `text` beside `path` and rename it there; the file is readable by this user alone (mode 0600)."""
+    """Write `text` to a temporary file and rename it to `path`; only this user may read it (mode 0600)."""
     descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes it 0600
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

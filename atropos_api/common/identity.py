@@ -1,12 +1,10 @@
-"""The version of this distribution, as `--version` of every command and the broker report it.
+"""The names, versions and addresses by which programs and servers are identified.
 
-How a run file names an environment server: by a file, a module, or the name under which a package offers it.
-
-A fingerprint of a tokenizer's vocabulary, by which an environment and its inference server know that they agree.
-
-Two tokenizers of one size that differ in a few ids train without any error, on tokens that the model never meant.
-
-The addresses and hosts that programs are told, judged when they are typed and not when nobody answers there.
+`version_line` is what `--version` of every command prints. `server_stem` reduces the names of an environment server,
+which a run file gives as a file, a module, or the name under which a package offers it. `fingerprint` lets an
+environment and its inference server check that their tokenizers agree: two of one size that differ in a few ids train
+without any error, on tokens that the model never meant. `require_address` and `require_host` check addresses when they
+are set, not when a connection fails.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ from pydantic import AfterValidator
 DISTRIBUTION: Final = "atropos-grpo"
 
 NOT_INSTALLED: Final = "0+not.installed"
-"""Reported where the packages are imported from a source tree that was never installed."""
+"""The version reported if the packages are imported from a source tree that was never installed."""
 
 
 def package_version() -> str:
-    """The installed version of the distribution that all three packages belong to."""
-    # Imported here: it costs more than all else that `--help` loads.
+    """Return the installed version of the distribution that all three packages belong to."""
+    # Imported here: it takes longer than all else that `--help` loads.
     from importlib import metadata
 
     try:
@@ -38,17 +36,17 @@ def package_version() -> str:
 
 
 def version_line(program: str) -> str:
-    """What `program --version` prints, such as `run-api (atropos-grpo) 0.1.0`."""
+    """Return the line that `program --version` prints, such as `run-api (atropos-grpo) 0.1.0`."""
     return f"{program} ({DISTRIBUTION}) {package_version()}"
 
 
 def server_stem(name: str) -> str:
-    """What the names of one server have in common: `arithmetic_server` of its file as of its module."""
+    """Return the last part of a server's name: `arithmetic_server`, be the name a file or a module."""
     return name.removesuffix(".py").replace("/", ".").rpartition(".")[2]
 
 
 def fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """32 hexadecimal digits that change with every token and every id."""
+    """Return 32 hexadecimal digits that change with every token and every id."""
     ordered = sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0]))
     lines = "".join(f"{index}\t{token!r}\n" for token, index in ordered)
     return hashlib.blake2b(lines.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
@@ -60,7 +58,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 
 
 def require_address(url: str) -> str:
-    """`url`, if a server can be behind it; otherwise `ValueError` says what to write."""
+    """Return `url` if it can be a server's address; otherwise `ValueError` says what to write."""
     if not url.startswith(_SCHEMES):
         scheme, separator, rest = url.partition("://")
         host = rest if separator else scheme
@@ -72,7 +70,7 @@ def require_address(url: str) -> str:
 
 
 def require_host(host: str) -> str:
-    """`host`, if it is a name or an IP address without scheme and port."""
+    """Return `host` if it is a name or an IP address without scheme and port, else raise `ValueError`."""
     if not _is_host(host):
         raise ValueError("a host is a name or an address, without scheme and port; the port has an option of its own")
     return host
@@ -84,7 +82,7 @@ Host = Annotated[str, AfterValidator(require_host)]
 
 
 def _is_place(text: str) -> bool:
-    """Whether `text` begins with a host, and where it names a port, one that there is."""
+    """Return True if `text` begins with a host, and its port, if it names one, is valid."""
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port

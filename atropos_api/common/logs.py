@@ -1,4 +1,4 @@
-"""Logging for the command lines: one line an event, plain on a terminal, JSON when asked. Libraries take loggers."""
+"""Logging for the command lines: one line per event, as plain text or as JSON. Libraries only create loggers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTROL_CHARACTERS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *ra
 
 
 class _TextFormatter(logging.Formatter):
-    """One line a record: what came from outside can neither begin a line of its own nor colour the terminal.
+    """A formatter with one line per record: text from outside can neither begin a line nor colour the terminal.
 
     Tokens and passwords in addresses and headers are masked, in tracebacks too.
     """
@@ -32,7 +32,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a record, so that a run's logs can be searched by field."""
+    """A formatter with one JSON object per record: a run's logs can be searched by field."""
 
     def format(self, record: logging.LogRecord) -> str:
         event: dict[str, object] = {
@@ -47,7 +47,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _Sparing(logging.Filter):
-    """Warnings of one kind fill neither disk nor screen, however many requests cause them; the rest is counted."""
+    """A filter that bounds warnings: `MOST_ALIKE` of a kind pass in `WINDOW_SECONDS`, the rest are counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,5 +77,5 @@ def setup_logging(name: str, *, level: str = "INFO", json_lines: bool = False) -
     handler.addFilter(_Sparing())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for chatty in ("httpx", "httpcore"):
-        # One line a request would bury everything else: the environments poll many times a second.
+        # One line per request would bury everything else: the environments poll many times a second.
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -1,13 +1,10 @@
-"""What the C library does with freed memory: the broker's bodies come and go by the megabyte, hundreds a second.
+"""Control over freed memory: glibc's defaults cost the broker time, and other processes memory.
 
-By default glibc gives such blocks back to the system at once and asks for the same pages again, and clearing them anew
-costs more than everything that is done with the bodies. Keeping a bounded amount costs that much memory, no more, and
-what a burst left behind is given back now and then, for it lies between blocks that live on.
-
-What a dropped adapter leaves behind goes back to the system.
-
-glibc keeps freed memory between things that stay, and takes new memory for what does not fit there: over hundreds of
-adapters a process grows by some tens of MiB in which nothing lies.
+The broker's bodies come and go by the megabyte, hundreds a second. By default glibc gives such blocks back to the
+system at once and asks for the same pages again, and clearing them anew costs more than all work on the bodies.
+`keep_freed_memory` keeps a bounded amount instead; `Trimmer` now and then returns what a burst left free between blocks
+in use. `return_freed_memory` is for dropped adapters: glibc takes new memory for what does not fit between live blocks,
+so over hundreds of adapters a process would grow by some tens of MiB of unused memory.
 """
 
 from __future__ import annotations
@@ -20,10 +17,10 @@ from typing import Final
 KEPT_BYTES: Final = 64 * 2**20
 
 MAPPED_FROM_BYTES: Final = 32 * 2**20
-"""Single blocks from this size on are mapped, and go back whole when freed; glibc takes no larger bound."""
+"""Blocks of this size or more are mapped singly and returned whole when freed; glibc takes no larger bound."""
 
 GROWN_BYTES: Final = 8 * 2**20
-"""Less than this is not worth giving back."""
+"""Growth by less than this is not worth a trim."""
 
 _STATM: Final = Path("/proc/self/statm")
 
@@ -35,7 +32,7 @@ _MMAP_THRESHOLD: Final = -3
 
 
 def keep_freed_memory() -> bool:
-    """Have the allocator keep up to `KEPT_BYTES` of freed memory; False where the C library is another."""
+    """Let the allocator keep up to `KEPT_BYTES` of freed memory; return False if the C library is not glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
@@ -44,7 +41,7 @@ def keep_freed_memory() -> bool:
 
 
 class Trimmer:
-    """Gives freed memory back whenever the process has grown since it last did; a few milliseconds, for any thread."""
+    """A trimmer: it returns freed memory if the process grew since the last trim; some milliseconds, in any thread."""
 
     def __init__(self) -> None:
         self._resident_bytes = 0
@@ -60,7 +57,7 @@ class Trimmer:
 
 
 def _resident_bytes() -> int:
-    """0 where the system does not say."""
+    """Return the resident memory of this process, or 0 if the system does not report it."""
     try:
         return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError, ValueError):
@@ -68,7 +65,7 @@ def _resident_bytes() -> int:
 
 
 def return_freed_memory() -> None:
-    """Give back what is free; about a millisecond. Without glibc nothing happens."""
+    """Return free memory to the system, in about a millisecond; without glibc nothing happens."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,7 +1,7 @@
 """The names of all metrics, spelt once: metrics.jsonl, W&B, the page and (with `_` for `/`) Prometheus use these.
 
 The text under a name is its line in docs/reference/metrics.md, the comment over a group of names its heading there; a
-name in braces stands for a family. Whoever logs a metric adds its name here, at the end of its section.
+name in braces stands for a family. Code that logs a metric adds its name here, at the end of its section.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ POLICY_VERSION: Final = "policy_version"
 
 # Rewards
 REWARD_MEAN: Final = "reward/mean"
-"""Mean reward of all sequences of the batch, those that teach nothing included."""
+"""Mean reward of all sequences of the batch, those without a training signal included."""
 REWARD_STD: Final = "reward/std"
 """Population standard deviation of the same rewards."""
 REWARD_OVERLONG_PENALTY: Final = "reward/overlong_penalty"
@@ -32,7 +32,7 @@ RESPONSE_LENGTH_MIN: Final = "response/length_min"
 RESPONSE_LENGTH_MAX: Final = "response/length_max"
 """The longest."""
 TRAINED_LENGTH_MEAN: Final = "response/trained_length_mean"
-"""Mean over the sequences that are trained on; far below `response/length_mean`, long answers are being left out."""
+"""Mean over the sequences that are trained on; if far below `response/length_mean`, long answers are left out."""
 RESPONSE_REPETITION: Final = "response/repetition"
 """Share of 4-grams that occurred before in the same answer, over all answers: near 1, the output repeats itself."""
 
@@ -40,17 +40,17 @@ RESPONSE_REPETITION: Final = "response/repetition"
 SEQUENCES: Final = "data/sequences"
 """Sequences in the batch."""
 TRAINED_TOKENS: Final = "data/trained_tokens"
-"""Tokens that the loss is taken over."""
+"""Tokens over which the loss is taken."""
 TRAINED_FRACTION: Final = "data/trained_fraction"
-"""Trained tokens in all sampled ones."""
+"""Trained tokens divided by all sampled tokens."""
 LEFT_OUT: Final = "data/{cause}"
-"""Sequences left out: `overlong`, `truncated`, `no_signal` (rewards all alike), `zeroed`, `no_trained_token`."""
+"""Sequences left out: `overlong`, `truncated`, `no_signal` (rewards all equal), `zeroed`, `no_trained_token`."""
 NO_SIGNAL_FRACTION: Final = "data/no_signal_fraction"
-"""Sequences left out because their group's rewards are alike, in all sequences."""
+"""Share of sequences left out because the rewards of their group are all equal."""
 
 # Each environment
 ENV_SEQUENCES: Final = "env/{id}/sequences"
-"""Sequences of the batch that came from the environment with this id; its name stands in the broker's status."""
+"""Sequences of the batch that came from the environment with this id; the broker's status shows its name."""
 ENV_REWARD_MEAN: Final = "env/{id}/reward_mean"
 """Their mean reward."""
 ENV_REWARD_STD: Final = "env/{id}/reward_std"
@@ -70,7 +70,7 @@ TRAIN_ENTROPY: Final = "train/entropy"
 TRAIN_KL: Final = "train/kl"
 """k3 estimate of the divergence of the policy from the one that sampled, in nats a token."""
 TRAIN_SKIPPED: Final = "train/skipped"
-"""1 where no group of the batch had anything to teach, so that nothing was trained."""
+"""1 if no group of the batch had a training signal, so that nothing was trained."""
 TRAIN_NONFINITE: Final = "train/nonfinite"
 """Optimizer steps left out because loss or gradient was not finite."""
 TRAIN_POS_LOGP: Final = "train/pos_logp"
@@ -90,15 +90,15 @@ MEAN_RATIO: Final = "grpo/mean_ratio"
 MAX_RATIO: Final = "grpo/max_ratio"
 """The largest."""
 CLIPPED_FRACTION: Final = "grpo/clipped_fraction"
-"""Share of trained tokens whose gradient the clip takes away; healthy below 0.3."""
+"""Share of trained tokens whose gradient the clip removes; healthy below 0.3."""
 MISMATCH_MEAN_RATIO: Final = "mismatch/mean_ratio"
 """Mean ratio of the trainer's old logprobs to the sampler's; only with --old-logprobs recomputed."""
 MISMATCH_MAX_RATIO: Final = "mismatch/max_ratio"
 """The largest."""
 MISMATCH_BOUNDED_FRACTION: Final = "mismatch/bounded_fraction"
-"""Share of trained tokens whose ratio --mismatch-correction cuts or silences."""
+"""Share of trained tokens whose ratio --mismatch-correction truncates or masks."""
 OFF_POLICY_FRACTION: Final = "grpo/off_policy_fraction"
-"""Share of trained tokens that --off-policy-mask silences."""
+"""Share of trained tokens that --off-policy-mask masks."""
 
 # Logprobs
 LOGPROBS_TRAINING_MEAN: Final = "logprobs/training_mean"
@@ -122,13 +122,13 @@ ALIGNMENT_TOKENS: Final = "alignment/tokens"
 
 # Age of trained tokens, in trainer steps
 STALENESS_MEAN: Final = "staleness/mean"
-"""Mean."""
+"""Mean age."""
 STALENESS_MAX: Final = "staleness/max"
-"""Of the oldest token."""
+"""Age of the oldest token."""
 STALENESS_AGE: Final = "staleness/age_{steps}"
 """Histogram: share of trained tokens of this age: `age_0` to `age_3`, `age_4_to_7`, `age_8_or_more`."""
 STALENESS_UNKNOWN: Final = "staleness/age_unknown"
-"""Share of trained tokens of which no version is known."""
+"""Share of trained tokens whose policy version is unknown."""
 
 # Throughput and memory
 TOKENS_PER_SECOND: Final = "perf/tokens_per_second"
@@ -150,7 +150,7 @@ HOST_MEMORY: Final = "perf/host_memory_gb"
 
 # Publishing weights
 RECOMPUTED_FRACTION: Final = "sync/recomputed_fraction"
-"""Tokens whose KV entries the last publish had computed again, in all generated since the publish before."""
+"""Tokens whose KV entries the last publish had recomputed, divided by those generated since the publish before."""
 
 # Time, in seconds
 TIME_STEP: Final = "time/step"
@@ -162,9 +162,9 @@ TIME_TRAIN: Final = "time/train"
 TIME_SYNC: Final = "time/sync"
 """The last publish, from its call to the server serving the new version."""
 TIME_SYNC_FENCE: Final = "time/sync_fence"
-"""For how long that publish held new requests."""
+"""Time for which that publish held new requests."""
 TIME_SYNC_WAIT: Final = "time/sync_wait"
-"""For how long the step waited for publish, checkpoint and commit."""
+"""Time for which the step waited for publish, checkpoint and commit."""
 
 # Evaluation, logged by environments
 EVAL_ACCURACY: Final = "eval/accuracy"

@@ -1,8 +1,7 @@
-"""The command-line options that follow from a pydantic model: names, types, help. Used by `cliconfig` alone.
+"""The command-line options that follow from a pydantic model: their names, types and help.
 
-Options as a Markdown table, for the reference pages that are printed from the declarations themselves.
-
-How a setting's further names are told to the command line.
+`cliconfig` builds command lines from them, and `option_table` prints them as Markdown for the reference pages.
+`aliases` declares further names of a setting.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ class Option:
     description: str
     required: bool
     default: object
-    """What holds where nothing is given; `PydanticUndefined` where that is made, or where it is required."""
+    """The value used if none is given; `PydanticUndefined` if a factory makes it or the option is required."""
     choices: tuple[str, ...]
     secret: bool = False
-    """Whether its value may be shown to nobody."""
+    """True if the value must never be shown."""
 
     @property
     def help(self) -> str:
-        """The description with what holds where the option is left out, unless that is nothing, said or a secret."""
+        """The description with the default, unless that is empty, computed, secret or already described."""
         if self.required:
             return f"{self.description} (required)".strip()
         if self.secret and self.default is not None:
@@ -58,14 +57,14 @@ class Option:
 
     @property
     def flags(self) -> list[str]:
-        """Kebab spelling first, then the field's own, then aliases."""
+        """The spellings of the flag: kebab case first, then the field's own, then aliases."""
         prefix = f"{self.group}." if self.group else ""
         leaf = self.path.rpartition(".")[2]
         spelt = [f"--{prefix}{form}" for name in (leaf, *self.aliases) for form in (name.replace("_", "-"), name)]
         return list(dict.fromkeys(spelt))
 
     def add_to(self, group: argparse._ActionsContainer) -> None:
-        """Declare this option; booleans may stand bare, carry a value or be negated with `--no-`."""
+        """Declare this option to argparse; booleans may stand alone, take a value or be negated with `--no-`."""
         metavar = "|".join(self.choices) if self.choices else self.path.rpartition(".")[2].upper()
         text = self.help.replace("%", "%%")
         if self.kind == "bool":
@@ -78,7 +77,7 @@ class Option:
             group.add_argument(*self.flags, dest=self.path, metavar=metavar, help=text)
 
     def decode(self, given: object) -> object:
-        """Text as pydantic should see it: `None` for nullable options, parsed JSON for mappings."""
+        """Return text as pydantic should see it: `None` for nullable options, parsed JSON for mappings."""
         if self.nullable and given in ("None", ["None"]):
             return None
         if self.kind == "json" and isinstance(given, str):
@@ -90,12 +89,12 @@ class Option:
 
 
 def list_options(model: type[BaseModel], prefix: str = "") -> list[Option]:
-    """All options of a model, nested models flattened with dots, in the order of the fields."""
+    """Return all options of a model, nested models flattened with dots, in the order of the fields."""
     return list(_walk(model, prefix))
 
 
 def nested_model(annotation: Any) -> type[BaseModel] | None:
-    """The model inside an annotation such as `Server`, `Server | None` or `Server | list[Server]`."""
+    """Return the model inside an annotation such as `Server`, `Server | None` or `Server | list[Server]`."""
     for member in _members(annotation):
         if isinstance(member, type) and issubclass(member, BaseModel):
             return member
@@ -154,13 +153,13 @@ def _choices(member: Any) -> tuple[Any, ...]:
 
 
 def option_table(options: Iterable[Option]) -> str:
-    """A table of flags, defaults and meanings."""
+    """Return a Markdown table of flags, defaults and meanings."""
     rows = "".join(map(_row, options))
     return f"| option | default | meaning |\n|---|---|---|\n{rows}"
 
 
 def cell(text: str) -> str:
-    """Text that stays in its cell."""
+    """Return text that fits in one table cell: on one line, with `|` escaped."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -179,10 +178,10 @@ def _row(option: Option) -> str:
 
 
 def aliases(*names: str) -> dict[str, Any]:
-    """`Field(json_schema_extra=...)` that adds `--name` for each of `names`."""
+    """Return the `json_schema_extra` of a `Field` that adds `--name` for each of `names`."""
     return {"aliases": list(names)}
 
 
 def flag(field: str) -> str:
-    """The flag of a field, as messages name it."""
+    """Return the flag of a field, as messages name it."""
     return "--" + field.replace("_", "-")

@@ -1,12 +1,9 @@
 """Secrets are kept out of everything that is written down: records, logs, error lines and command lines.
 
-Options that are declared are judged by their declaration (`secret_fields`). Keys that no model here declares, because
-they are passed on to vLLM or to somebody's environment, are judged here by their names, and texts by what they carry.
-Settings lose the key, texts show `***` in place of the value.
-
-Options that are secrets by their declaration, `Field(..., json_schema_extra=SECRET)`, and settings without them.
-
-A token in a file of its own: it is in no command line and no environment, and can be replaced while programs run.
+Options declared by a model are secret if declared so, with `Field(..., json_schema_extra=SECRET)`. Keys that no model
+here declares, because they are passed on to vLLM or to an environment, are judged by their names, and texts by their
+form. Settings lose the key; texts show `***` in place of the value. `TokenSource` can read a token from a file of its
+own: it is then in no command line and no environment variable, and can be replaced while programs run.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from atropos_api.common.errors import AtroposError
 MASK: Final = "***"
 
 PLACEHOLDERS: Final = frozenset({"", "none", "null", "empty", "dummy", "x", "true", "false"})
-"""Values that stand where a key is wanted and nobody checks it."""
+"""Values given where a key is required but nobody checks it; they are not masked."""
 
 _SECRET_NAME: Final = re.compile(
     r"(^|[_.-])((api|access|secret|private|auth)[_-]?keys?|token|secrets?|passwords?|passwd|passphrase|credentials?"
@@ -34,10 +31,10 @@ _SECRET_NAME: Final = re.compile(
 )
 
 _IN_TEXT: Final = (
-    # The password of an address, or all that stands before its @.
+    # The password of an address, or all that precedes its @.
     (re.compile(r"(?<=://)([^/\s:@'\"]*):[^/\s@'\"]*(?=@)"), rf"\1:{MASK}"),
     (re.compile(r"(?<=://)[^/\s:@'\"]+(?=@)"), MASK),
-    # A token as the first part of a broker's path, for clients that can be told a base URL alone.
+    # A token as the first part of a broker's path, for clients that accept only a base URL.
     (re.compile(r"(://[^/\s'\"]+/t/)[^/\s'\"?#]+"), rf"\1{MASK}"),
     (re.compile(r"([?&](?:access_token|api_key|token)=)[^&\s'\"]+", re.IGNORECASE), rf"\1{MASK}"),
     (re.compile(r"(\bBearer )[^\s'\"<,]{8,}", re.IGNORECASE), rf"\1{MASK}"),
@@ -45,12 +42,12 @@ _IN_TEXT: Final = (
 
 
 def names_secret(key: str) -> bool:
-    """Whether an undeclared key is a secret's by its name: `api_key`, `hf_token`, but not `max_tokens`."""
+    """Return True if an undeclared key names a secret: `api_key`, `hf_token`, but not `max_tokens`."""
     return _SECRET_NAME.search(key) is not None
 
 
 def redact(value: Any) -> Any:
-    """Plain data without the keys that name secrets, and with the secrets inside its texts masked."""
+    """Return plain data without the keys that name secrets, and with the secrets inside its texts masked."""
     if isinstance(value, Mapping):
         return {key: redact(inner) for key, inner in value.items() if not _is_secret(str(key), inner)}
     if isinstance(value, list | tuple):
@@ -59,14 +56,14 @@ def redact(value: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """`text` with every secret masked that its form gives away: in addresses and in authorization headers."""
+    """Return `text` with every secret masked that its form reveals: in addresses and in authorization headers."""
     for pattern, masked in _IN_TEXT:
         text = pattern.sub(masked, text)
     return text
 
 
 def redact_arguments(arguments: Iterable[str], *, secret_flags: Iterable[str] = ()) -> list[str]:
-    """A command line whose secret values are masked: those of `secret_flags`, and of flags that name a secret."""
+    """Return a command line with secrets masked: values of `secret_flags` and of flags that name a secret."""
     declared = frozenset(secret_flags)
     shown: list[str] = []
     hidden = False
@@ -85,7 +82,7 @@ def redact_arguments(arguments: Iterable[str], *, secret_flags: Iterable[str] = 
 
 
 def program_words(command: Sequence[str]) -> str:
-    """The program of another process's command line, without arguments: those of a stranger may hold anything."""
+    """Return the program of another process's command line, without arguments, because those may hold secrets."""
     words = list(command[:1])
     if words and Path(words[0]).name.startswith("python"):
         rest = command[1:]
@@ -94,7 +91,7 @@ def program_words(command: Sequence[str]) -> str:
 
 
 def _is_secret(key: str, value: Any) -> bool:
-    """Whether `key` names a secret and there is one: a text, or several."""
+    """Return True if `key` names a secret and `value` holds one, as a text or in a list."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return any(_is_secret(key, inner) for inner in value)
     return isinstance(value, str) and names_secret(key) and not _is_placeholder(value)
@@ -105,7 +102,7 @@ def _is_placeholder(value: str) -> bool:
 
 
 def _redact_argument(value: str) -> str:
-    """A value as it was typed; one that is JSON may hold keys of its own."""
+    """Redact a value as it was typed; one that is JSON may hold keys of its own."""
     if value[:1] in {"{", "["}:
         try:
             content = json.loads(value)
@@ -117,23 +114,23 @@ def _redact_argument(value: str) -> str:
 
 
 SECRET: Final[dict[str, Any]] = {"secret": True}
-"""The mark of a field that is a secret, as its `json_schema_extra`."""
+"""The mark of a secret field, given as its `json_schema_extra`."""
 
 
 def is_secret_field(field: FieldInfo) -> bool:
-    """Whether a field was declared to be a secret."""
+    """Return True if a field was declared secret."""
     extra = field.json_schema_extra
     return isinstance(extra, Mapping) and bool(extra.get("secret"))
 
 
 def public_settings(config: BaseModel, *, exclude: set[str] | None = None) -> dict[str, Any]:
-    """All settings of `config` as JSON holds them, without its secrets; for every record of a run."""
+    """Return all settings of `config` as JSON holds them, without its secrets; for every record of a run."""
     shown: dict[str, Any] = redact(_without_declared(config, config.model_dump(mode="json", exclude=exclude)))
     return shown
 
 
 def _without_declared(config: BaseModel, dumped: Mapping[str, Any]) -> dict[str, Any]:
-    """What was dumped of `config`, without the fields declared secret in it or in any model inside it."""
+    """Return the dump of `config` without the fields declared secret in it or in any model inside it."""
     declared = {name for name, field in type(config).model_fields.items() if is_secret_field(field)}
     return {
         name: _without_declared_inside(getattr(config, name, None), value)
@@ -161,7 +158,7 @@ TOKEN_VARIABLE: Final = "ATROPOS_TOKEN"  # noqa: S105 - the name of a variable
 
 
 class TokenUnreadable(AtroposError):
-    """The file that should hold a token cannot be read, or holds none."""
+    """A given token is invalid, or the file that should hold one cannot be read or holds none."""
 
 
 class TokenAmbiguous(AtroposError):
@@ -169,9 +166,9 @@ class TokenAmbiguous(AtroposError):
 
 
 class TokenSource:
-    """The token that a program shows, from a value or from a file; that of a file can be read again.
+    """The token that a program shows: it comes from a value or from a file, and a file can be read again.
 
-    `flag` is the option that named the file, for messages; they never hold what the file holds.
+    `flag` is the option that named the file, for messages; they never show what the file holds.
     """
 
     def __init__(self, token: str | None = None, *, file: Path | None = None, flag: str = "--token-file") -> None:
@@ -191,7 +188,7 @@ class TokenSource:
         flag: str = "--token-file",
         variable: str = TOKEN_VARIABLE,
     ) -> Self:
-        """What was given, else the value of `variable`, else the file that `variable`_FILE names, else no token."""
+        """Use the given token or file, else `variable`, else the file that `variable`_FILE names, else no token."""
         if token is not None and file is not None:
             raise TokenAmbiguous(f"{flag} {file} and {flag[: -len('-file')]} are both given; leave one out")
         if token is not None or file is not None:
@@ -202,20 +199,20 @@ class TokenSource:
         return cls(file=Path(named), flag=f"${variable}_FILE") if named else cls()
 
     def reload(self) -> bool:
-        """Read the file again; whether it now holds another token."""
+        """Read the file again; return True if it now holds another token."""
         if self.file is None:
             return False
         before = self.value
         try:
             self.value = read_token_file(self.file, flag=self._flag)
         except TokenUnreadable:
-            # It may be in the middle of being replaced: the old token stays until there is a new one.
+            # The file may be in the middle of being replaced: the old token stays until there is a new one.
             return False
         return self.value != before
 
 
 def read_token_file(path: Path, *, flag: str = "--token-file") -> str:
-    """The token in `path`, without the line's end; messages name `flag` and never what the file holds."""
+    """Return the token in `path`, without the line end; messages name `flag` and never what the file holds."""
     try:
         with path.expanduser().open("rb") as file:
             content = file.read(LONGEST_TOKEN_BYTES + 1)
@@ -228,5 +225,5 @@ def read_token_file(path: Path, *, flag: str = "--token-file") -> str:
 
 
 def _is_token(text: str) -> bool:
-    """Whether a header can carry it."""
+    """Return True if an HTTP header can carry the text as a token."""
     return bool(text) and text.isascii() and text.isprintable() and " " not in text

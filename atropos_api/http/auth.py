@@ -1,9 +1,9 @@
-"""Who comes in: the token, by header or by path prefix, and nobody on behalf of a foreign web page.
+"""Authentication: the token, by header or by path prefix, and refusal of what a foreign web page caused.
 
-A page that somebody visits on the broker's machine is a loopback peer like any other; what gives it away are the
-headers that browsers add and that it cannot change: the host it asked for, its origin, how the request came about.
-
-The token that callers of the broker must show: given once, or in a file that a SIGHUP has read again.
+A web page opened on the broker's machine is a loopback peer like any other; it is recognised by headers that browsers
+add and that it cannot change: the host it asked for, its origin, how the request came about. `RequestGuard` holds the
+rules and `AuthMiddleware` applies them. `AcceptedToken` is the token that callers must show: given once, or in a file
+that SIGHUP reloads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/health"})
 CHANGING_GETS: Final = re.compile(r"/(reset_data|batch|v1/batches/.*)/?")
 
 TOUCHING_GETS: Final = frozenset({"/status-env"})
-"""They record no more than that an environment is alive, but that is not for strangers to say either."""
+"""They only record that an environment is alive, but a foreign web page must not cause that either."""
 
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -45,23 +45,26 @@ BEARER: Final = b"bearer "
 OWN_SITES: Final = frozenset({b"same-origin", b"none"})
 
 PAGE_HEADERS: Final = frozenset({b"origin", b"referer", b"sec-fetch-site", b"sec-purpose", b"purpose"})
-"""What browsers add."""
+"""The headers that browsers add."""
 
 WANTED_HEADERS: Final = PAGE_HEADERS | {b"authorization", b"host"}
 
 MOST_HOSTS: Final = 64
 
 Shown = Mapping[bytes, bytes]
-"""What a request shows of the headers that matter here."""
+"""The headers of a request that the guard reads."""
 
 
 def changes_something(method: str, path: str) -> bool:
-    """Whether the request may change state; two GETs of the Atropos contract do, and asking for a batch forms it."""
+    """Return True if the request may change state; so may two GETs of the Atropos contract and GETs of v1 batches."""
     return method not in SAFE_METHODS or CHANGING_GETS.fullmatch(path) is not None
 
 
 class RequestGuard:
-    """The rules. Legacy clients cannot send a token but can be given `http://host:port/t/<token>` as base URL."""
+    """The request guard: it checks token, host name and origin.
+
+    Legacy clients cannot send a token but can be given `http://host:port/t/<token>` as base URL.
+    """
 
     def __init__(self, config: BrokerConfig, token: AcceptedToken) -> None:
         self._token = token
@@ -73,7 +76,7 @@ class RequestGuard:
     def refuse(
         self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]], token: bytes | None = None
     ) -> Response | None:
-        """What to answer instead of the call, if it may not be made. `path` is without the `token` before it."""
+        """Return the answer that refuses the call, or None if it may be made. `path` comes without `/t/<token>`."""
         shown = {name: value for name, value in headers if name in WANTED_HEADERS}
         return self._check_token(path, shown, token) or self._check_site(method, path, shown)
 
@@ -91,7 +94,8 @@ class RequestGuard:
 
     def _check_site(self, method: str, path: str, shown: Shown) -> Response | None:
         host = shown.get(b"host", b"")
-        # Whoever knows the token is no stray page; without one, only a name of ours proves that DNS was not rebound.
+        # A caller with the token is no foreign page; without one, only a host name of ours proves that DNS was not
+        # rebound.
         if self._token.value is None and not self._is_own_host(host):
             name = host.decode("latin-1")[:80]
             detail = f"the host name {name!r} is not one of this broker's; allow it with --allowed-hosts"
@@ -101,7 +105,7 @@ class RequestGuard:
         return self._check_page(shown, host)
 
     def _check_page(self, shown: Shown, host: bytes) -> Response | None:
-        """Refuse what a page of another origin caused, or a browser that only fetches ahead."""
+        """Refuse a request that a page of another origin caused, or that a browser only prefetches."""
         origin = shown.get(b"origin")
         if origin is not None and origin.decode("latin-1").lower() in self._allowed_origins:
             return None
@@ -139,7 +143,7 @@ class RequestGuard:
 
 
 class AuthMiddleware:
-    """ASGI middleware: nothing comes in past the door."""
+    """ASGI middleware: it passes on only what the request guard lets through."""
 
     def __init__(self, app: ASGIApp, door: RequestGuard) -> None:
         self._app = app
@@ -155,7 +159,7 @@ class AuthMiddleware:
 
 
 def _take_prefix(scope: Scope) -> tuple[Scope, bytes | None]:
-    """The scope without `/t/<token>` and without a slash at its end, so that nothing behind the door sees a token."""
+    """Cut off `/t/<token>` and a final slash, so that nothing later sees the token; return the scope and the token."""
     path: str = scope["path"]
     token = None
     if path.startswith(PREFIX):
@@ -167,7 +171,7 @@ def _take_prefix(scope: Scope) -> tuple[Scope, bytes | None]:
 
 
 def _netloc(url: bytes) -> bytes:
-    """Host and port of an address; nothing that equals a host for one that is malformed, or for `null`."""
+    """Return host and port of a URL; `null`, which equals no host, if it is malformed or is `null`."""
     try:
         return urlsplit(url.decode("latin-1")).netloc.lower().encode("latin-1") or b"null"
     except ValueError:
@@ -183,7 +187,7 @@ logger = logging.getLogger(__name__)
 
 
 class AcceptedToken:
-    """The token as it is now; `value` is None where callers need none."""
+    """The token that callers must show: it can be reloaded from its file; `value` is None if they need none."""
 
     def __init__(self, token: str | None = None, *, file: Path | None = None) -> None:
         self._file = file
@@ -191,7 +195,7 @@ class AcceptedToken:
         self.value = text.encode() if text is not None else None
 
     def reload(self) -> None:
-        """Take what the file holds now. One that cannot be used changes nothing: no caller is locked out by a typo."""
+        """Read the token file again. An unusable file changes nothing, so that a typo locks out no caller."""
         if self._file is None:
             return
         try:
@@ -205,7 +209,7 @@ class AcceptedToken:
 
 @contextmanager
 def reloaded_on_hangup(token: AcceptedToken, *, file: Path | None) -> Iterator[None]:
-    """While the block runs SIGHUP has the file read again; without a file that signal ends the process as ever."""
+    """Reload the token file on SIGHUP while the block runs; without a file that signal ends the process as usual."""
     if file is None:
         yield
         return

@@ -1,8 +1,8 @@
-"""Connections that cost no more than they are worth: bounded in number and in headers, closed when they stand still.
+"""Limits on connections: on their number, on the size of headers, and on the time for which they may stall.
 
-uvicorn waits for ever for the rest of a request and for a reader to read. `GuardedProtocol` notes what each peer owes,
-and `sweep`, called twice a second over all connections, closes those that owe it for too long. No request pays for a
-timer of its own.
+uvicorn waits without limit for the rest of a request and for a peer to read the answer. `GuardedProtocol` records what
+each connection waits for, and `sweep`, called twice a second over all connections, closes those that waited too long.
+So no request needs a timer of its own.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from atropos_api.http.problems import PROBLEM_TYPE, RETRY_AFTER_SECONDS, problem_body
 
 MOST_UNPARSED_BYTES: Final = 64 * 1024
-"""Headers, trailers, chunk extensions: bytes in a row that are no body."""
+"""Limit on bytes in a row that are no body: headers, trailers, chunk extensions."""
 
 LEAST_BYTES_PER_SECOND: Final = 1024
-"""A body or an answer that moves slower than this for a whole window stands still."""
+"""A body or an answer that is slower than this over a whole window is stalled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
-    """How many connections, and how long each may keep the broker waiting."""
+    """The limits: how many connections there may be, and how long each may wait in each state."""
 
     max_connections: int = 4096
     header_seconds: float = 10.0
@@ -36,7 +36,7 @@ class Timeouts:
 
 
 SILENT_SECONDS: Final = 1.0
-"""A connection that asked nothing for this long gives way to a newer one when there are too many."""
+"""If there are too many connections, one that sent no request for this long is closed in favour of a newer one."""
 
 
 class _Waiting(Enum):
@@ -46,7 +46,7 @@ class _Waiting(Enum):
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection, and what its peer owes: the end of its headers, its body, or reading what was written."""
+    """One connection: it records the wait for the peer's headers, for its body, or for it to read the answer."""
 
     def __init__(self, *args: Any, patience: Timeouts, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -56,25 +56,25 @@ class GuardedProtocol(HttpToolsProtocol):
         self._moved_bytes = 0
         self._unparsed_bytes = 0
         self.begun_at_once = 0
-        """Requests that began in the piece of input being read."""
+        """Number of requests that began in the piece of input being parsed."""
         self.has_asked = False
         self._unread_since: float | None = None
         self._unread_bytes = 0
         self._gone: asyncio.Future[None] | None = None
         self.unwritten = False
-        """The transport holds bytes that the kernel has not taken; only known while it may hold none."""
+        """True if the transport holds bytes the kernel has not taken; exact only with a write buffer limit of 0."""
 
     @property
     def is_open(self) -> bool:
         return not self.transport.is_closing()
 
     def age(self) -> float:
-        """Seconds since the peer began to owe what it owes now."""
+        """Return the seconds since the present wait for the peer began."""
         return self.loop.time() - self._since
 
     @property
     def gone(self) -> asyncio.Future[None]:
-        """Done once the peer has left: whoever waits on its behalf may stop."""
+        """A future that is done once the peer has disconnected, so that waits on its behalf can stop."""
         if self._gone is None:
             self._gone = self.loop.create_future()
             if not self.is_open:
@@ -105,13 +105,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unparsed_bytes += len(data)
         super().data_received(data)
         if self._unparsed_bytes and self._owes is _Waiting.NOTHING:
-            # Line ends between requests open no message; dripping them keeps no connection open.
+            # Line ends between requests begin no message; sending them slowly must not keep a connection open.
             self._owes, self._since = _Waiting.HEADERS, self.loop.time()
         if self._unparsed_bytes > MOST_UNPARSED_BYTES:
             self.close_with(431, "headers-too-large", f"more than {MOST_UNPARSED_BYTES} bytes of headers")
 
     def on_message_begin(self) -> None:
-        # As uvicorn's but for the scope, which `take_head` makes for those requests that need one.
+        # As in uvicorn, except for the scope: `take_head` makes it for those requests that need one.
         self.url = b""
         self.headers = []
         self.expect_100_continue = False
@@ -134,7 +134,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.take_end()
 
     def take_head(self) -> None:
-        """A request begins: what is owed is noted, what is done with it is uvicorn's matter, or a subclass'."""
+        """Begin a request whose headers are complete: uvicorn handles it, unless a subclass does."""
         url, headers, expected = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         self.url, self.expect_100_continue = url, expected
@@ -148,20 +148,20 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def current_cycle(self) -> RequestResponseCycle | None:
-        """The cycle of the request that came last; None where it has none."""
+        """Return the cycle of the latest request, or None if that request has none."""
         return self.cycle
 
     def send_400_response(self, msg: str) -> None:
         self.close_with(400, "malformed-request", msg)
 
     def shutdown(self) -> None:
-        """The broker stops: whoever still sends a body is told to come again instead of being waited for."""
+        """Stop; a peer that is still sending a body gets a 503 to retry later, instead of being waited for."""
         if self._owes is _Waiting.BODY:
             self.close_with(503, "stopping", "the broker is being stopped; nothing of this request was kept")
         super().shutdown()
 
     def check(self, now: float) -> None:
-        """Close this connection if its peer has owed something for too long."""
+        """Close this connection if it has waited for its peer for too long."""
         if self.transport.get_write_buffer_size() > 0:
             self._check_reader(now)
             return
@@ -181,7 +181,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unparsed_bytes = 0
 
     def _is_idle(self) -> bool:
-        """Nothing is asked, and nobody else closes the connection for that: uvicorn does after answers of its own."""
+        """Return True if there is no request, and no timer of uvicorn's (set after its own answers) will close it."""
         cycle = self.current_cycle()
         answered = cycle is None or cycle.response_complete
         return self._owes is _Waiting.NOTHING and answered and self.timeout_keep_alive_task is None
@@ -196,7 +196,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._since, self._moved_bytes = now, 0
 
     def _check_reader(self, now: float) -> None:
-        """A peer that does not read keeps its answer in our memory."""
+        """Abort the connection if the peer reads too slowly, because its answer stays in our memory."""
         unread = self.transport.get_write_buffer_size()
         if self._unread_since is None or unread > self._unread_bytes:
             self._unread_since, self._unread_bytes = now, unread
@@ -206,7 +206,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._unread_since, self._unread_bytes = now, unread
 
     def _make_room(self) -> None:
-        """One connection too many: the oldest that never asked anything goes, or else this newest one."""
+        """Close one connection too many: the oldest that never sent a request, or else this newest one."""
         others = [other for other in self.connections if isinstance(other, GuardedProtocol) and other.is_open]
         if len(others) > self._patience.max_connections:
             silent = [other for other in others if not other.has_asked and other.age() > SILENT_SECONDS]
@@ -214,7 +214,7 @@ class GuardedProtocol(HttpToolsProtocol):
             victim.close_with(503, "too-many-connections", "the broker has all the connections it takes")
 
     def close_with(self, status: int, kind: str, detail: str) -> None:
-        """Close; say why first, if the peer is owed an answer."""
+        """Close the connection; answer with the reason first if the peer still awaits an answer."""
         if not self.is_open:
             return
         if self._is_owed_an_answer():

@@ -1,6 +1,7 @@
-"""Which form a body comes in, which one is asked for, and stored groups in that one.
+"""Content negotiation: the form that a body has, the form that is wanted, and stored groups in that form.
 
-A group is stored in the form it came in. Asked for in the other it is transcoded, once a delivery, in a thread.
+A group is stored in the form in which it was sent. If the other form is wanted, it is transcoded at each delivery, in a
+thread.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ MEDIA_TYPES: Final = {"json": JSON, "columns": f"{MEDIA_TYPE}; version={VERSION}
 VARIES: Final[Mapping[str, str]] = {"Vary": "Accept, Accept-Encoding"}
 
 THREAD_FROM_BYTES: Final = 1 << 18
-"""Compressing less than this costs no more than handing it to a thread."""
+"""Compressing less than this takes no longer than handing it to a thread."""
 
 
 def form_of_body(asked: RequestView) -> Form:
-    """Columns where the sender says so; anything else is read as JSON, as Atropos' own clients need it."""
+    """Return columns if Content-Type names them; anything else is read as JSON, as Atropos' own clients need it."""
     declared = asked.header(b"content-type") or ""
     if declared == JSON:
         return "json"
@@ -46,7 +47,7 @@ def form_of_body(asked: RequestView) -> Form:
 
 
 def wanted_form(request: Request) -> Form:
-    """Columns where the caller names them and likes nothing better; JSON wherever it will do."""
+    """Return columns if Accept names them and ranks nothing higher; otherwise JSON, if Accept allows it."""
     accept = ",".join(request.headers.getlist("accept"))
     if not accept.strip():
         return "json"
@@ -66,7 +67,7 @@ def wanted_form(request: Request) -> Form:
 
 
 def read_submission(body: bytes, form: Form) -> tuple[int, list[CheckedGroup]]:
-    """The environment and its checked groups."""
+    """Return the environment's id and its checked groups."""
     if form == "columns":
         return check_submission(body)
     submission = decode_submission(body)
@@ -78,7 +79,7 @@ def read_submission(body: bytes, form: Form) -> tuple[int, list[CheckedGroup]]:
 
 
 async def in_form(bodies: list[bytes], groups: Sequence[GroupRow], form: Form) -> list[bytes]:
-    """The bodies of these groups, those kept in the other form transcoded."""
+    """Return the bodies of these groups in `form`; those stored in the other form are transcoded."""
     if all(group.form == form for group in groups):
         return bodies
     forms = [group.form for group in groups]
@@ -97,7 +98,7 @@ def join_batch(number: int, run_id: str, bodies: Sequence[bytes], form: Form) ->
 
 
 def join_texts(head: bytes, bodies: Sequence[bytes]) -> list[bytes]:
-    """A JSON object that ends in an array of these texts, in pieces."""
+    """Return the pieces of a JSON object that ends in an array of these texts."""
     pieces = [head]
     for index, body in enumerate(bodies):
         pieces += (b",", body) if index else (body,)
@@ -105,7 +106,7 @@ def join_texts(head: bytes, bodies: Sequence[bytes]) -> list[bytes]:
 
 
 async def encode_pieces(request: Request, pieces: Sequence[bytes]) -> tuple[Sequence[bytes], Mapping[str, str]]:
-    """The body as it travels, and the headers that say so."""
+    """Return the body as it is sent, compressed or not, and the headers that say so."""
     size = sum(map(len, pieces))
     if size < COMPRESS_FROM_BYTES or not wants_gzip(request.headers.get("accept-encoding", "")):
         return pieces, VARIES

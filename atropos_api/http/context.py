@@ -1,4 +1,4 @@
-"""What the handlers need, built once by `create_app`."""
+"""The state that the handlers of one app share: `create_app` builds it once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARED_STATUS_SECONDS: Final = 1.0
 
 @dataclass(slots=True)
 class AppContext:
-    """The broker and what surrounds it for one app. `stopping` ends every wait, so that shutting down is quick."""
+    """The shared state of one app: the broker and what its handlers need. `stopping` ends every wait at once."""
 
     broker: Broker
     config: BrokerConfig
@@ -34,13 +34,13 @@ class AppContext:
     version: str = field(default_factory=package_version)
     stopping: bool = False
     store_failure: str | None = None
-    """Why the store refused the last write; None once it took another as large."""
+    """The reason why the store refused the last write; None once it has taken one of that size."""
     store_failure_bytes: int = 0
 
     _status: tuple[int, float, bytes] = (-1, 0.0, b"")
 
     def status_text(self, describe: Callable[[AppContext], bytes]) -> bytes:
-        """The status, described once for all who watch while nothing happens."""
+        """Return the status, encoded once for all watchers while nothing changes."""
         rings, described_at, text = self._status
         now = time.monotonic()
         if rings != self.events_bell.rings or now - described_at > SHARED_STATUS_SECONDS:
@@ -49,7 +49,7 @@ class AppContext:
         return text
 
     def why_not_ready(self) -> str | None:
-        """The reason why submissions would not be kept now, or None. A store that refused a write is tried again."""
+        """Return the reason why submissions would not be kept now, or None. A store that failed is tried again."""
         if self.stopping:
             return "stopping"
         if self.store_failure is not None:
@@ -68,7 +68,7 @@ class AppContext:
 
 def context_of(request: Request) -> AppContext:
     services: AppContext = request.app.state.services
-    # Memory that could not be read again when the store failed; that is tried until it can.
+    # `torn`: memory could not be read again after the store failed, so each request tries until it can.
     if services.broker.state.torn:
         services.broker.rebuild()
     return services

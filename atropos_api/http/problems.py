@@ -1,4 +1,4 @@
-"""Errors as answers: problem+json with a stable type, the offending value, and what to do."""
+"""Errors as answers: each becomes problem+json with a stable type, the offending value, and what to do."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ STATUS_OF_TRANSPORT: Final = {
     "too-many-connections": (503, "The broker has all the connections it takes"),
     "stopping": (503, "The broker is being stopped; nothing of the request was kept"),
 }
-"""Problems that no rule raises, but the door, the connection or the framework."""
+"""Problems that the request guard, the connection or the framework raises, not the broker's rules."""
 
 RETRY_AFTER_SECONDS: Final = "1"
 
@@ -78,14 +78,14 @@ def problem_body(status: int, kind: str, detail: str) -> dict[str, Any]:
 
 
 def answer_error(services: AppContext, path: str, error: BrokerError) -> Response:
-    """The one place where an error of the rules becomes a status."""
+    """Turn an error of the rules into an answer; its status is chosen only here."""
     if isinstance(error, StoreUnavailable):
         _note_store_failure(services, error)
     elif isinstance(error, QueueFull):
         services.broker.state.counters.pressure_total += 1
     elif isinstance(error, InvalidGroup):
         services.broker.state.counters.groups_refused_total += 1
-        if not path.startswith("/v1/"):  # those who speak v1 report what they dropped, these included
+        if not path.startswith("/v1/"):  # v1 clients report what they dropped, these included
             services.broker.state.drops.count_of(None, "refused")
     status = STATUS_BY_KIND[error.kind]
     if status == 422:
@@ -96,14 +96,14 @@ def answer_error(services: AppContext, path: str, error: BrokerError) -> Respons
 
 
 def answer_broker_error(request: Request, error: Exception) -> Response:
-    """As `answer_error`, in the form of the framework's handlers."""
+    """Call `answer_error` as a handler of the framework does."""
     if not isinstance(error, BrokerError):
         raise error
     return answer_error(request.app.state.services, request.url.path, error)
 
 
 def on_the_loop(answer: Answerer) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """As a coroutine: Starlette calls plain functions from another thread, where the broker may not be touched."""
+    """Wrap `answer` in a coroutine: Starlette calls plain functions in a thread, where the broker is off limits."""
 
     async def answer_here(request: Request, error: Exception) -> Response:
         return answer(request, error)
@@ -112,7 +112,7 @@ def on_the_loop(answer: Answerer) -> Callable[[Request, Exception], Awaitable[Re
 
 
 def legacy_response(status: int, error: BrokerError) -> Response:
-    """The same for callers of the Atropos contract, who know FastAPI's own form of errors."""
+    """Return the answer for callers of the Atropos contract, who expect FastAPI's own form of errors."""
     headers = {"Retry-After": RETRY_AFTER_SECONDS} if status == 503 else {}
     if status == 400:
         return Response(str(error), status_code=status, media_type="text/plain")
@@ -122,7 +122,7 @@ def legacy_response(status: int, error: BrokerError) -> Response:
 
 
 def describe_invalid(error: BrokerError) -> dict[str, Any]:
-    """One entry of a FastAPI-like 422."""
+    """Return one entry of a 422 answer in FastAPI's form."""
     place = [
         int(part) if part.isdigit() else part
         for part in re.split(r"[.\[\]]+", error.details.get("field", ""))
@@ -141,24 +141,24 @@ def answer_unexpected(_: Request, __: Exception) -> Response:
 
 
 def fault_response() -> Response:
-    """A fault of ours; the server logs it whole, the caller is told so and may repeat what is repeatable."""
+    """Return the answer to a fault of the broker: the server logs it whole, the caller may repeat the request."""
     return problem_response(500, "internal-error", "the broker failed at this request; its log says why")
 
 
 def answer_http_error(request: Request, error: Exception) -> Response:
-    """What the framework refuses by itself: unknown paths and methods."""
+    """Answer what the framework itself refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     response = problem_response(error.status_code, _title(error.status_code).lower().replace(" ", "-"), error.detail)
     response.headers.update(error.headers or {})
     if error.status_code == 405:
-        # The framework names the methods of the first route of that path alone.
+        # The framework names only the methods of the first route of that path.
         routes = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
         response.headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods}))
     return response
 
 
 def answer_client_gone(_: Request, __: Exception) -> Response:
-    """The caller left before its body was whole: nobody reads this, and nothing is wrong here."""
+    """Answer a caller that disconnected before its body was whole: nobody reads this, and nothing is wrong here."""
     return Response(status_code=400)
 
 
@@ -168,7 +168,7 @@ def _note_store_failure(services: AppContext, error: StoreUnavailable) -> None:
     services.broker.state.counters.store_failures_total += 1
     logger.error("%s", error)
     if services.broker.state.torn:
-        # Where the store cannot even be read, the next call tries again.
+        # If the store cannot even be read, the next call tries again.
         with suppress(StoreUnavailable):
             services.broker.rebuild()
 

@@ -1,14 +1,10 @@
-"""Request bodies in (bounded, inflated), small answers out.
+"""Request bodies, query parameters and small answers.
 
-Gunzip of request bodies in bounded memory: a small body that claims to be a huge one is refused without becoming it.
-
-Up to `AT_ONCE_BYTES` come out in one pass. What would be larger is refused if it is too much larger than what was sent,
-for no data of rollouts compresses like a bomb; else it is first only counted, piece by piece and beside the event loop,
-and inflated for real once it is known to be within the limit.
-
-Query parameters, with the field and value named when they are wrong.
-
-A request as the calls see it that are made all the time: bytes, and what they need of the head.
+`read_body` bounds the memory of a body, also of a gzip one. Up to `AT_ONCE_BYTES` are inflated in one pass. For more, a
+thread first only counts the bytes, piece by piece, and inflates the body once it is known to be within the limit. That
+limit is at most `MOST_TIMES_LARGER` times what was sent, because rollouts never compress better. Errors name the field
+and the value that are wrong. `RequestView` is a request as the most frequent calls need it: the body's bytes and parts
+of the head.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ AnyT = TypeVar("AnyT")
 COMPRESS_FROM_BYTES: Final = 1000
 
 THREAD_FROM_BYTES: Final = 2 << 20
-"""Checking less takes no longer than a few milliseconds."""
+"""Checking a smaller body takes a few milliseconds at most."""
 
 MOST_LENIENT_BYTES: Final = 1 << 16
 
@@ -44,7 +40,7 @@ _encoder = msgspec.json.Encoder()
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body, decompressed; never more in memory than the limits allow."""
+    """Return the whole body, decompressed; memory use stays within the limits."""
     config = context_of(request).config
     declared, encoding = _length_and_encoding(request)
     if declared.isdigit() and int(declared) > config.max_body_bytes:
@@ -67,7 +63,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def beside_the_loop(check: Callable[[bytes], AnyT], body: bytes) -> AnyT:
-    """What `check` makes of a body; of a large one it does so in a thread, for others would wait for it."""
+    """Return `check(body)`; a large body is checked in a thread, because other requests would wait for it."""
     return check(body) if len(body) < THREAD_FROM_BYTES else await asyncio.to_thread(check, body)
 
 
@@ -82,7 +78,7 @@ def _length_and_encoding(request: Request) -> tuple[bytes, bytes]:
 
 
 def decode_body(body: bytes, kind: type[StructT], *, strict: bool = True) -> StructT:
-    """A small JSON body as its type; what is wrong with it is named. Not `strict`: numbers may come as text."""
+    """Decode a small JSON body as `kind`; errors name what is wrong. Without `strict`, numbers may come as text."""
     try:
         return _decode(body or b"{}", kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -97,7 +93,7 @@ def _decode(body: bytes, kind: type[StructT], *, strict: bool) -> StructT:
     except msgspec.ValidationError:
         if not strict or len(body) > MOST_LENIENT_BYTES:
             raise
-        # To JSON 1.0 is an integer; some clients write every number so.
+        # In JSON 1.0 is an integer too; some clients write every number like this.
         return msgspec.convert(_with_integers(msgspec.json.decode(body)), kind)
 
 
@@ -118,7 +114,7 @@ def wants_gzip(accept_encoding: str) -> bool:
 
 
 def compress(pieces: Iterable[bytes]) -> list[bytes]:
-    """Gzip at the fastest level: more would cost the broker more than it saves anyone."""
+    """Compress with gzip at the fastest level: more would cost the broker more than it saves anyone."""
     deflater = isal_zlib.compressobj(1, isal_zlib.DEFLATED, GZIP_WBITS)
     compressed = [*map(deflater.compress, pieces), deflater.flush()]
     return [piece for piece in compressed if piece]
@@ -137,11 +133,11 @@ AT_ONCE_BYTES: Final = 8 << 20
 MOST_TIMES_LARGER: Final = 100
 
 MOST_MEMBERS: Final = 64
-"""Compressors write one member, or a few one after another; thousands of empty ones only cost time."""
+"""Limit on gzip members: compressors write one or a few; thousands of empty ones only cost time."""
 
 
 async def inflate(body: bytes, limit_bytes: int) -> bytes:
-    """All members of a gzip body; `TooLarge` if they hold more than `limit_bytes`."""
+    """Inflate all members of a gzip body; raise `TooLarge` if they hold more than `limit_bytes`."""
     parts: list[bytes] = []
     room = min(limit_bytes, AT_ONCE_BYTES)
     for piece in _pieces(body):
@@ -180,7 +176,7 @@ def _pieces(body: bytes) -> Iterator[bytes]:
             if not piece and not data and not member.eof:
                 raise _bad_gzip("it ends too early")
             yield piece
-        # Zeroes after the last member are padding.
+        # Zeros after the last member are padding.
         rest = member.unused_data.lstrip(b"\0")
         if not rest:
             return
@@ -206,7 +202,7 @@ def read_int(request: Request, name: str, default: int | None = None, *, least: 
 
 
 def parse_int(text: str, name: str, *, least: int | None = None) -> int:
-    # Narrower than Python's own reading, which takes 1_000 and the digits of every script.
+    # Stricter than Python's `int`, which accepts 1_000 and the digits of every script.
     value = int(text) if _INTEGER.fullmatch(text) else None
     if value is None or (least is not None and value < least):
         wanted = "an integer" if least is None else f"an integer of {least} or more"
@@ -215,7 +211,7 @@ def parse_int(text: str, name: str, *, least: int | None = None) -> int:
 
 
 def read_wait(request: Request) -> float:
-    """Seconds to wait, capped."""
+    """Return the seconds to wait, at most `LONGEST_WAIT_SECONDS`."""
     text = request.query_params.get("wait", "0")
     if _DECIMAL.fullmatch(text) is None:
         raise InvalidRequest(f"wait: seconds of 0 or more are needed, got {text[:80]!r}", field="wait", value=text[:80])
@@ -223,7 +219,7 @@ def read_wait(request: Request) -> float:
 
 
 def read_key(asked: RequestView) -> str | None:
-    """The idempotency key, where one is given."""
+    """Return the idempotency key, or None if none is given."""
     key = asked.header(b"idempotency-key")
     if key is not None and not 0 < len(key) <= LONGEST_KEY:
         raise InvalidRequest(f"Idempotency-Key: 1 to {LONGEST_KEY} characters are needed", field="Idempotency-Key")
@@ -231,7 +227,7 @@ def read_key(asked: RequestView) -> str | None:
 
 
 class RequestView(NamedTuple):
-    """`headers` have lower-case names; `body` is whole and decompressed."""
+    """A request for the frequent calls: `headers` have lower-case names; `body` is whole and decompressed."""
 
     path: str
     query: bytes
@@ -244,12 +240,12 @@ class RequestView(NamedTuple):
         return cls(scope["path"], scope["query_string"], scope["headers"], body)
 
     def header(self, name: bytes) -> str | None:
-        """The first one of that name."""
+        """Return the first header of that name."""
         for found, value in self.headers:
             if found == name:
                 return value.decode("latin-1")
         return None
 
     def parameter(self, name: str) -> str | None:
-        """A parameter of the query."""
+        """Return a parameter of the query."""
         return QueryParams(self.query.decode("latin-1")).get(name)

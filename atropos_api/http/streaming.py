@@ -1,6 +1,7 @@
-"""Answers of many bytes, sent piece by piece as they are kept, and answers whose arrival matters.
+"""Answers sent piece by piece, answers whose arrival is confirmed, and long polls.
 
-Waiting on behalf of a caller: no longer than it asked for, than it stays connected, than the broker runs.
+`ChunkedResponse` sends pieces as they are stored; `ConfirmedResponse` also reports if they arrived. `LongPoll` waits
+for a caller no longer than it asked for, than it stays connected, and than the broker runs.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from atropos_api.http.context import context_of
 logger = logging.getLogger(__name__)
 
 TRANSPORT_KEY: Final = "atropos.transport"
-"""Where the door leaves the connection's transport in the scope, when the server shows it."""
+"""Key under which `BrokerApp` puts the connection's transport in the scope, if the server exposes it."""
 
 HUNG_UP: Final[int | None] = getattr(select, "POLLRDHUP", None)
-"""What Linux says of a connection whose peer sends no more."""
+"""The flag by which Linux reports a connection whose peer sends no more."""
 
 JOINED_BYTES: Final = 1 << 16
-"""Smaller pieces are joined, for each one sent costs some; larger ones are sent as they are, for copying costs more."""
+"""Smaller pieces are joined, because each send costs time; larger ones are not, because copying costs more."""
 
 
 def find_transport(send: Send) -> asyncio.Transport | None:
-    """Uvicorn's `send` is a method of the request's cycle, which holds the transport; other servers show none."""
+    """Return the transport that uvicorn's `send`, a method of the request's cycle, holds; other servers give None."""
     transport = getattr(getattr(send, "__self__", None), "transport", None)
     return transport if hasattr(transport, "get_write_buffer_size") else None
 
 
 def coalesce(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in fewer pieces, none of the large ones copied."""
+    """Yield the same bytes in fewer pieces; large pieces are not copied."""
     small: list[bytes] = []
     size = 0
     for piece in pieces:
@@ -56,7 +57,7 @@ def coalesce(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class ChunkedResponse(Response):
-    """A body that is never put together in one place."""
+    """A response in pieces: its body is never joined as a whole in memory."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class ChunkedResponse(Response):
         status_code: int = 200,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        # Of what the base class prepares only this much is needed.
+        # Only this much of what the base class prepares is needed.
         self.pieces = list(coalesce(pieces)) if len(pieces) > 1 else pieces
         self.status_code = status_code
         self.background = None
@@ -86,7 +87,7 @@ class ChunkedResponse(Response):
 
 
 class ConfirmedResponse(ChunkedResponse):
-    """Sends the body so that every byte has left this process before the end, then says how it went."""
+    """A response that waits until every byte has left this process, and then reports the result to `on_result`."""
 
     def __init__(self, pieces: Sequence[bytes], *, on_result: Callable[[bool], None], **options: Any) -> None:
         super().__init__(pieces, **options)
@@ -113,23 +114,23 @@ class ConfirmedResponse(ChunkedResponse):
 async def _wait_until_written(transport: asyncio.Transport | None, send: Send) -> bool:
     """Return once the kernel has every byte (True), or the connection broke before it had (False).
 
-    What a peer does with the connection after the last byte says nothing: many close it at once.
+    A peer that closes the connection after the last byte is no failure: many close it at once.
     """
     if transport is None:
         return True
     if transport.is_closing():
         return False
-    # With no room to buffer, the protocol is paused while anything is unwritten, and sending waits for it.
+    # With a buffer limit of 0, the protocol is paused while anything is unwritten, and sending waits for that.
     transport.set_write_buffer_limits(high=0)
     await send({"type": "http.response.body", "body": b"", "more_body": True})
     return was_written(transport)
 
 
 def has_left(transport: asyncio.Transport) -> bool:
-    """Whether the peer has hung up already; asked before the first byte, for after the last one many do.
+    """Return True if the peer has closed its side already. Call it before the first byte: many close after the last.
 
-    Who gave up while the broker was stopped has its request and its farewell read together, and the kernel would take
-    an answer to it. Where the kernel cannot be asked this way nobody has left.
+    If a caller timed out while the broker was stopped, its request and its close are read together, and the kernel
+    would still take an answer. If the kernel cannot be asked this way, the peer counts as connected.
     """
     connection = transport.get_extra_info("socket")
     if connection is None or connection.fileno() < 0 or HUNG_UP is None:
@@ -140,7 +141,10 @@ def has_left(transport: asyncio.Transport) -> bool:
 
 
 def was_written(transport: asyncio.Transport) -> bool:
-    """Whether the kernel had every byte when the protocol was last told to go on, with no room to buffer since."""
+    """Return True if the kernel took every byte; the write buffer limit must have been 0 since before the first.
+
+    For a closed connection this is the state when the protocol was last paused or resumed.
+    """
     if not transport.is_closing():
         transport.set_write_buffer_limits()
         return transport.get_write_buffer_size() == 0
@@ -149,7 +153,7 @@ def was_written(transport: asyncio.Transport) -> bool:
 
 
 class LongPoll:
-    """One caller's patience, spent over as many waits as its question takes."""
+    """One caller's long poll: its time may be spent over as many waits as the answer takes."""
 
     def __init__(self, request: Request, seconds: float) -> None:
         self._services = context_of(request)
@@ -157,7 +161,7 @@ class LongPoll:
         self._deadline = time.monotonic() + seconds
 
     async def on(self, bell: Notifier, *, at_most: float = math.inf) -> bool:
-        """Wait for the bell; False if there is nothing left to wait for."""
+        """Wait for the notifier; return False if time is up, the broker stops or the caller has disconnected."""
         remaining = self._deadline - time.monotonic()
         if remaining <= 0 or self._services.stopping or self._has_left():
             return False

@@ -1,13 +1,9 @@
-"""Schemas of the contract's types, as generators of clients understand them.
+"""The description of every route: the OpenAPI document, `/openapi.json` for programs and `/docs` for readers.
 
-The OpenAPI document of the broker, made from the tables of `contract`.
-
-`/docs` and `/openapi.json`: the contract for readers and for programs, without a script or a foreign host.
-
-Every route as data: what it takes, answers and refuses.
-
-The OpenAPI document, `/docs` and the reference follow from it. Handlers read requests themselves, for speed; tests hold
-these tables against the routes, and against what the routes really answer.
+All follow, as the reference page does, from the tables `V1`, `LEGACY` and `WATCHING`, which say what each route takes,
+answers and refuses. Handlers parse requests themselves, for speed, so tests compare these tables with the routes and
+with their real answers. Schemas are kept to what generators of clients understand; `/docs` has no script and loads
+nothing from another host.
 """
 
 from __future__ import annotations
@@ -41,14 +37,14 @@ REFERENCE: Final = "#/components/schemas/{name}"
 
 
 def schema_of(content: Any) -> Schema:
-    """The schema of what some route takes or answers; types of the contract are referred to."""
+    """Return the schema of what a route takes or answers; types of the contract are referenced."""
     if isinstance(content, tuple):
         return {"anyOf": [schema_of(one) for one in content]}
     return _schemas()[0][repr(content)]
 
 
 def components() -> dict[str, Schema]:
-    """The types of the contract by name, each field with its own description."""
+    """Return the types of the contract by name, each field with its own description."""
     return _schemas()[1]
 
 
@@ -70,7 +66,7 @@ def _contents() -> Iterator[Any]:
 
 
 def _plain(schema: Any) -> Any:
-    """The schema without what is legal and hardly understood: tuples by `prefixItems`, default nulls, bare arrays."""
+    """Return the schema without legal but little understood parts: `prefixItems`, null defaults, bare arrays."""
     if isinstance(schema, list):
         return [_plain(one) for one in schema]
     if not isinstance(schema, dict):
@@ -94,7 +90,7 @@ def _described(schema: Schema, kind: type | None) -> Schema:
 
 
 def _field_docs(kind: type) -> dict[str, str]:
-    """The texts under the fields of a class, those of its bases included."""
+    """Return the docstrings under the fields of a class, those of its bases included."""
     docs: dict[str, str] = {}
     for owner in reversed(kind.__mro__[:-1]):
         if owner.__module__.partition(".")[0] != __name__.partition(".")[0]:
@@ -110,7 +106,7 @@ def _field_docs(kind: type) -> dict[str, str]:
 
 
 def _structs(found: Any) -> Iterator[type]:
-    """The classes that msgspec found in types, however deep."""
+    """Yield the classes that msgspec found in types, however deep."""
     waiting, seen = list(found), set()
     while waiting:
         one = waiting.pop()
@@ -152,7 +148,7 @@ RETRIED: Final[Schema] = {"Retry-After": {"description": "Seconds", "schema": {"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A kind of error: its status, and what it means in a sentence."""
+    """A kind of error: it has a status, and its meaning in a sentence."""
 
     status: int
     meaning: str
@@ -160,14 +156,14 @@ class Problem:
 
 @functools.cache
 def known_problems() -> Mapping[str, Problem]:
-    """Every kind of problem that this broker answers."""
+    """Return every kind of problem that this broker answers."""
     raised = {kind.kind: " ".join((kind.__doc__ or "").split()) for kind in _descendants(BrokerError)}
     problems = {kind: Problem(status, raised[kind]) for kind, status in STATUS_BY_KIND.items()}
     return problems | {kind: Problem(*described) for kind, described in STATUS_OF_TRANSPORT.items()}
 
 
 def make_document(summaries: Mapping[tuple[str, str], str]) -> dict[str, Any]:
-    """The whole document; `summaries` are those of the routes, by method and path."""
+    """Return the whole document; `summaries` are the routes' summaries, by method and path."""
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
     for tag, operations in SECTIONS.items():
         for operation in operations:
@@ -186,7 +182,7 @@ def make_document(summaries: Mapping[tuple[str, str], str]) -> dict[str, Any]:
 
 
 def errors_of(operation: Operation) -> dict[int, list[str]]:
-    """Kinds of problems by status: the route's own, and those that it has for what it takes."""
+    """Return the kinds of problems by status: the route's own, and those that follow from what it takes."""
     kinds = [*operation.errors, *ANY_ROUTE]
     if operation.body is not None:
         kinds += ANY_BODY
@@ -249,7 +245,7 @@ def _success(answer: Answer) -> dict[str, Any]:
 
 
 def _error_content(operation: Operation, status: int, kinds: list[str], own: list[str]) -> dict[str, Any]:
-    """Problems; under the Atropos contract what a rule raises comes in that contract's forms instead."""
+    """Return the content of errors: problem+json, or the Atropos contract's forms for what its rules raise."""
     if operation.path.startswith("/v1/") or not own:
         return {PROBLEM_TYPE: {"schema": PROBLEM}}
     content: dict[str, Any] = {PROBLEM_TYPE: {"schema": PROBLEM}} if len(own) < len(kinds) else {}

@@ -1,6 +1,6 @@
-"""`/metrics` in Prometheus' text form, written from the broker's own counts.
+"""`/metrics` in Prometheus' text form: the broker's own counts, and the process's version and resource use.
 
-The process's version and its use of the machine, by the names that Prometheus' own clients use.
+The metrics of the process have the names that Prometheus' own clients use.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _gauges(broker: Broker) -> dict[str, float]:
 
 
 def _staleness(broker: Broker, run: RunRow) -> dict[str, float]:
-    """Ages in steps of the newest batch's groups, for as long as it is uncommitted and their versions are known."""
+    """Return the ages in steps of the newest batch's groups, while it is uncommitted and their versions are known."""
     if not broker.state.batches:
         return {}
     number = max(broker.state.batches)
@@ -166,7 +166,7 @@ BUILD_INFO: Final = "atropos_build_info"
 
 
 class ProcessMetric(NamedTuple):
-    """A metric that every program has, with its kind and its meaning."""
+    """A metric of the process: its name, its kind and its meaning."""
 
     name: str
     kind: str
@@ -185,7 +185,7 @@ PROCESS_METRICS: Final = (
 
 
 def render_process(version: str) -> Iterator[str]:
-    """The lines of these metrics."""
+    """Yield the lines of the process metrics."""
     values = _measure()
     for metric in PROCESS_METRICS:
         sample = metric.name

@@ -1,11 +1,9 @@
-"""What operators and watchers ask: health, status, the latest group.
+"""Routes for operators and monitoring: health, status, the latest group, and server-sent events.
 
-`/v1/events`: what happens, as server-sent events; a watcher that reconnects with `Last-Event-ID` misses nothing.
-
-Nothing is kept for a watcher: each reads the broker's ring of late events at its own pace. One that reads too slowly is
-closed like every connection that stands still, and one that comes back too late is told so by an event `missed`.
-
-The routes of those who watch: health, status, events, metrics, and this description itself.
+A watcher of `/v1/events` that reconnects with `Last-Event-ID` misses nothing. Nothing is kept for a watcher: each reads
+the broker's ring of recent events at its own pace. One that reads too slowly is closed like every stalled connection,
+and one that reconnects too late gets an event `missed`. `WATCHING` describes these routes, the metrics and the
+description itself.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ async def latest_group(request: Request) -> Response:
 KEEP_ALIVE_SECONDS: Final = 15.0
 
 GATHER_SECONDS: Final = 0.5
-"""Events are sent in lots, so that a watcher costs the same however much happens."""
+"""Events are gathered for this long and sent together, so that a watcher costs the same however many there are."""
 
 
 @router.get("/v1/events", summary="Server-sent events, resumable by Last-Event-ID")
@@ -91,7 +89,7 @@ async def _stream(services: AppContext, after: int) -> AsyncIterator[bytes]:
     yield b"retry: 1000\n\n"
     log = services.broker.state.events
     while True:
-        # 0 asks for all that is known, of whatever there was.
+        # 0 asks for all events that are still known, so none can be missed.
         lot = _encode_missed(after) if after and log.has_forgotten(after) else b""
         lot += b"".join(map(_encode, log.after(after)))
         after = log.last_id
@@ -114,7 +112,7 @@ def _encode_missed(after: int) -> bytes:
 
 
 def _encode_status(services: AppContext, event_id: int) -> bytes:
-    """The whole status after each lot, so that a watcher needs no second source."""
+    """Encode the whole status, sent after each lot of events so that a watcher needs no second source."""
     return b"id: %d\nevent: status\ndata: %s\n\n" % (event_id, services.status_text(_describe))
 
 

@@ -1,8 +1,6 @@
-"""What descriptions of routes are made of.
+"""The parts of route descriptions, and types of the answers that handlers write without a type of their own.
 
-Shapes of the answers that handlers write without a type of their own: for the description, and for tests.
-
-A field that may be `UNSET` is left out where there is nothing to say.
+The types serve the description and the tests. A field that may be `UNSET` is left out if it has no value.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from atropos_api.wire.groups import Group
 Schema = dict[str, Any]
 
 Content = Any
-"""A type that msgspec knows, a tuple of such that are alternatives, or a schema."""
+"""A type that msgspec knows, a tuple of alternative types, or a schema."""
 
 JSON: Final = "application/json"
 
@@ -57,7 +55,7 @@ class Parameter:
 class Answer:
     """A success: `content` is a type of the contract, or a schema; None for an empty body.
 
-    With `columns` it is answered in binary columns too.
+    With `columns` it is also answered in binary columns.
     """
 
     help: str
@@ -69,9 +67,9 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """One route. `errors` are the kinds of problems it raises itself, beside those that every route may answer.
+    """One route: `errors` are the kinds of problems it raises, in addition to those that every route may answer.
 
-    With `columns` it takes its body in binary columns too.
+    With `columns` it also takes its body in binary columns.
     """
 
     method: Literal["GET", "POST", "PUT", "DELETE"]
@@ -85,7 +83,7 @@ class Operation:
     example: Any = None
     help: str = ""
     open_to_all: bool = False
-    """Answered without a token."""
+    """True if it is answered without a token."""
 
 
 def in_path(name: str, schema: Schema, help_: str) -> Parameter:
@@ -153,7 +151,7 @@ class TrainerRegistered(Struct, kw_only=True):
 
 
 class EnvironmentRegistered(Struct, kw_only=True):
-    """Only `success` comes with the other fields; any other status is what to wait for."""
+    """The answer to a registration: only `success` has the other fields; any other status says what to wait for."""
 
     status: str
     env_id: int | UnsetType = UNSET
@@ -172,7 +170,7 @@ class EnvironmentLeft(Struct, kw_only=True):
 class GroupTaken(Struct, kw_only=True):
     status: Literal["received", "buffered"]
     buffer_size: int | UnsetType = UNSET
-    """Sequences of the environment that wait like this group."""
+    """Sequences of the environment that are buffered, like this group."""
 
 
 class GroupsTaken(Struct, kw_only=True):
@@ -183,7 +181,7 @@ class GroupsTaken(Struct, kw_only=True):
 
 
 class NextBatch(Struct, kw_only=True):
-    """`batch` is null while none can be formed, and `[]` with a status and a message before a trainer registered."""
+    """The next batch: null while none can be formed, and `[]` with status and message before a trainer registered."""
 
     batch: list[Group] | None
     status: str | UnsetType = UNSET
@@ -234,7 +232,7 @@ class HeldPolicy(Struct, kw_only=True):
 class RunStatus(RunRow, kw_only=True):
     """The open run, or else the one that finished last."""
 
-    holds: tuple[HeldPolicy, ...]  # type: ignore[assignment] # without the ids, which are all it takes to end a hold
+    holds: tuple[HeldPolicy, ...]  # type: ignore[assignment] # without the ids, which suffice to end a hold
     current_step: int
     next_batch: int
 
@@ -250,7 +248,7 @@ class QueueStatus(Struct, kw_only=True):
 
 class BatchesStatus(Struct, kw_only=True):
     uncommitted: dict[str, int]
-    """Sequences by number of the batch."""
+    """Sequences by batch number."""
     outstanding_sequences: int
 
 
@@ -276,7 +274,7 @@ class StoreStatus(Struct, kw_only=True):
 
 
 class Status(Struct, kw_only=True):
-    """All that is shown of a broker: run, policy, queue, environments, counters."""
+    """The whole status of a broker: run, policy, queue, environments, counters."""
 
     time: float
     run: RunStatus | None

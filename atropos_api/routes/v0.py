@@ -1,7 +1,4 @@
-"""The Atropos contract, so that existing environments and trainers plug in unchanged.
-
-The routes of the Atropos contract.
-"""
+"""The routes of the Atropos contract and their description: existing environments and trainers work unchanged."""
 
 from __future__ import annotations
 
@@ -87,10 +84,10 @@ RECEIVED: Final = b'{"status":"received"}'
 BATCH_HEAD: Final = b'{"batch":['
 
 AT_ONCE_BYTES: Final = 1 << 20
-"""Batches up to this size are read and sent without a pause."""
+"""Batches up to this size are read and sent without letting other requests in between."""
 
 PRESSURE_WAIT_SECONDS: Final = 10.0
-"""Before a legacy environment gets the 503 that makes it drop its data, its answer is held back this long."""
+"""Time for which a legacy environment's answer is held back before the 503 that makes it drop its data."""
 
 
 _encode = msgspec.json.Encoder().encode
@@ -147,7 +144,7 @@ def answer_scored_data_list(services: AppContext, asked: RequestView) -> Respons
 @router.get("/batch", summary="Commit the batch handed out before, hand out the next")
 async def batch(request: Request) -> Response:
     services = context_of(request)
-    # Two trainers that poll at once get a batch each, one after the other.
+    # Two trainers that poll at the same time get a batch each, one after the other.
     await services.legacy_turn.take()
     try:
         return await _next_batch(request, services)
@@ -157,9 +154,9 @@ async def batch(request: Request) -> Response:
 
 
 def answer_batch(services: AppContext, asked: RequestView) -> Response | None:
-    """The next batch if it is small and nobody else is being handed one.
+    """Return the next batch if it is small and no other call is being handed one.
 
-    One that turns out to be large is offered again to the same call on its long way, for it was not delivered.
+    One that turns out to be large was not delivered, so the same call gets it again through the application.
     """
     if wants_gzip(asked.header(b"accept-encoding") or "") or not services.legacy_turn.take_now():
         return None
@@ -266,7 +263,7 @@ def _check_list(services: AppContext, body: bytes) -> Checked:
 
 
 async def _take_with_patience(request: Request, take: Callable[[], Response]) -> Response:
-    """Under pressure hold the answer back before refusing, for a refusal costs the data."""
+    """Hold the answer back while the queue is full before refusing, because a refusal costs the data."""
     wait = LongPoll(request, PRESSURE_WAIT_SECONDS)
     while True:
         try:
@@ -306,13 +303,13 @@ def _answer(services: AppContext, taken: Taken, answer: bytes, status_code: int)
         services.legacy.settle(taken, arrived=accepted)
 
     if not taken.repeatable:
-        # Under a key, or with nothing taken, it does not matter whether the answer arrives.
+        # With a key, or with nothing taken, it does not matter if the answer arrives.
         return ChunkedResponse([answer], status_code=status_code, media_type=JSON)
     return ConfirmedResponse([answer], on_result=note, status_code=status_code, media_type=JSON)
 
 
 def _next_groups(services: AppContext) -> tuple[RunRow, list[GroupRow]] | Response:
-    """The groups of the next batch, or what to say where there is none."""
+    """Return the groups of the next batch, or the answer if there is none."""
     run = services.broker.state.runs.open
     if run is None or not run.legacy:
         return json_response(NOT_REGISTERED)

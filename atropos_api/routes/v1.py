@@ -1,11 +1,9 @@
-"""The v1 contract: groups, pacing and batches first, for they are called all the time; runs, environments.
+"""The routes of the v1 contract and their description `V1`; groups, pacing and batches come first.
 
-The published policy: what the trainer announces, and the leases by which evaluations ask it to publish no other.
-
-A trainer reads `GET /v1/policy` right before each publish, with `wait` to sleep until nobody holds it: one small
-request a step, and the answer to `PUT /v1/policy` says the same afterwards.
-
-The routes of the v1 contract.
+Those are called all the time, and routes are tried in order. The policy routes are for the versions that the trainer
+publishes and for the leases by which evaluations ask it to publish no other. A trainer reads `GET /v1/policy` right
+before each publish, with `wait` to block until nobody holds it: one small request a step, and the answer to `PUT
+/v1/policy` says the same afterwards.
 """
 
 from __future__ import annotations
@@ -181,7 +179,7 @@ async def register_environment(request: Request) -> Response:
 
 
 def _until_retry(services: AppContext) -> float:
-    """Seconds until a batch that waits for a minimum may be formed without it."""
+    """Return the seconds until a batch that waits for an environment's minimum may be formed without it."""
     retry_at = services.broker.batches.retry_at
     return float("inf") if retry_at is None else max(0.01, retry_at - services.broker.state.clock())
 

@@ -1,4 +1,4 @@
-"""The web application: a list of what it consists of."""
+"""The web application: `create_app` puts its middleware, error handlers and routes together."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ ANSWERS: Final = {
 
 
 class BrokerApp(FastAPI):
-    """FastAPI, with the connection's transport noted before any middleware hides it.
+    """FastAPI, with two additions: the connection's transport is noted before middleware hides it, and `calls`.
 
-    `calls` are what connections may ask directly.
+    `calls` are the calls that connections may make directly.
     """
 
     calls: PromptCalls
@@ -53,7 +53,7 @@ class BrokerApp(FastAPI):
         await super().__call__(scope, receive, send)
 
     def prompt_calls(self) -> PromptCalls:
-        """What connections may ask directly."""
+        """Return the calls that connections may make directly."""
         return self.calls
 
     def openapi(self) -> dict[str, Any]:
@@ -66,9 +66,9 @@ class BrokerApp(FastAPI):
 
 
 def create_app(config: BrokerConfig, broker: Broker, token: AcceptedToken | None = None) -> BrokerApp:
-    """The broker's HTTP side; `app.state.services` holds what its handlers share.
+    """Create the broker's HTTP application; `app.state.services` holds what its handlers share.
 
-    `token` is what callers must show, where that may change; else the one of the configuration.
+    `token` is the token that callers must show, if it can change; else it is that of the configuration.
     """
     app = BrokerApp(title="Atropos broker", version="1", redirect_slashes=False, openapi_url=None)
     app.state.services = make_context(config, broker)
@@ -78,7 +78,7 @@ def create_app(config: BrokerConfig, broker: Broker, token: AcceptedToken | None
     app.add_middleware(HotRoutes)
     if syncs:
         app.add_middleware(SyncBeforeAnswer, sync=broker.sync)
-    # Later ones lie further out: only the answers to a browser's own questions before a request pass the door.
+    # Middleware added later lies further out: only answers to CORS preflight requests need not pass the request guard.
     app.add_middleware(AuthMiddleware, door=door)
     if config.allowed_origins:
         app.add_middleware(
@@ -98,7 +98,7 @@ def make_context(config: BrokerConfig, broker: Broker) -> AppContext:
     services = AppContext(broker=broker, config=config, legacy=AtroposContract(broker))
     broker.state.on_groups.append(services.groups_bell.ring)
     broker.state.on_pacing.append(services.pacing_bell.ring)
-    # A run that ends or is taken over concerns those who wait for its batches.
+    # Requests that wait for a run's batches must notice that it ended or was taken over.
     broker.state.on_pacing.append(services.groups_bell.ring)
     broker.state.events.on_event.append(services.events_bell.ring)
     broker.state.on_groups.append(services.events_bell.ring)

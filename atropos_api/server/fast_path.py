@@ -1,15 +1,11 @@
-"""The calls made all the time go straight to their handlers, past what the framework does for each request.
+"""The most frequent calls are answered without the work that the framework does for each request.
 
-They are routes of the application all the same: documented, and reached by every other method and path as usual. Where
-nothing has to be waited for, not even ASGI lies between (`PromptCalls`); whatever is large, compressed, held back or
-comes from a browser goes through the application (`HotRoutes`).
-
-Connections that answer the calls made all the time in the callback that reads a request's last byte.
-
-A task, an ASGI scope and six messages cost several times what such a call does. A request that some call may answer at
-once is therefore held back until it is whole. What the call leaves alone goes the long way from there, through the
-application with the same bytes; what is out of the ordinary from its head on takes that way at once: large, chunked,
-compressed or upgrading bodies, browsers, HTTP/1.0, peers that pipeline more than a few requests or read too slowly.
+They are ordinary routes all the same: documented, and with other methods or paths handled as usual. `HotRoutes` calls
+their handlers directly within the application. `PromptProtocol` also avoids ASGI and answers in the callback that reads
+a request's last byte, because a task, an ASGI scope and six messages cost several times what such a call does. It keeps
+a request that a call may answer at once until it is whole; if the call declines, the same bytes go through the
+application. Unusual requests go there from their head on: large, chunked, compressed or upgrading bodies, browsers,
+HTTP/1.0, peers that pipeline more than a few requests or read too slowly.
 """
 
 from __future__ import annotations
@@ -38,10 +34,10 @@ from atropos_api.store.failpoints import ignore_failpoint
 Handler = Callable[[Request], Awaitable[Response]]
 
 PromptHandler = Callable[[AppContext, RequestView], Response | None]
-"""None: this one has to go the long way. Nothing was answered, and what was done may be done again."""
+"""None: the request must go through the application. Nothing was answered, and what was done may be done again."""
 
 LARGEST_BODY_BYTES: Final = 1 << 20
-"""What is larger takes so long that others should have a turn in between."""
+"""A larger body takes so long that other requests should be served in between."""
 
 HANDLERS: Final[Mapping[tuple[str, str], tuple[Handler, PromptHandler]]] = {
     ("POST", "/v1/groups"): (v1.submit, v1.answer_submit),
@@ -53,7 +49,7 @@ HANDLERS: Final[Mapping[tuple[str, str], tuple[Handler, PromptHandler]]] = {
 
 
 class HotRoutes:
-    """ASGI middleware, innermost: door and waiting for the disk lie around it as around every route."""
+    """ASGI middleware for the frequent calls: it is innermost, so the request guard and the sync surround it too."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -75,7 +71,7 @@ class HotRoutes:
 
 
 class PromptCall:
-    """One route that a connection may ask directly."""
+    """One route: a connection may call it directly."""
 
     def __init__(self, services: AppContext, door: RequestGuard, method: str, path: str) -> None:
         self.changes_something = changes_something(method, path)
@@ -88,7 +84,7 @@ class PromptCall:
         _, self._handler = HANDLERS[method, path]
 
     def answer(self, query: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> Response | None:
-        """The answer, be it a refusal; None if the request has to go through the application."""
+        """Return the answer, which may be a refusal; None if the request has to go through the application."""
         if self._services.broker.state.torn:
             return None
         refusal = self._door.refuse(self._method, self._path, headers)
@@ -104,7 +100,7 @@ PromptCalls = Mapping[tuple[bytes, bytes], PromptCall]
 
 
 def make_prompt_calls(services: AppContext, door: RequestGuard, *, syncs: bool) -> PromptCalls:
-    """By method and path as they are on the wire. `syncs`: changes wait for the disk, so they go the long way."""
+    """Return the calls by method and path on the wire. With `syncs`, changes wait for the disk and are left out."""
     calls = {(method, path): PromptCall(services, door, method, path) for method, path in HANDLERS}
     return {
         (method.encode(), path.encode()): call
@@ -118,7 +114,7 @@ logger = logging.getLogger(__name__)
 FindCalls = Callable[[], PromptCalls]
 
 MOST_IN_A_ROW: Final = 16
-"""Requests of one piece of input; others have their turn before the rest."""
+"""Limit on direct answers to one piece of input; others are served before the rest."""
 
 LONG_WAY_HEADERS: Final = frozenset(
     {
@@ -136,7 +132,7 @@ LONG_WAY_HEADERS: Final = frozenset(
 
 
 class PromptProtocol(GuardedProtocol):
-    """`find_calls` names the calls that may be answered here; it is asked at each request, for brokers come and go."""
+    """A connection that answers some calls itself: at each request `find_calls` gives those of the active broker."""
 
     def __init__(self, *args: Any, find_calls: FindCalls, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -198,7 +194,7 @@ class PromptProtocol(GuardedProtocol):
     def _ask(self, call: PromptCall, body: bytes) -> Response | None:
         try:
             return call.answer(self._query, self.headers, body)
-        except Exception:  # the parser would make a malformed request of it
+        except Exception:  # the parser would report it as a malformed request
             logger.exception("a call failed")
             return fault_response()
 
@@ -212,7 +208,7 @@ class PromptProtocol(GuardedProtocol):
             self._end(call)
             return
         left = has_left(self.transport)
-        # With no room to buffer, what the kernel takes is written at once, and what it does not is known.
+        # With a buffer limit of 0, what the kernel takes is written at once, and it is known if anything is left.
         self.transport.set_write_buffer_limits(high=0)
         self._write(pieces, call)
         if self.flow.write_paused and not self.transport.is_closing():

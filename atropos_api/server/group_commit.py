@@ -1,6 +1,6 @@
-"""`--fsync always`: an answer leaves only after what it promises was forced to the disk, many answers at a time.
+"""`--fsync always`: an answer is sent only after its changes are on disk, and one sync serves many answers.
 
-The steps of an answer, for processes that a test ends at one of them; others do not have this middleware.
+`AnswerSteps` is only for tests that end the process at a failpoint of an answer; other processes do not have it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from atropos_api.store.failpoints import Failpoint, Reach
 
 
 class GroupCommit:
-    """One sync at a time; everyone who asks while one runs shares the next."""
+    """Group commit: one sync runs at a time, and all callers that arrive meanwhile share the next."""
 
     def __init__(self, sync: Callable[[], None]) -> None:
         self._sync = sync
@@ -40,7 +40,7 @@ class GroupCommit:
 
 
 class SyncBeforeAnswer:
-    """ASGI middleware that holds back the answers of whatever may have changed something."""
+    """ASGI middleware: it delays the answers to requests that may have changed something until a sync has ended."""
 
     def __init__(self, app: ASGIApp, sync: Callable[[], None]) -> None:
         self._app = app
@@ -68,12 +68,12 @@ class SyncBeforeAnswer:
         except Exception:
             if failure is None:
                 raise
-            # What sent the answer has seen it fail; the caller is told to repeat the call.
+            # The sender of the answer has seen it fail; the caller is asked to repeat the call.
             await answer_broker_error(Request(scope), failure)(scope, receive, send)
 
 
 class StepsOfAnswer(NamedTuple):
-    """What an answer passes: before the first byte, in the middle, after the last."""
+    """The failpoints of an answer: before the first byte, in the middle, after the last."""
 
     begun: Failpoint
     torn: Failpoint
@@ -90,7 +90,7 @@ def steps_of(method: str) -> StepsOfAnswer:
 
 
 class AnswerSteps:
-    """Reaches a step before the first byte, in the middle, and after the last byte of what changed something."""
+    """ASGI middleware: it reaches the three failpoints of the answer to a request that may have changed something."""
 
     def __init__(self, app: ASGIApp, reach: Reach) -> None:
         self._app = app

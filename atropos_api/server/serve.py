@@ -1,8 +1,8 @@
-"""uvicorn as the broker runs it: guarded connections, long waits that end with the process, no tracks in the log.
+"""Start of the broker's process: from a configuration to a listening server.
 
-From a configuration to a listening process.
-
-`run-api --reload`: a fresh process at each change of the broker's own source, over the same store and socket.
+`serve` binds the port, opens the store and runs `BrokerServer`: uvicorn with guarded connections, long waits that end
+with the process, and no access log. On Redis it serves only while it holds the lease. `run-api --reload` starts a fresh
+process at each change of the broker's own source, over the same store and socket.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ KEEP_ALIVE_SECONDS: Final = 75
 SWEEP_TICKS: Final = 5
 
 TRIM_TICKS: Final = 100
-"""uvicorn ticks ten times a second."""
+"""In ticks, of which uvicorn has ten a second."""
 
 OTHER_DESCRIPTORS: Final = 128
-"""Files that are no connections: segments, the ledger, logs."""
+"""Descriptors reserved for files that are no connections: segments, the ledger, logs."""
 
 PROBE_AFTER_SECONDS: Final = 30
-"""A peer that fell silent is asked by the kernel whether it is still there; a vanished one is noticed in a minute."""
+"""Silence after which the kernel probes a peer; one that vanished is noticed within a minute."""
 
 
 class BrokerASGI(Protocol):
-    """An application with calls that connections may ask directly."""
+    """An ASGI application: it also has calls that connections may make directly."""
 
     def prompt_calls(self) -> PromptCalls: ...
 
@@ -69,7 +69,7 @@ class BrokerASGI(Protocol):
 
 
 class BrokerServer(uvicorn.Server):
-    """uvicorn, with every long wait ended as soon as a signal asks the process to stop."""
+    """The uvicorn server: it ends every long wait as soon as a signal asks the process to stop."""
 
     def __init__(self, app: BrokerASGI, config: BrokerConfig, stop: Callable[[], None]) -> None:
         self._stop = stop
@@ -84,7 +84,7 @@ class BrokerServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a signal handler's form
-        # Unlike uvicorn's own, this does not raise the signal again after the shutdown: stopping is no failure.
+        # Unlike uvicorn's, this does not raise the signal again after the shutdown: being stopped is no failure.
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
         self._stop()
@@ -103,7 +103,7 @@ def _uvicorn_config(app: BrokerASGI, config: BrokerConfig) -> uvicorn.Config:
         http=cast("type[PromptProtocol]", protocol),
         ws="none",
         log_config=None,
-        # Warnings are about malformed requests, of which anyone may send any number.
+        # Warnings are about malformed requests, and anyone may send any number of those.
         log_level=max(logging.ERROR, logging.getLogger().level),
         access_log=False,
         lifespan="off",
@@ -115,7 +115,7 @@ def _uvicorn_config(app: BrokerASGI, config: BrokerConfig) -> uvicorn.Config:
 
 
 def _affordable_connections(wanted: int) -> int:
-    """As many as asked for, if the system allows this process so many open files; it is asked for more if not."""
+    """Return `wanted`, or fewer if the limit on open files is too low and cannot be raised enough."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + OTHER_DESCRIPTORS
     if soft < needed:
@@ -127,7 +127,7 @@ def _affordable_connections(wanted: int) -> int:
 
 
 def notice_vanished_peers(listener: socket.socket) -> None:
-    """Have the kernel probe silent connections, and give up on peers that acknowledge nothing."""
+    """Let the kernel probe silent connections, and close those whose peers acknowledge nothing."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", PROBE_AFTER_SECONDS),
@@ -135,7 +135,7 @@ def notice_vanished_peers(listener: socket.socket) -> None:
         ("TCP_KEEPCNT", 3),
         ("TCP_USER_TIMEOUT", 60_000),
     ):
-        # Linux names them all; elsewhere what exists is set.
+        # Linux has them all; elsewhere those that exist are set.
         if hasattr(socket, name):
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -146,7 +146,7 @@ BACKLOG = 2048
 
 
 def serve(config: BrokerConfig) -> int:
-    """Listen, and serve until a signal comes."""
+    """Listen, and serve until a signal stops the process."""
     with bind(config.host, config.port) as listener:
         config = with_token(config)
         if config.reload:
@@ -205,7 +205,7 @@ def make_app(
 
 
 def with_token(config: BrokerConfig) -> BrokerConfig:
-    """A broker that others can reach always asks for a token."""
+    """Return the configuration, with a generated token if others can reach the broker and none was given."""
     if config.token or config.token_file or config.host in LOOPBACK_NAMES:
         return config
     token = secrets.token_urlsafe(24)
@@ -214,7 +214,7 @@ def with_token(config: BrokerConfig) -> BrokerConfig:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, or an error that says who has the port."""
+    """Return a listening socket; if the port is taken, raise an error that names the process that has it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -230,7 +230,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def describe_contents(broker: Broker) -> str:
-    """What the store held at start, in one line."""
+    """Return one line on what the store held at start."""
     state = broker.state
     run = state.runs.open
     what = f"run {run.name} ({run.run_id}) open after batch {run.committed_batch}" if run is not None else "no open run"
@@ -248,7 +248,7 @@ def _explain_bind(host: str, port: int, error: OSError) -> str:
 
 
 def _name_owner(port: int) -> str:
-    """Who listens on a port, as far as this user may know."""
+    """Describe the process that listens on a port, as far as this user may see it."""
     import psutil
 
     try:
@@ -262,7 +262,7 @@ def _name_owner(port: int) -> str:
 
 
 def serve_reloading(config: BrokerConfig, listener: socket.socket) -> int:
-    """Start a child that serves, and start it anew whenever a source file has changed, until a signal comes."""
+    """Start a child process that serves, and restart it whenever a source file changes, until a signal comes."""
     if config.store == "memory":
         logger.warning("--store memory is emptied at each reload; name a directory to keep groups and runs")
     elif config.fresh:
@@ -277,7 +277,7 @@ def serve_reloading(config: BrokerConfig, listener: socket.socket) -> int:
 
 
 def serve_child(config: BrokerConfig, *, sockets: list[socket.socket]) -> None:
-    # Imported here, in the new process, so that it is the changed source that runs.
+    # uvicorn spawns this process, so it imports the changed source.
 
     setup_logging("run-api", level=config.log_level)
     try:

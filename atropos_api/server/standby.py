@@ -1,8 +1,8 @@
-"""One active broker per Redis: this process serves while it holds the lease, and says who does while it does not.
+"""Standby on Redis: a process serves while it holds the lease, and otherwise answers 503 naming the holder.
 
 A thread acquires and renews the lease. Whenever it acquires it, the broker is built anew from what Redis holds, while
-another thread renews; when it loses it, or an answer of Redis was lost and so what Redis holds is uncertain, the broker
-built before is dropped.
+another thread renews. The broker is dropped when the lease is lost, or when an answer of Redis was lost and so what
+Redis holds is uncertain.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from atropos_api.store.redis_session import RedisSession
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS: Final = 0.25
-"""How often the thread looks whether the lease is still held."""
+"""Interval at which the thread checks if the lease is still held."""
 
 ALIVE_PATHS: Final = frozenset({"/livez", "/health"})
 
 
 class Activate(Protocol):
     def __call__(self, *, fresh: bool) -> tuple[BrokerApp, Broker]:
-        """Build the broker from what the store holds, or after deleting that."""
+        """Build the broker from what the store holds; with `fresh`, delete that first."""
 
 
 class Standby:
-    """ASGI: the broker's application while this process is active; 503 while another is, or Redis is away."""
+    """An ASGI application: the broker's while this process is active; 503 while another is, or Redis is unreachable."""
 
     def __init__(self, session: RedisSession, activate: Activate) -> None:
         self._session = session
@@ -54,9 +54,9 @@ class Standby:
         self._thread = threading.Thread(target=self._keep_lease, name="redis-lease", daemon=True)
 
     def start(self, *, fresh: bool) -> None:
-        """Try once, so that the first broker is active when its port answers; then go on in the background.
+        """Try once to become active, so that the first broker is active when its port answers; go on in a thread.
 
-        `fresh` is about what is found now: what another broker took in the meantime is never deleted by its standby.
+        `fresh` applies only to what is found now: a standby never deletes what another broker took in the meantime.
         """
         self._try_to_lead(fresh=fresh)
         if fresh and self._app is None:
@@ -70,7 +70,7 @@ class Standby:
             _services_of(self._app).stop()
 
     def close(self) -> None:
-        """Give the lease back, so that a standby need not wait for its end."""
+        """Release the lease, so that a standby need not wait until it expires."""
         self._stopping.set()
         self._thread.join()
         if self._broker is not None:
@@ -78,7 +78,7 @@ class Standby:
         self._session.close()
 
     def prompt_calls(self) -> PromptCalls:
-        """Those of the application, while this process is active."""
+        """Return the application's calls while this process is active, else none."""
         return self._app.prompt_calls() if self._app is not None and self._session.held else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,7 +125,7 @@ class Standby:
                 logger.warning("not active: %s", error)
             self._failure = str(error)
             self._session.step_down()
-        except Exception:  # a standby that ends for one failed take-over is no standby; it tries again
+        except Exception:  # a standby must survive a failed takeover; it tries again
             logger.exception("this broker could not take over")
             self._failure = "this broker could not take over; its log says why"
             self._session.step_down()
@@ -135,7 +135,7 @@ class Standby:
 
     @contextmanager
     def _renewing(self) -> Iterator[None]:
-        """Keep the lease meanwhile: to read a long queue may take longer than it lasts."""
+        """Renew the lease while the block runs: reading a long queue may take longer than the lease lasts."""
         ended = threading.Event()
 
         def renew() -> None:

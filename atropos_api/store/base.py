@@ -1,7 +1,7 @@
-"""What the broker keeps: small rows in a ledger, bodies in a log. The rows are also the broker's own state.
+"""The store's protocols and rows: small rows in a ledger, bodies in a log. The rows are also the broker's own state.
 
-A submission is kept once both have it: bodies are written first, then the rows that point at them, all of them or none.
-A body without a row was never acknowledged and is nothing.
+A submission is stored once both have it: bodies are written first, then the rows that point at them, all of them or
+none. A body without a row was never acknowledged and is ignored.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from atropos_api.wire.groups import Form
 KEPT_EVENTS: Final = 2000
 
 NO_RUN = ""
-"""Run of groups that came while no run was open; the next run takes them over."""
+"""The `run_id` of groups that came while no run was open; the next run takes them over."""
 
 
 class BodyRef(NamedTuple):
-    """Where a body lies in the log."""
+    """The position of a body in the log."""
 
     segment: int
     offset: int
@@ -29,7 +29,7 @@ class BodyRef(NamedTuple):
 
 
 LOST: Final = BodyRef(-1, 0, 0)
-"""Place of a body that was damaged after its batch had been shown: the row keeps its place there, and no bytes."""
+"""Position of a body that was damaged after its batch was handed out: the row stays in the batch, without bytes."""
 
 
 class HoldRow(msgspec.Struct, kw_only=True, frozen=True):
@@ -68,12 +68,12 @@ class RunRow(msgspec.Struct, kw_only=True):
     policy_step: int | None = None
     published_at: float | None = None
     unit: Literal["sequences", "groups"] = "sequences"
-    """What `batch_size` counts."""
+    """The unit of `batch_size`."""
     holds: tuple[HoldRow, ...] = ()
     policy_name: str | None = None
-    """The model to ask for to get the published policy; None: any."""
+    """The model name that requests the published policy from a server; None: any."""
     trainer_seen_at: float = 0.0
-    """The time of its trainer's last registration or call; kept in memory, and written now and then."""
+    """Time of its trainer's last registration or call; kept in memory, and written now and then."""
     longest_silence_seconds: float = 0.0
     """The longest interval between two calls of its trainer."""
 
@@ -93,7 +93,7 @@ class EnvironmentRow(msgspec.Struct, kw_only=True):
     registered_at: float
     seen_at: float
     run_id: str | None = None
-    """The run it last took part in: that run's end is its end."""
+    """The run it last took part in: when that run finishes, the environment does too."""
     legacy: bool = False
 
 
@@ -114,7 +114,7 @@ class GroupRow(msgspec.Struct, kw_only=True, gc=False):
     key_id: int = 0
     """The idempotency key it came under; 0 for none."""
     form: Form = "json"
-    """The form its body is kept in: the one it came in."""
+    """The form in which its body is stored: the one it came in."""
 
 
 class KeyRow(msgspec.Struct, kw_only=True, gc=False):
@@ -126,11 +126,11 @@ class KeyRow(msgspec.Struct, kw_only=True, gc=False):
     group_count: int
     used_at: float
     done_at: float | None = None
-    """When the last of its groups was committed or dropped."""
+    """Time at which the last of its groups was committed or dropped."""
 
 
 class PolicyRow(msgspec.Struct, kw_only=True, gc=False):
-    """A publish. Orphaned: made after the checkpoint that its run was later resumed from."""
+    """A published policy version. `orphaned`: made after the checkpoint that its run was later resumed from."""
 
     run_id: str
     version: int
@@ -140,7 +140,7 @@ class PolicyRow(msgspec.Struct, kw_only=True, gc=False):
 
 
 class Event(msgspec.Struct, kw_only=True):
-    """Something that happened, for whoever watches. Ids rise, over restarts and takeovers too."""
+    """An event for those who watch the broker. Ids rise, over restarts and takeovers too."""
 
     id: int
     type: str
@@ -149,22 +149,22 @@ class Event(msgspec.Struct, kw_only=True):
 
 
 class Answers(NamedTuple):
-    """What became known, since the last record, of answers to submissions without a key."""
+    """Outcomes, known since the last record, of answers to submissions without a key."""
 
     answered: Sequence[int] = ()
-    """Seqs of groups whose answer has left, or that are among `expected` now because it could not."""
+    """Seqs of groups whose answer was sent, or that are in `expected` now because it could not be sent."""
     expected: Sequence[tuple[bytes, int]] = ()
-    """Fingerprints, and how many groups with each may still come again (0: none any more)."""
+    """Fingerprints, each with the number of groups that may still come again (0: none any more)."""
 
 
 NO_NEWS: Final = Answers()
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """Everything a broker starts from.
+    """All stored state that a broker starts from.
 
-    `unanswered`: seqs of groups without a key that nobody is known to have been answered. `expected`: fingerprints, and
-    how many groups with each may come again because their answer did not get through.
+    `unanswered`: seqs of groups without a key whose answer is not known to have been sent. `expected`: fingerprints,
+    each with the number of groups that may come again because their answer was lost.
     """
 
     runs: list[RunRow]
@@ -179,7 +179,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
 
 class Ledger(Protocol):
-    """Small rows. Outside `transaction` every call is one of its own; inside, all or none of them are kept."""
+    """A store of small rows: a call outside `transaction` is one of its own; of those inside, all or none are kept."""
 
     def load(self) -> Snapshot: ...
 
@@ -196,39 +196,42 @@ class Ledger(Protocol):
     def forget_keys(self, key_ids: Sequence[int]) -> None: ...
 
     def add_event(self, event: Event) -> None:
-        """Keep one of the last `KEPT_EVENTS`; on a store where each write is slow, with the next transaction."""
+        """Keep one of the last `KEPT_EVENTS` events; if each write is slow, with the next transaction."""
 
     def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_NEWS) -> None:
-        """Keep groups; one without a key is unanswered until `answers` of this or a later call say otherwise."""
+        """Store groups.
+
+        A group without a key counts as unanswered until `answers` of this or a later call say otherwise.
+        """
 
     def add_submission(self, rows: Sequence[GroupRow], key: KeyRow | None, *, answers: Answers = NO_NEWS) -> None:
-        """Groups and the key they came under, all or none of them."""
+        """Store groups and the key they came under, all or none of them."""
 
     def put_answers(self, answers: Answers) -> None:
-        """What `add_groups` is told of answers, for when there is no group to keep with it."""
+        """Record `answers` as `add_groups` does, where there is no group to store with them."""
 
     def probe(self) -> None:
-        """Write something that changes nothing; raises if no writes are taken."""
+        """Write a probe that changes nothing; raise if no writes are taken."""
 
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
-        """Record membership: batch 0 puts the groups back into the queue."""
+        """Record the batch of these groups: batch 0 puts them back into the queue."""
 
     def adopt_groups(self, run_id: str) -> None:
-        """Groups without a run become those of `run_id`."""
+        """Assign the groups without a run to `run_id`."""
 
     def move_groups(self, places: Iterable[tuple[int, BodyRef]]) -> None:
-        """Record new places of bodies, by seq."""
+        """Record new positions of bodies, by seq."""
 
     def drop_groups(self, seqs: Sequence[int]) -> None: ...
 
     def sync(self) -> None:
-        """Make everything recorded so far survive the loss of power."""
+        """Make everything recorded so far survive a power failure."""
 
     def close(self) -> None: ...
 
 
 class BodyLog(Protocol):
-    """Bodies, append-only. `discard` says that nobody will ask for a body again; its space comes back some time."""
+    """An append-only store of bodies: `discard` marks those that nobody will request again; space is freed later."""
 
     def append(self, bodies: Sequence[bytes]) -> list[BodyRef]: ...
 
@@ -237,15 +240,15 @@ class BodyLog(Protocol):
     def discard(self, refs: Iterable[BodyRef]) -> None: ...
 
     def adopt(self, refs: Iterable[BodyRef]) -> list[BodyRef]:
-        """Tell the log at start which bodies are alive; answers those that are not there (lost with the power)."""
+        """Tell the log at start which bodies are alive; return those it does not have (lost in a power failure)."""
 
     def sparse_segments(self) -> list[int]:
-        """Segments worth rewriting: sealed, and mostly dead."""
+        """Return the segments worth rewriting: no longer written to, and mostly dead."""
 
     def sync(self) -> None: ...
 
     def is_safe(self, refs: Iterable[BodyRef]) -> bool:
-        """Whether these bodies are as safe as the log makes any: forced to the disk, where it does that."""
+        """Return True if these bodies are as safe as the log makes any: forced to the disk, where it does that."""
 
     def size_bytes(self) -> int: ...
 

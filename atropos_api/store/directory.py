@@ -1,4 +1,4 @@
-"""The durable store: one directory that one broker holds at a time."""
+"""The durable store: one directory that one broker uses at a time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Fsync = Literal["always", "interval", "never"]
 
 SYNC_INTERVAL_SECONDS = 1.0
 MOST_SHOWN = 200
-"""Characters of a path in a message."""
+"""Longest part of a path, in characters, that a message shows."""
 
 
 class DirectoryLock:
-    """An advisory lock that ends with the process, however it ends."""
+    """An advisory lock that is released when the process ends, however it ends."""
 
     def __init__(self, directory: Path) -> None:
         path = directory / "lock"
@@ -46,7 +46,7 @@ class DirectoryLock:
 
 
 class PeriodicSync:
-    """Forces the store to the disk a second after something was written; sleeps for good while nothing is."""
+    """A thread that forces the store to the disk one second after a write, and sleeps while nothing is written."""
 
     def __init__(self, ledger: JournaledLedger, bodies: SegmentLog) -> None:
         self._ledger = ledger
@@ -80,7 +80,7 @@ class PeriodicSync:
 
 
 class DurableLedger(JournaledLedger):
-    """The ledger of a directory; closing it gives the directory back."""
+    """The ledger of a directory; closing it releases the directory's lock."""
 
     def __init__(
         self, directory: Path, bodies: SegmentLog, *, fsync: Fsync, lock: DirectoryLock, reach: Reach = ignore_failpoint
@@ -95,7 +95,7 @@ class DurableLedger(JournaledLedger):
             self._periodic = PeriodicSync(self, bodies)
 
     def sync(self) -> None:
-        """Force the rows to the disk, after the bodies they point at; what they no longer point at may then go."""
+        """Force the rows to the disk, after the bodies they point at; then delete segments without live bodies."""
         try:
             super().sync()
         except OSError as error:
@@ -117,7 +117,7 @@ class DurableLedger(JournaledLedger):
 def open_directory(
     directory: Path, *, fsync: Fsync, fresh: bool, reach: Reach = ignore_failpoint
 ) -> tuple[DurableLedger, SegmentLog]:
-    """Take the directory (made if need be) and open what it holds; `fresh` deletes that first."""
+    """Lock the directory (created if need be) and open its store; `fresh` deletes its contents first."""
     try:
         return _open(directory, fsync=fsync, fresh=fresh, reach=reach)
     except OSError as error:
@@ -143,7 +143,7 @@ def _open(directory: Path, *, fsync: Fsync, fresh: bool, reach: Reach) -> tuple[
 
 
 def _delete_contents(directory: Path) -> None:
-    """Only what this module makes; the directory may be anybody's."""
+    """Delete only the files that this module makes, because the directory may hold others."""
     shutil.rmtree(directory / "segments", ignore_errors=True)
     for name in ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "journal", "journal-2"):
         (directory / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""From the word on the command line to a store."""
+"""The store that `--store` names: `open_store` opens a directory, `memory`, or a Redis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_store(
     reach: Reach = ignore_failpoint,
     lease_seconds: float = LEASE_SECONDS,
 ) -> tuple[Ledger, BodyLog]:
-    """The store at `place`: a directory, `memory`, or a Redis. `fresh` deletes what it holds first."""
+    """Open the store at `place`: a directory, `memory`, or a Redis. `fresh` deletes its contents first."""
     if place == "memory":
         return MemoryLedger(), MemoryBodyLog()
     if is_redis(place):
@@ -41,14 +41,14 @@ def open_store(
 
 
 def open_session(place: str, *, lease_seconds: float) -> RedisSession:
-    """A session with a Redis that keeps its promises; not yet the active broker."""
+    """Return a session with a Redis that meets the durability checks; it does not hold the lease yet."""
     session = RedisSession(place, lease_seconds=lease_seconds)
     session.check_promises()
     return session
 
 
 def open_held(session: RedisSession, *, fresh: bool) -> tuple[RedisLedger, RedisBodyLog]:
-    """The store behind a session that holds the lease."""
+    """Return the store of a session that holds the lease."""
     if fresh:
         session.term.stage("DEL", *redis_ledger.NAMES, redis_ledger.BODIES)
         session.term.apply()
@@ -56,5 +56,5 @@ def open_held(session: RedisSession, *, fresh: bool) -> tuple[RedisLedger, Redis
 
 
 def needs_sync(place: str, fsync: Fsync) -> bool:
-    """Whether an answer has to wait until its data was forced to the disk by this process."""
+    """Return True if an answer has to wait until this process has forced its data to the disk."""
     return fsync == "always" and place != "memory" and not is_redis(place)

@@ -1,7 +1,7 @@
-"""The steps between a write and its answer, by name, so that a test can end or stop the process at each of them.
+"""Failpoints: named steps between a write and its answer, so that a test can kill or stop the process at each of them.
 
-Stores, broker and HTTP say `reach(Step.X)` as they go. Nothing listens, unless the process was started with
-`ATROPOS_CRASH_AT=<step>` (or `<step>:<n>` for the n-th time it comes there), which ends it as `kill -9` does, or with
+Stores, broker and HTTP call `reach(Failpoint.X)` as they go. This does nothing, unless the process was started with
+`ATROPOS_CRASH_AT=<step>` (or `<step>:<n>` for the n-th time it gets there), which kills it as `kill -9` does, or with
 `ATROPOS_CRASH_AT=<step>:<n>:stop`, which stops it there as `kill -STOP` does, until it gets a SIGCONT.
 """
 
@@ -19,7 +19,7 @@ CRASH_VARIABLE: Final = "ATROPOS_CRASH_AT"
 
 
 class Failpoint(StrEnum):
-    """`staged`: told to the ledger inside its transaction; `kept`: the transaction is over."""
+    """The named steps. `staged`: written in the ledger's transaction; `kept`: the transaction is over."""
 
     STORE_OPENED = "store-opened"
     RECOVERED = "recovered"
@@ -55,11 +55,11 @@ Reach = Callable[[Failpoint], None]
 
 
 def ignore_failpoint(_: Failpoint) -> None:
-    """What `reach` is outside tests."""
+    """Ignore the failpoint: the default `reach` outside tests."""
 
 
 class SignalAt:
-    """Sends the process a signal the n-th time it reaches a step."""
+    """A `reach` that sends the process a signal the n-th time it reaches a step."""
 
     def __init__(self, step: Failpoint, nth: int = 1, number: signal.Signals = signal.SIGKILL) -> None:
         self._step = step
@@ -75,7 +75,7 @@ class SignalAt:
 
 
 def read_crash_step(environment: Mapping[str, str]) -> Reach:
-    """What the environment asks for; `ignore_failpoint` if nothing."""
+    """Return the `reach` that `ATROPOS_CRASH_AT` asks for; `ignore_failpoint` if it is unset."""
     asked = environment.get(CRASH_VARIABLE, "")
     name, _, how = asked.partition(":")
     nth, _, stop = how.partition(":")

@@ -1,11 +1,9 @@
-"""A file of records that are soon written elsewhere: cheap to append to, whole or absent after a crash.
+"""The journal: writes are appended to a file first, and go to the database later, as their sum.
 
 A record is its length, its CRC-32, and the bytes. Reading ends at the first record that is not whole: only the last
-append before a crash can be, and nobody was told that it was kept.
-
-What the journal holds and the database does not: writes by kind, of which only their sum goes to the database.
-
-Most rows of a busy broker never get there: a group that was queued, batched and committed since the last flush is gone.
+append before a crash can be incomplete, and it was never acknowledged. `JournalPair` alternates between two files.
+`WriteBuffer` holds the sum of the writes that are in the journal but not in the database. Most rows of a busy broker
+never reach the database: a group that was queued, batched and committed since the last flush has no row any more.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Journal:
         while place + HEADER.size <= len(data):
             length, checksum = HEADER.unpack_from(data, place)
             record = data[place + HEADER.size : place + HEADER.size + length]
-            # Power that fails may leave a file of its length and zeroes in it.
+            # A power failure may leave a file of the right length with zeroes in it.
             if not record or len(record) != length or isal_zlib.crc32(record) != checksum:
                 break
             records.append(record)
@@ -48,7 +46,7 @@ class Journal:
         return records
 
     def append(self, record: bytes) -> None:
-        """The record is in the kernel's hands on return, or nothing of it is in the file."""
+        """Append a record: on return the kernel has it, or an error was raised and nothing of it is in the file."""
         data = HEADER.pack(len(record), isal_zlib.crc32(record)) + record
         try:
             written = os.write(self._descriptor, data)
@@ -73,7 +71,10 @@ class Journal:
 
 
 class JournalPair:
-    """Two files in turn: the records of one wait until the database that has them is safe, the other takes new ones."""
+    """Two journal files used alternately.
+
+    The records of one wait until the database that has them is safe on disk, while the other takes new ones.
+    """
 
     def __init__(self, path: Path) -> None:
         self._both = (Journal(path), Journal(path.with_name(f"{path.name}-2")))
@@ -91,13 +92,13 @@ class JournalPair:
         self._active.append(record)
 
     def turn(self, number: int) -> None:
-        """The database has all records, of which the last is `number`; from then on that is safe, they may go."""
+        """Switch files: the database has all records up to `number`; they may go once it is safe on disk."""
         if self._active.size_bytes and not self._waiting.size_bytes:
             self._active, self._waiting = self._waiting, self._active
             self._waits_for = number
 
     def forget(self, safe: int) -> None:
-        """Records up to this number are safe in the database."""
+        """Delete the waiting records if the database is safe on disk up to record `safe`."""
         if self._waiting.size_bytes and safe >= self._waits_for:
             self._waiting.clear()
 
@@ -106,7 +107,7 @@ class JournalPair:
             journal.clear()
 
     def sync(self) -> None:
-        """May be called from another thread."""
+        """Force both files to the disk; may be called from another thread."""
         for journal in self._both:
             if journal.size_bytes:
                 journal.sync()
@@ -117,7 +118,7 @@ class JournalPair:
 
 
 Write = tuple[Any, ...]
-"""One write: its kind, and what it says, of types that msgpack knows."""
+"""One write: its kind and its arguments, of types that msgpack knows."""
 
 
 class Kind:
@@ -136,17 +137,20 @@ class Kind:
 
 
 class WriteBuffer:
-    """The sum of some writes over a database. Values of groups and keys are as `store.rows` gives them."""
+    """The sum of some writes that a database lacks.
+
+    Values of groups, keys and policies are as `sqlite_ledger.values_of_group` and its like return them.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        """Of the writes, each group counted."""
+        """Number of writes, each group counted."""
         self.groups: dict[int, list[Any]] = {}
-        """By seq: rows that the database has not."""
+        """New rows by seq, which the database does not have."""
         self.batches: dict[int, int] = {}
-        """By seq: new batches of rows that it has."""
+        """New batch numbers by seq, of rows that the database has."""
         self.dropped: set[int] = set()
-        """Seqs of rows that it has."""
+        """Seqs of dropped rows that the database has."""
         self.keys: dict[int, Sequence[Any]] = {}
         self.forgotten: set[int] = set()
         self.policies: dict[tuple[str, int], Sequence[Any]] = {}
@@ -155,7 +159,7 @@ class WriteBuffer:
         self.events: dict[int, bytes] = {}
         self.next_seq: int | None = None
         self.unanswered: set[int] = set()
-        """Seqs that the database has not; `answered`: seqs that it has."""
+        """Unanswered seqs that the database does not have; `answered`: now answered seqs that it has."""
         self.answered: set[int] = set()
         self.expected: dict[bytes, int] = {}
         self._appliers: dict[str, Callable[..., None]] = {
@@ -177,7 +181,7 @@ class WriteBuffer:
             self.count += len(arguments[0]) if kind == Kind.GROUPS else 1
 
     def overlay(self, snapshot: Snapshot) -> Snapshot:
-        """What the database would hold with these writes in it."""
+        """Return the snapshot that the database would hold with these writes in it."""
         groups = {row.seq: row for row in snapshot.groups if row.seq not in self.dropped}
         for seq, batch in self.batches.items():
             groups[seq].batch = batch

@@ -1,9 +1,9 @@
-"""The ledger in SQLite with a journal before it: a transaction costs one append, and goes to the database with others.
+"""The ledger in SQLite behind a journal: a transaction costs one append, and goes to the database with others.
 
-What the journal holds and the database does not is pending. Few kinds of writes go to the database at once, and take
-what is pending along; so does the end of the process. A process that is killed leaves it to the next one, which finds
-it in the journal. Records are numbered and the database knows the last one it has, so none counts twice: they leave the
-journal once the database is as safe as the journal was.
+Writes that are in the journal but not in the database are pending. A few kinds of writes go to the database at once,
+and take the pending ones along; an orderly exit does so too. A killed process leaves its pending writes in the journal,
+where the next process finds them. Records are numbered and the database stores the last number it has, so none is
+applied twice: they are deleted from the journal once the database is as safe as the journal was.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from atropos_api.store.journal import JournalPair, Kind, Write, WriteBuffer
 from atropos_api.store.sqlite_ledger import SqliteLedger, encode_row, values_of_group, values_of_key, values_of_policy
 
 MOST_PENDING: Final = 1024
-"""Writes, each group counted; more would make the one that takes them to the database a long one."""
+"""Most pending writes, each group counted; more would make the write that flushes them slow."""
 
 MOST_BYTES: Final = 8 * 2**20
 """A journal of this size is emptied even if that means waiting for the disk."""
 
 KEPT_BYTES: Final = 64 * 2**10
-"""Emptying the journal sooner than this is not worth the call."""
+"""A journal smaller than this is not emptied: that would not be worth the call."""
 
 Direct = Callable[[], None]
-"""A write that only the database can make, for it does not say which rows it changes."""
+"""A write that only the database can make, because it does not list the rows it changes."""
 
 
 class Record(msgspec.Struct, array_like=True, gc=False, tag="writes-5"):
-    """A transaction as it lies in the journal. The tag changes with what the writes say."""
+    """A transaction as stored in the journal. The tag changes with the form of the writes."""
 
     number: int
     writes: Sequence[Sequence[Any]]
@@ -59,20 +59,24 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 
 class JournaledLedger(SqliteLedger):
-    """`syncs`: somebody calls `sync`, so nothing may leave the journal before the database is safe on the disk."""
+    """The SQLite ledger with a journal.
+
+    `syncs`: somebody calls `sync`, so no record may be deleted from the journal before the database is safe on the
+    disk.
+    """
 
     def __init__(self, path: Path, *, synchronous: str = "NORMAL", syncs: bool = False) -> None:
         self._pending = WriteBuffer()
         self._staged: list[Write | Direct] | None = None
         super().__init__(path, synchronous=synchronous)
         self._syncs = syncs
-        # The last record that was made, the last that is in the database, and the last that is safe there.
+        # Numbers of the last record made, the last one in the database, and the last one safe on disk there.
         self._made = self._flushed = self._safe = 0
         self._journal = JournalPair(path.with_name("journal"))
         self._take_over()
 
     def load(self) -> Snapshot:
-        # What is pending may be unable to go to the database: a full disk is when a broker reads its ledger again.
+        # Pending writes may not fit into the database: a full disk is when a broker reads its ledger again.
         return self._pending.overlay(super().load())
 
     @contextmanager
@@ -153,7 +157,7 @@ class JournaledLedger(SqliteLedger):
         self._note_write()
 
     def _note_write(self) -> None:
-        """Something was written, or is about to be; a subclass may care."""
+        """Do nothing; a subclass overrides it to learn that something was written, or is about to be."""
 
     def _stage(self, write: Write | Direct) -> None:
         if self._staged is None:
@@ -162,7 +166,7 @@ class JournaledLedger(SqliteLedger):
             self._staged.append(write)
 
     def _keep(self, staged: list[Write | Direct]) -> None:
-        """All of a transaction, or nothing of it."""
+        """Keep all of a transaction, or nothing of it."""
         writes = [write for write in staged if isinstance(write, tuple)]
         if len(writes) < len(staged):
             self._flush()
@@ -181,8 +185,8 @@ class JournaledLedger(SqliteLedger):
         self._pending.apply(writes)
         self._note_write()
         if self._pending.count >= MOST_PENDING:
-            # Now rather than with the next write, which may be a batch somebody waits for. This one is kept already, so
-            # a failure is for the next to meet.
+            # Flush now: the next write may be a batch that a trainer waits for. This write is kept already, so a
+            # failure is left to the next one.
             with suppress(StoreUnavailable):
                 self._flush()
 
@@ -199,7 +203,7 @@ class JournaledLedger(SqliteLedger):
             self._insert(rest)
 
     def _flush(self) -> None:
-        """Take what is pending to the database."""
+        """Write what is pending to the database."""
         if self._pending.count:
             with super().transaction():
                 self._insert(self._pending)
@@ -224,7 +228,7 @@ class JournaledLedger(SqliteLedger):
         self._put_expected(list(pending.expected.items()))
 
     def _empty_journal(self) -> None:
-        """Called when nothing is pending: what the journal holds, the database has too."""
+        """Empty the journal or switch its files. Nothing is pending, so the database has all that the journal has."""
         size = self._journal.size_bytes
         if self._syncs and size >= MOST_BYTES:
             self.sync()
@@ -234,7 +238,7 @@ class JournaledLedger(SqliteLedger):
             self._journal.turn(self._made)
 
     def _take_over(self) -> None:
-        """Bring to the database what an earlier process left in the journal."""
+        """Write to the database what an earlier process left in the journal."""
         (known,) = self._db.execute("SELECT journaled FROM places").fetchone()
         try:
             found = [_decoder.decode(record) for record in self._journal.read()]
@@ -251,7 +255,7 @@ class JournaledLedger(SqliteLedger):
                 super().sync()
             self._journal.clear()
         elif self._syncs:
-            # It may have been made just now.
+            # The journal file may have been created just now, and its directory entry must survive too.
             _sync_directory(self._path.parent)
 
 

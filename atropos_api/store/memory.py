@@ -1,4 +1,4 @@
-"""A store that ends with the process: for tests, and for runs that need no second chance (`--store memory`)."""
+"""A store in memory, lost when the process exits: for tests, and for runs that need no recovery (`--store memory`)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class MemoryLedger:
             self._keys.pop(key_id, None)
 
     def add_event(self, event: Event) -> None:
-        """Nobody starts from what this process leaves."""
+        """Do nothing: no later process reads this store."""
 
     def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_NEWS) -> None:
         for row in rows:
@@ -91,7 +91,7 @@ class MemoryLedger:
                 del self._expected[print_]
 
     def probe(self) -> None:
-        """Memory takes every write."""
+        """Do nothing: memory accepts every write."""
 
     def assign_batch(self, seqs: Sequence[int], batch: int) -> None:
         for seq in seqs:
@@ -111,10 +111,10 @@ class MemoryLedger:
             self._groups.pop(seq, None)
 
     def sync(self) -> None:
-        """Memory is as durable as it gets."""
+        """Do nothing: memory cannot be made more durable."""
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no resource is open."""
 
 
 class MemoryBodyLog:
@@ -149,7 +149,7 @@ class MemoryBodyLog:
         return []
 
     def sync(self) -> None:
-        """Memory is as durable as it gets."""
+        """Do nothing: memory cannot be made more durable."""
 
     def is_safe(self, refs: Iterable[BodyRef]) -> bool:  # noqa: ARG002 - the protocol's form
         return True
@@ -158,4 +158,4 @@ class MemoryBodyLog:
         return self._size_bytes
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no resource is open."""

@@ -1,6 +1,6 @@
-"""The ledger in Redis: a hash for each kind of row, every transaction one script.
+"""The ledger and the log of bodies in Redis: a hash for each kind of row, and one hash of numbered bodies.
 
-The log of bodies in Redis: one hash, numbered bodies. They are written together with the rows that point at them.
+Every transaction is one script. Bodies are written together with the rows that point at them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class RedisLedger:
-    """Rows as JSON. Groups are also kept here, for a change of one is written as the whole row."""
+    """Rows as JSON. Groups are also kept in memory, because a change of one is written as the whole row."""
 
     def __init__(self, term: RedisTerm) -> None:
         self._term = term
@@ -80,7 +80,7 @@ class RedisLedger:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing; a transaction inside another is a part of it."""
+        """Keep all writes or none; a transaction inside another is a part of it."""
         before = self._term.staged
         self._depth += 1
         try:
@@ -161,10 +161,10 @@ class RedisLedger:
                 self._groups.pop(seq, None)
 
     def sync(self) -> None:
-        """Redis forces each write to its disk before it answers."""
+        """Do nothing: Redis forces each write to its disk before it answers."""
 
     def close(self) -> None:
-        """Hand over what is staged, and the lease with it."""
+        """Apply what is staged, and release the lease."""
         with suppress(StoreUnavailable):
             self._term.end()
 
@@ -191,7 +191,7 @@ BODIES: Final = "atropos:bodies"
 
 
 class RedisBodyLog:
-    """Bodies by number, which is the offset of a `BodyRef`. What `append` stages is kept with the next transaction."""
+    """Bodies by number, the offset of their `BodyRef`. What `append` stages is kept with the next transaction."""
 
     def __init__(self, term: RedisTerm) -> None:
         self._term = term
@@ -217,7 +217,7 @@ class RedisBodyLog:
         return list(bodies)
 
     def discard(self, refs: Iterable[BodyRef]) -> None:
-        """Deleted with the next transaction; should there be none, the next start does it."""
+        """Stage the deletion of bodies for the next transaction; if there is none, the next start deletes them."""
         gone = list(refs)
         self._size_bytes -= sum(ref.length for ref in gone)
         self._term.stage_removal(BODIES, [ref.offset for ref in gone])
@@ -235,7 +235,7 @@ class RedisBodyLog:
         return []
 
     def sync(self) -> None:
-        """Redis forces each write to its disk before it answers."""
+        """Do nothing: Redis forces each write to its disk before it answers."""
 
     def is_safe(self, refs: Iterable[BodyRef]) -> bool:  # noqa: ARG002 - the protocol's form
         return True
@@ -244,7 +244,7 @@ class RedisBodyLog:
         return self._size_bytes
 
     def close(self) -> None:
-        """The ledger ends the term that both share."""
+        """Do nothing: the ledger ends the term that both share."""
 
     def _numbers(self) -> set[int]:
         return {int(number) for number in self._term.ask("HKEYS", BODIES)}

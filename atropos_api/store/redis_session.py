@@ -1,7 +1,8 @@
-"""Redis as this broker sees it: a lease that makes one broker the active one, and writes that only its holder can make.
+"""The connection to Redis: a lease that makes one broker the active one, and writes that only its holder can make.
 
-Each acquisition has a value of its own. Every write is a script that first compares it with what Redis holds, so that a
-broker that lost its lease while it was stopped, or a command of its own that was delayed on the wire, changes nothing.
+Each acquisition of the lease has a value of its own. Every write is a script that first compares it with the value in
+Redis, so that a broker that lost its lease while it was stopped changes nothing, nor does a command of its own that was
+delayed on the network.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from atropos_api.errors import AtroposError, StoreUnavailable, StoreUnsafe
 
 LEASE: Final = "atropos:lease"
 CHUNK: Final = 1000
-"""Arguments of one command: Lua's stack holds some thousands."""
+"""Most arguments of one command: Lua's stack holds some thousands."""
 
 APPLY_SCRIPT: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
@@ -46,7 +47,7 @@ return 1
 RELEASE_SCRIPT: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end return 1"
 
 ROOMLESS: Final = ("DEL", "atropos:nothing")
-"""A write that a full Redis takes. It judges a script by its first write, and takes the others with it."""
+"""A write that a full Redis accepts. Redis judges a script by its first write, and then accepts the others too."""
 
 PROMISES: Final = {"appendonly": "yes", "appendfsync": "always", "no-appendfsync-on-rewrite": "no"}
 
@@ -59,7 +60,7 @@ def is_redis(place: str) -> bool:
 
 
 def connect(url: str, *, timeout_seconds: float) -> Any:
-    """A client that fails at once instead of repeating what may have been done."""
+    """Return a client that fails at once instead of repeating a command that may have been executed."""
     try:
         import redis
         from redis.backoff import NoBackoff
@@ -82,12 +83,12 @@ def without_password(url: str) -> str:
 
 
 def boot_seconds() -> float:
-    """A clock that goes on while the machine sleeps, unlike the monotonic one."""
+    """Return the time of a clock that goes on while the machine sleeps, unlike the monotonic one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class RedisSession:
-    """One process's dealings with one Redis: the connection and the lease. Each time it is acquired begins a term."""
+    """One process's connection to one Redis, and its lease. Each acquisition of the lease begins a term."""
 
     def __init__(self, url: str, *, lease_seconds: float) -> None:
         self.place = without_password(url)
@@ -98,11 +99,11 @@ class RedisSession:
 
     @property
     def held(self) -> bool:
-        """Whether this broker may act: nobody else can have the lease before this ends."""
+        """True if this broker may act: nobody else can get the lease before its own ends."""
         return self.term.held
 
     def acquire(self) -> bool:
-        """Become the active broker, if there is none (or if it was this one)."""
+        """Become the active broker if there is none (or if it was this one); return False otherwise."""
         value = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "term": uuid.uuid4().hex})
         asked_at = boot_seconds()
         if not self._run(ACQUIRE_SCRIPT, self.term.value, value, self._lease_milliseconds()):
@@ -111,7 +112,7 @@ class RedisSession:
         return True
 
     def renew(self) -> bool:
-        """Stay the active broker; False if another one is, or nobody."""
+        """Stay the active broker; return False if another one is, or none."""
         asked_at = boot_seconds()
         if self.held and self._run(RENEW_SCRIPT, self.term.value, self._lease_milliseconds()):
             self.term.hold_until(asked_at + self.lease_seconds)
@@ -120,21 +121,21 @@ class RedisSession:
         return self.held
 
     def step_down(self) -> None:
-        """Act no more: what Redis holds is not known for certain. The lease can be acquired again."""
+        """Stop acting, because it is not certain what Redis holds. The lease can be acquired again."""
         self.term.give_up()
 
     def release(self) -> None:
-        """Let a standby take over at once."""
+        """Release the lease, so that a standby can take over at once."""
         self.step_down()
         self._run(RELEASE_SCRIPT, self.term.value)
 
     def holder(self) -> dict[str, Any] | None:
-        """Who is active."""
+        """Return the host and process id of the active broker; None if there is none."""
         value = self.call("GET", LEASE)
         return {name: member for name, member in json.loads(value).items() if name != "term"} if value else None
 
     def check_promises(self) -> None:
-        """Refuse a Redis that would forget what it acknowledged."""
+        """Raise `StoreUnsafe` for a Redis that may lose writes it acknowledged."""
         with self._in_own_words():
             found = {name: self._setting(name) for name in (*PROMISES, "maxmemory", "maxmemory-policy")}
         broken = [name for name, wanted in PROMISES.items() if found[name] not in {wanted, None}]
@@ -159,7 +160,7 @@ class RedisSession:
             return self._client.execute_command(*command)
 
     def apply(self, arguments: Sequence[Argument]) -> bool:
-        """Run the script that writes; False if the lease has another value by now."""
+        """Run the script that writes; return False if the lease has another value by now."""
         with self._in_own_words():
             return bool(self._apply(keys=[LEASE], args=arguments))
 
@@ -167,7 +168,7 @@ class RedisSession:
         return self.call("EVAL", script, 1, LEASE, *arguments)
 
     def _setting(self, name: str) -> str | None:
-        """A setting of the server; None where it does not tell."""
+        """Return a setting of the server; None where the server does not report it."""
         from redis.exceptions import ResponseError
 
         try:
@@ -182,7 +183,7 @@ class RedisSession:
 
     @contextmanager
     def _in_own_words(self) -> Iterator[None]:
-        """What went wrong in the store's words. After a lost answer this broker steps down: it may have been done."""
+        """Turn errors of Redis into `StoreUnavailable`; after a lost answer step down, as the command may have run."""
         from redis.exceptions import RedisError, ResponseError
 
         try:
@@ -197,10 +198,10 @@ class RedisSession:
 
 
 class RedisTerm:
-    """The time in which one broker is active: staged writes and reads, refused once the term is over.
+    """The period in which one broker is active: it stages writes and makes reads, and refuses both once it is over.
 
-    One thread renews while another writes. A term that was given up stays so, whatever a renewal is told that was under
-    way just then: memory and Redis may differ by now, and only a new term reads what Redis holds.
+    One thread renews while another writes. A term that was given up stays so, even if a renewal that was in flight just
+    then succeeds: memory and Redis may differ by now, and only a new term reads what Redis holds.
     """
 
     def __init__(self, session: RedisSession, value: str, *, held_until: float) -> None:
@@ -218,7 +219,7 @@ class RedisTerm:
         return not self._given_up and boot_seconds() < self._held_until
 
     def hold_until(self, seconds: float) -> None:
-        """Nobody else can have the lease before this time of `boot_seconds`."""
+        """Extend the term: nobody else can get the lease before this time of `boot_seconds`."""
         self._held_until = seconds
 
     def give_up(self) -> None:
@@ -226,7 +227,7 @@ class RedisTerm:
 
     @property
     def staged(self) -> tuple[int, int]:
-        """How much is staged, for `unstage`."""
+        """Numbers of staged body and row commands, for `unstage`."""
         return len(self._bodies), len(self._rows)
 
     def stage(self, *command: Argument) -> None:
@@ -234,15 +235,15 @@ class RedisTerm:
         self._rows.append(command)
 
     def stage_body(self, *command: Argument) -> None:
-        """Add one that a Redis without room refuses, and with it all that the next `apply` makes."""
+        """Add a body write, which a Redis without room refuses along with all else that the next `apply` makes."""
         self._bodies.append(command)
 
     def stage_removal(self, key: str, fields: Sequence[Argument]) -> None:
-        """Add one of what is needed no more: it stays staged until an `apply` succeeds, whatever else is refused."""
+        """Add the removal of unneeded data: it stays staged until an `apply` succeeds, whatever else is refused."""
         self._removals += _in_chunks("HDEL", key, fields)
 
     def unstage(self, staged: tuple[int, int]) -> None:
-        """Drop what was staged since, bar removals."""
+        """Drop what was staged since `staged` was read, except removals."""
         bodies, rows = staged
         del self._bodies[bodies:], self._rows[rows:]
 
@@ -251,7 +252,7 @@ class RedisTerm:
 
     def apply(self) -> None:
         """Make all staged writes, or none of them."""
-        # Rows are small, and removals give room back: only bodies have to wait for it.
+        # Rows are small and removals free memory, so only bodies have to wait for room.
         commands = [*(self._bodies or [ROOMLESS]), *self._rows, *self._removals]
         self._bodies, self._rows = [], []
         arguments: list[Argument] = [self.value]
@@ -264,14 +265,14 @@ class RedisTerm:
         self._removals = []
 
     def ask(self, *command: Argument) -> Any:
-        """A read. Held before and after it, the lease was this term's all the while: nobody changed what was read."""
+        """Read from Redis. The lease is held before and after the read, so nobody changed the data in between."""
         self._check_held()
         found = self._session.call(*command)
         self._check_held()
         return found
 
     def end(self) -> None:
-        """Make what is staged, and give the lease back."""
+        """Apply what is staged, and release the lease."""
         self.apply()
         self._session.release()
 

@@ -1,16 +1,13 @@
-"""The log of bodies: append-only files of records, each with its length and checksum.
+"""The log of bodies: append-only segment files of records, each with its length and checksum.
 
-A record is a magic word, the body's length, its CRC-32, and the body. Each process writes segments of its own and never
-touches the tail of an older one, so a tail torn by a crash is simply never read: no row points into it.
+A record is a magic word, the body's length, its CRC-32, and the body. Each process writes its own segments and never
+appends to an older one, so a record torn by a crash is never read: no row points at it. Segments that are not known to
+have been forced to the disk (`ForcedMark`, a file of one number next to them) are read and checked in full when a
+process starts, because a power failure may have damaged any part of them.
 
-What is not known to have been forced to the disk (`forced`) is read whole when a process starts, for power that failed
-may have taken any part of it.
-
-A segment goes when nothing in it is alive. Where data is forced to the disk at all, its file stays until the ledger
-that no longer points into it is safe there (`sweep`): power that fails in between must find the rows' old places or
-their new ones.
-
-Up to which segment the bodies are known to lie on the disk: a file of one number beside them.
+A segment without live bodies is deleted. Where data is forced to the disk at all, its file stays until the ledger that
+no longer points at it is safe there (`sweep`): after a power failure in between, the rows may have their old positions
+or their new ones.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ from typing import Final
 
 from isal import isal_zlib
 
+from atropos_api.common.files import write_whole
 from atropos_api.errors import StoreDamaged, StoreUnavailable
 from atropos_api.store.base import BodyRef
 from atropos_api.store.failpoints import Failpoint, Reach, ignore_failpoint
@@ -47,7 +45,7 @@ OPEN_FILES: Final = 32
 VECTOR_LIMIT: Final = 512
 
 READ_BYTES: Final = 1 << 18
-"""Of bodies that are read in one call; larger ones would be copied for nothing."""
+"""Most bytes of bodies read in one call; larger bodies would be copied without any gain."""
 
 
 @dataclass(slots=True)
@@ -59,7 +57,7 @@ class _Segment:
 
 
 class SegmentLog:
-    """Bodies in files of `segment_bytes` under one directory. `syncs`: somebody calls `sync` and then `sweep`."""
+    """Bodies in files of `segment_bytes` in one directory. `syncs`: somebody calls `sync` and then `sweep`."""
 
     def __init__(
         self,
@@ -80,7 +78,7 @@ class SegmentLog:
         self._readers: OrderedDict[int, int] = OrderedDict()
         self._active = 0
         self._active_fd = -1
-        # What the thread that syncs shares with the one that writes, and the turn of those who sync.
+        # `_lock` guards what the syncing and the writing thread share; `_sync_turn` admits one sync at a time.
         self._lock = threading.Lock()
         self._sync_turn = threading.Lock()
         self._sealed: list[int] = []
@@ -92,12 +90,12 @@ class SegmentLog:
         self._removable: list[Path] = []
         self._sync_failure: str | None = None
         if syncs:
-            # What an earlier process wrote and did not live to force to the disk.
+            # An earlier process may have ended before it forced these to the disk.
             for path in paths:
                 _sync_path(path)
 
     def append(self, bodies: Sequence[bytes]) -> list[BodyRef]:
-        """Write bodies with one system call where possible; all of them are in the kernel's hands on return."""
+        """Write bodies with one system call where possible; on return the kernel has all of them."""
         if self._sync_failure is not None:
             raise StoreUnavailable(self._sync_failure)
         segment = self._writable()
@@ -133,8 +131,8 @@ class SegmentLog:
                 self._remove(ref.segment)
 
     def adopt(self, refs: Iterable[BodyRef]) -> list[BodyRef]:
-        # What was not forced to the disk may be cut short or holed; the rest is checked when it is read. A log that is
-        # never forced promises nothing there, so it is not read whole for that.
+        # Segments not forced to the disk may be cut short or have holes; the others are checked when they are read. A
+        # log that is never forced promises nothing after a power failure, so only its last two segments are read whole.
         unforced = self._forced.number + 1 if self._syncs else max(self._segments, default=0) - 1
         for segment in self._segments.values():
             segment.live_count = segment.live_bytes = 0
@@ -174,7 +172,7 @@ class SegmentLog:
                 reached = (self._active, segment.size_bytes if segment is not None else 0)
             self._force(sealed, active, directory_changed=directory_changed)
             self._safe_until = max(self._safe_until, reached)
-            if self._adopted:  # what earlier processes left was found whole then, or is not pointed at
+            if self._adopted:  # `adopt` found earlier processes' bodies whole, or no row points at them
                 self._forced.note(reached[0] - 1)
         self._reach(Failpoint.BODIES_SYNCED)
 
@@ -182,7 +180,7 @@ class SegmentLog:
         return not self._syncs or all((ref.segment, ref.offset + ref.length) <= self._safe_until for ref in refs)
 
     def sweep(self) -> None:
-        """Delete the files that were dead when the last sync began; the ledger was forced to the disk since."""
+        """Delete the files that were dead when the last sync began; the ledger has been forced to the disk since."""
         with self._lock:
             removable, self._removable = self._removable, []
         for path in removable:
@@ -222,7 +220,7 @@ class SegmentLog:
         return self._segments[number]
 
     def _seal_active(self) -> None:
-        """Leave the active segment; its descriptor stays open until the next sync has covered it."""
+        """Stop writing to the active segment; its descriptor stays open until the next sync has covered it."""
         if self._active_fd < 0:
             return
         with self._lock:
@@ -253,10 +251,11 @@ class SegmentLog:
                 os.close(descriptor)
 
     def note_failed_sync(self, error: OSError) -> StoreUnavailable:
-        """A full disk may have room again; after any other failure the kernel may have dropped what it could not write.
+        """Return the error for a failed sync; unless the disk is full, refuse all further writes.
 
-        Asking it once more would then succeed without the data, so nothing is taken until a new process has read what
-        is really there.
+        A full disk may have room again. After any other failure the kernel may have dropped the data that it could not
+        write, and a second sync would succeed without it, so nothing is taken until a new process has read what is
+        really there.
         """
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             return _unavailable(error)
@@ -283,7 +282,7 @@ class SegmentLog:
         self._reach(Failpoint.BODIES_WRITTEN)
 
     def _cut_back(self, segment: _Segment) -> None:
-        """Take a torn record off the end of the active segment, or leave the segment where even that fails."""
+        """Cut a torn record off the end of the active segment; if even that fails, stop writing to the segment."""
         try:
             os.ftruncate(self._active_fd, segment.size_bytes)
         except OSError as error:
@@ -291,7 +290,7 @@ class SegmentLog:
             self._seal_active()
 
     def _read_run(self, run: Sequence[BodyRef]) -> Iterator[bytes]:
-        """Bodies of records that follow one another."""
+        """Yield the bodies of adjacent records, read in one call."""
         first, last = run[0], run[-1]
         segment = self._segments.get(first.segment)
         if segment is None:
@@ -346,7 +345,10 @@ class SegmentLog:
 
 
 def _runs(refs: Sequence[BodyRef]) -> Iterator[Sequence[BodyRef]]:
-    """The same in order: small records that follow one another together, for a call for each costs more than they."""
+    """Split `refs`, in order, into runs of adjacent small records that are read in one call.
+
+    A call for each would cost more than the records themselves.
+    """
     start = size = 0
     for index, ref in enumerate(refs):
         former = refs[index - 1]
@@ -377,22 +379,23 @@ NAME: Final = "forced"
 
 
 class ForcedMark:
-    """`number` is the last segment that was forced to the disk, with all before it; 0 if none is known to be."""
+    """A file with the number of the last segment that was forced to the disk along with all before it.
+
+    `number` is 0 if none is known to be.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / NAME
         self.number = self._read()
 
     def note(self, number: int) -> None:
-        """All segments up to this one are on the disk now."""
+        """Record that all segments up to this one are on the disk."""
         if number <= self.number:
             return
-        partial = self._path.with_suffix(".part")
         try:
-            partial.write_text(str(number))
-            partial.replace(self._path)
+            write_whole(self._path, str(number))
         except OSError as error:
-            # Without it the next start reads more than it needs to.
+            # Without the mark, the next start only reads more than it needs to.
             logger.info("%s: cannot be written (%s)", self._path, error.strerror)
         else:
             self.number = number

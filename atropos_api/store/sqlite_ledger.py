@@ -1,6 +1,6 @@
-"""The ledger in SQLite: one file, write-ahead log, one writer that holds it for good.
+"""The ledger in SQLite: one file in write-ahead-log mode, locked by one writer for as long as it is open.
 
-Rows of groups, keys and policies as the flat values of a database table, and back.
+Rows of groups, keys and policies are converted to the flat values of a database table, and back.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ INSERT INTO unanswered SELECT seq FROM groups WHERE key_id = 0 AND seq > (SELECT
 ALTER TABLE places DROP COLUMN answered_seq;
 """,
 }
-"""What brings a ledger of an older schema to the next one."""
+"""SQL that upgrades a ledger of an older schema to the next one."""
 
 TRIM_EVERY: Final = 100
 
@@ -71,13 +71,13 @@ encode_row = msgspec.json.Encoder().encode
 
 
 class SqliteLedger:
-    """Rows in one database. `synchronous` is SQLite's word: NORMAL survives the process, `sync` the power."""
+    """Rows in one database. `synchronous` is SQLite's setting: NORMAL survives a crash, `sync` a power failure."""
 
     def __init__(self, path: Path, *, synchronous: str = "NORMAL") -> None:
         self._path = path
         self._depth = 0
         try:
-            # Closing happens wherever the server ends, so the connection is not tied to the opening thread.
+            # The server may close it in another thread, so the connection is not tied to the opening one.
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=64)
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -110,7 +110,7 @@ class SqliteLedger:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing; a transaction inside another is a part of it."""
+        """Keep all writes or none; a transaction inside another is a part of it."""
         if self._depth:
             yield
             return
@@ -246,7 +246,7 @@ class SqliteLedger:
         self._execute_many("DELETE FROM expected WHERE fingerprint = ?", [(print_,) for print_, n in counts if not n])
 
     def _mark_dirty(self) -> None:
-        """Something is about to be written; a subclass may care."""
+        """Do nothing; a subclass overrides it to learn that something is about to be written."""
 
     def _prepare_schema(self) -> None:
         (found,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -284,10 +284,10 @@ def _unavailable(error: sqlite3.DatabaseError) -> StoreUnavailable:
 
 
 BATCH_PLACE: Final = 11
-"""Where a group's values name its batch."""
+"""Index of the batch number in a group's values."""
 
 KEY_PLACE: Final = 12
-"""Where they name its key."""
+"""Index of the key id in a group's values."""
 
 
 def values_of_group(row: GroupRow) -> tuple[Any, ...]:

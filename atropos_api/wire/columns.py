@@ -1,4 +1,4 @@
-"""The binary columns form: small fields as JSON, arrays of numbers as they lie in memory (docs/reference/columns.md).
+"""The binary columns form: small fields as JSON, number arrays as their bytes in memory (docs/reference/columns.md).
 
 A body is a prefix, a JSON head, and groups one after another; a group is a prefix, a JSON head, and its columns. The
 same layout carries submissions, stored groups and batches, so a stored group is delivered by joining bytes.
@@ -34,7 +34,7 @@ COLUMN_ORDER: Final = (
     "distill_token_ids",
     "distill_logprobs",
 )
-"""Those a group has follow one another in this order."""
+"""The order of the columns; a group may lack some."""
 
 ALIGNMENT: Final = 4
 _BODY: Final = struct.Struct("<8sII")
@@ -45,7 +45,7 @@ RowLength = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 
 
 class RecordHead(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Head of a group: `fields` is the group's JSON object without what is in its columns."""
+    """Head of a group: `fields` is the group's JSON object without the keys stored as columns."""
 
     lengths: list[RowLength]
     columns: list[str]
@@ -67,21 +67,22 @@ def pack_body(head: bytes, records: Sequence[bytes]) -> bytes:
 
 
 def begin_body(head: bytes, count: int) -> bytes:
-    """What comes before the `count` groups of a body."""
+    """Return the part of a body that precedes its `count` groups."""
     head = _pad(head)
     return _BODY.pack(MAGIC, len(head), count) + head
 
 
 def pack_record(head: bytes, *columns: bytes | memoryview) -> tuple[bytes | memoryview, ...]:
-    """A group in pieces, to be joined: the head is padded, the columns follow as they are."""
+    """Return a group in pieces, to be joined: the head is padded, the columns follow as they are."""
     head = _pad(head)
     return (_RECORD.pack(len(head), sum(map(len, columns))), head, *columns)
 
 
 def unpack_body(body: bytes) -> tuple[memoryview, int, Iterator[Record]]:
-    """The head of a body, how many groups it says it has, and those groups.
+    """Return the head of a body, the number of groups that it declares, and an iterator over those groups.
 
-    Nothing is copied, nothing believed that the bytes do not bear out, and each group is looked at when it is its turn.
+    Nothing is copied, every size is checked against the bytes, and each group is read only when the iterator reaches
+    it.
     """
     if len(body) < _BODY.size:
         raise _malformed(f"it has {len(body)} bytes, its prefix alone takes {_BODY.size}")
@@ -94,7 +95,7 @@ def unpack_body(body: bytes) -> tuple[memoryview, int, Iterator[Record]]:
 
 
 def unpack_record(stored: bytes) -> Record:
-    """One group that stands alone, as the broker keeps it."""
+    """Return one group that stands alone, as the broker keeps it."""
     record, _ = _take_record(memoryview(stored), 0, "the group")
     return record
 
@@ -107,13 +108,13 @@ def decode_head(record: Record, where: str = "") -> RecordHead:
 
 
 def encode_head(lengths: Sequence[int], names: Sequence[str], fields: bytes) -> bytes:
-    """Head of a group, from the text of its fields."""
+    """Return the head of a group, from the text of its fields."""
     frame = msgspec.json.encode({"lengths": lengths, "columns": names})
     return b'%b,"fields":%b}' % (frame[:-1], fields)
 
 
 def split_columns(lengths: Sequence[int], names: Sequence[str], data: memoryview, where: str = "") -> dict[str, Column]:
-    """The columns by name, as views of `data`; each is as long as the row lengths say."""
+    """Return the columns by name, as views of `data`; each must be as long as the row lengths say."""
     _check_names(names, where)
     values = np.frombuffer(data, dtype="<i4")
     per_token = sum(lengths)
@@ -132,20 +133,20 @@ def split_columns(lengths: Sequence[int], names: Sequence[str], data: memoryview
 
 
 def split_rows(column: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """A column as its rows, which are views."""
+    """Return the rows of a column, as views."""
     bounds = accumulate(lengths, initial=0)
     return [column[start:end] for start, end in pairwise(bounds)]
 
 
 def split_nested(columns: dict[str, Column], name: str, lengths: Sequence[int]) -> Iterator[list[NDArray[Any]]]:
-    """A distill column as its rows of rows."""
+    """Yield a distill column's rows of rows."""
     counts: list[int] = columns["distill_lengths"].tolist()
     rows = iter(split_rows(columns[name], counts))
     return ([next(rows) for _ in range(length)] for length in lengths)
 
 
 def narrow(values: NDArray[np.float64]) -> NDArray[np.float32] | None:
-    """The same numbers as float32, or None where that would change one."""
+    """Return the numbers as float32, or None if that would change one."""
     with np.errstate(over="ignore"):
         narrowed = values.astype(np.float32)
     return narrowed if np.array_equal(narrowed, values) else None

@@ -1,4 +1,4 @@
-"""The door for groups in columns: as strict as the one for JSON, and no number becomes a Python object."""
+"""Checks of groups in columns: they are as strict as those for JSON, and no number becomes a Python object."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from atropos_api.wire.columns import (
 from atropos_api.wire.group_json import CheckedGroup, check_fields
 
 MOST_GROUPS: Final = 1 << 14
-"""A group takes more memory than the least bytes it can be written in; this bounds what one body can make of that."""
+"""Limit on groups in a body: in memory a group takes more than its smallest encoding, so this bounds that memory."""
 NO_VALUE: Final = frozenset({b"null", b"[]"})
 
 
 class SubmissionHead(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Head of a body for `POST /v1/groups`."""
+    """Head of a body for `POST /v1/groups`: it names the environment."""
 
     environment_id: int
 
@@ -38,7 +38,7 @@ _submission_decoder = msgspec.json.Decoder(SubmissionHead, strict=False)
 
 
 def check_submission(body: bytes) -> tuple[int, list[CheckedGroup]]:
-    """Every group of a body, ready for the queue, and the environment that sends them."""
+    """Check a body; return the environment that sent it and its groups, ready for the queue."""
     head, count, records = unpack_body(body)
     if count > MOST_GROUPS:
         raise InvalidRequest(
@@ -74,7 +74,7 @@ def check_record(record: Record, *, where: str = "", env_id: int | None = None) 
 
 
 def _check_presence(columns: dict[str, Column], texts: dict[str, bytes], where: str) -> None:
-    """Each array is in one place, those of distillation together, and what is required is there."""
+    """Check that required arrays are there, each in one place, and those of distillation in the same one."""
     for key in ("masks", "scores"):
         if key not in columns and key not in texts:
             raise InvalidGroup(f"{where}{key}", None, "the field is required")
@@ -99,7 +99,7 @@ def _check_values(name: str, column: Column, lengths: Sequence[int], where: str)
 
 
 def _locate(name: str, place: int, lengths: Sequence[int]) -> str:
-    """A place in a column in the words of a JSON group."""
+    """Return a place in a column as the path in a JSON group, such as `tokens[0][3]`."""
     if name in DISTILLED:
         return f"{name}[{place}]"
     starts = list(accumulate(lengths, initial=0))
@@ -108,7 +108,7 @@ def _locate(name: str, place: int, lengths: Sequence[int]) -> str:
 
 
 def _open_head(head: RecordHead, texts: dict[str, bytes]) -> bytes:
-    """The head as it is stored, open at the end of its fields; the broker's own stamp is not taken from outside."""
+    """Return the head as it is stored, open after its fields; a `received_version` that was sent is removed."""
     texts.pop("received_version", None)
     fields = b",".join(b"%b:%b" % (msgspec.json.encode(key), text) for key, text in texts.items())
     frame = msgspec.json.encode({"lengths": head.lengths, "columns": head.columns})

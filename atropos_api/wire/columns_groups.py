@@ -1,13 +1,11 @@
-"""Groups as clients hold them, to and from the columns form.
+"""Conversion of groups to and from the columns form, for clients and for stored groups.
 
-Arrays whose numbers a column holds exactly become columns; any other stays JSON in the head, for the broker to judge.
-What columns cannot say at all (tokens that are no int32) raises `NotColumnar`: such a group goes as JSON.
-
-A stored group from one form into the other, losing nothing: for a trainer that asks for what was not sent.
-
-Both ways are meant for a thread beside the event loop. Columns become JSON text as Python writes it: each float32 as
-the shortest decimal of the same double. The other way only an array that this would turn into the very same text
-becomes a column; any other (doubles that no float32 holds, `1` for `1.0`) stays text in the head.
+Clients: an array becomes a column if that holds its numbers exactly; any other stays JSON in the head, for the broker
+to judge. A group that columns cannot express (tokens that are no int32) raises `NotColumnar` and is sent as JSON.
+Broker: a stored group is transcoded without loss, in a thread, for a trainer that asks for the other form. Columns
+become JSON text as Python writes it: each float32 as the shortest decimal of the same double. In the other direction an
+array becomes a column only if it would yield the very same text again; any other (doubles that no float32 holds, `1`
+for `1.0`) stays text in the head.
 """
 
 from __future__ import annotations
@@ -49,11 +47,11 @@ _encoder = msgspec.json.Encoder()
 
 
 class NotColumnar(AtroposError):
-    """The group can only be written as JSON."""
+    """The group cannot be expressed in columns, only as JSON."""
 
 
 class _Fields(Group, kw_only=True):
-    """What the head of a group may leave to its columns."""
+    """The fields in a group's head: those that are columns are missing."""
 
     tokens: list[list[int]] = msgspec.field(default_factory=list)
     masks: list[list[int]] = msgspec.field(default_factory=list)
@@ -81,7 +79,7 @@ def encode_submission(environment_id: int, groups: Sequence[Group]) -> bytes:
 
 
 def decode_batch(body: bytes, *, arrays: bool = False) -> Batch:
-    """A batch; with `arrays` its rows of numbers are arrays that share the memory of `body`."""
+    """Return a batch; with `arrays` its rows of numbers are arrays that share the memory of `body`."""
     text, _, records = unpack_body(body)
     head = _batch_decoder.decode(text)
     groups = [decode_group(record, arrays=arrays) for record in records]
@@ -119,16 +117,16 @@ def _as_rows(rows: list[NDArray[Any]], *, arrays: bool) -> list[Any]:
 
 
 def _column_of(name: str, rows: Any, lengths: Sequence[int]) -> Column | None:
-    """The values of all rows one after another; None if there are none, or a column cannot hold them as they are."""
+    """Return the values of all rows in one column; None if there are none, or a column cannot hold them exactly."""
     try:
         fits = bool(rows) and [len(row) for row in rows] == lengths
-    except TypeError:  # no rows at all: the broker says what it thinks of that
+    except TypeError:  # these are no rows: the broker refuses them and says why
         return None
     return _flatten(name, rows) if fits else None
 
 
 def _distill_columns(group: Group, lengths: Sequence[int]) -> dict[str, Column | None]:
-    """All of the distill arrays, or none."""
+    """Return all of the distill arrays as columns, or none."""
     given = {name: rows for name in DISTILLED if (rows := getattr(group, name))}
     shapes = [[[len(position) for position in row] for row in rows] for rows in given.values()]
     if not given or any(shape != shapes[0] for shape in shapes) or [len(row) for row in shapes[0]] != lengths:
@@ -140,7 +138,7 @@ def _distill_columns(group: Group, lengths: Sequence[int]) -> dict[str, Column |
 
 
 def _flatten(name: str, rows: Iterable[Sequence[Any]]) -> Column | None:
-    """Packing row by row with `struct` is the fastest way from lists, and refuses what is no number of its kind."""
+    """Pack rows into a column with `struct`: the fastest way from lists, and it refuses values of another kind."""
     try:
         if name in FLOAT_COLUMNS:
             return narrow(
@@ -159,7 +157,7 @@ _NO_ARRAY: Final = frozenset({b"null", b"[]"})
 
 _PER_TOKEN_FLOATS: Final = ("inference_logprobs", "advantages", "ref_logprobs")
 
-# Both begin with what they look for, which makes them several times faster than a look behind would be.
+# Both patterns begin with what they look for, which is several times faster than a lookbehind would be.
 _SHORT_EXPONENT: Final = re.compile(rb"e-(?=[6-9][,\]])")
 
 _HUNDRED_THOUSANDTHS: Final = re.compile(rb"0\.0000[1-9]\d*")
@@ -168,7 +166,7 @@ _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def columns_to_json(stored: bytes) -> bytes:
-    """The JSON text of a group stored in columns, with all keys of the contract in their order."""
+    """Return the JSON text of a group stored in columns, with all keys of the contract in their order."""
     record = unpack_record(stored)
     head = decode_head(record)
     columns = split_columns(head.lengths, head.columns, record.data)
@@ -183,7 +181,7 @@ def columns_to_json(stored: bytes) -> bytes:
 
 
 def json_to_columns(stored: bytes) -> bytes:
-    """A group stored as (checked) JSON text in columns."""
+    """Return the columns form of a group stored as (checked) JSON text."""
     texts = {key: bytes(raw) for key, raw in _fields_decoder.decode(stored).items()}
     lengths = row_lengths(texts["tokens"])
     columns: dict[str, Column] = {"tokens": _parse_ids(texts.pop("tokens"))}
@@ -201,7 +199,7 @@ def json_to_columns(stored: bytes) -> bytes:
 
 
 def render_rows(name: str, rows: Sequence[NDArray[Any]]) -> bytes:
-    """Rows as JSON text, floats as Python writes them."""
+    """Return rows as JSON text, floats as Python writes them."""
     if name not in FLOAT_COLUMNS:
         return orjson.dumps(list(rows), option=orjson.OPT_SERIALIZE_NUMPY)
     text = orjson.dumps([row.astype(np.float64) for row in rows], option=orjson.OPT_SERIALIZE_NUMPY)
@@ -209,7 +207,7 @@ def render_rows(name: str, rows: Sequence[NDArray[Any]]) -> bytes:
 
 
 def row_lengths(text: bytes) -> list[int]:
-    """How many values each row of a checked array of rows has; none of them is empty."""
+    """Return the number of values in each row of a checked array of rows, none of them empty."""
     return [row.count(b",") + (not index) for index, row in enumerate(text.split(b"]")[:-2])]
 
 
@@ -218,7 +216,7 @@ def _parse_ids(text: bytes) -> NDArray[np.int32]:
 
 
 def _parse_floats(name: str, text: bytes, lengths: Sequence[int]) -> NDArray[np.float32] | None:
-    """The column of an array of float rows, if its text can be had back from it."""
+    """Return the column of an array of float rows, or None if its text could not be restored from it."""
     if text in _NO_ARRAY:
         return None
     values = orjson.loads(b"[%b]" % text.translate(None, _FRAME))
@@ -229,7 +227,7 @@ def _parse_floats(name: str, text: bytes, lengths: Sequence[int]) -> NDArray[np.
 
 
 def _as_python_writes(text: bytes) -> bytes:
-    """Python's `repr` goes over to exponents below 1e-4 and gives them two digits; orjson below 1e-5, and one."""
+    """Write exponents as Python's `repr` does: below 1e-4, with two digits; orjson writes them below 1e-5, with one."""
     return _HUNDRED_THOUSANDTHS.sub(_with_exponent, _SHORT_EXPONENT.sub(b"e-0", text))
 
 
@@ -243,9 +241,9 @@ def _with_exponent(match: re.Match[bytes]) -> bytes:
 
 
 def _take_distilled(texts: dict[str, bytes]) -> dict[str, Column]:
-    """The distill arrays as columns, taken out of `texts`, if all of them can be had back as they were."""
+    """Move the distill arrays from `texts` into columns, if the text of each can be restored exactly."""
     nested = {name: orjson.loads(texts[name]) for name in DISTILLED if texts.get(name, b"null") not in _NO_ARRAY}
-    # A sender's own key of that name has to stay what it is.
+    # A key of that name that the sender added must stay as it is.
     if not nested or "distill_lengths" in texts:
         return {}
     shape = next(iter(nested.values()))

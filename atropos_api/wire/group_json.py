@@ -1,7 +1,7 @@
-"""A group submitted as JSON: checked once, kept as the text it will be delivered as.
+"""Groups submitted as JSON: each is checked once and kept as the text that will be delivered.
 
-The text is a JSON object in the order of the contract, all fourteen keys present, still open at its end, so that the
-broker can stamp `received_version` on it (`seal`) without touching the rest. No payload becomes Python objects.
+The text is a JSON object in the order of the contract, all fourteen keys present. It is open at its end, so that `seal`
+can append `received_version` without touching the rest. No payload becomes Python objects.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ _env_id_decoder = msgspec.json.Decoder(int, strict=False)
 
 
 class SubmissionText(msgspec.Struct, kw_only=True):
-    """Body of `POST /v1/groups` with the payload left as text."""
+    """Body of `POST /v1/groups`: the payload is left as text."""
 
     environment_id: int
     groups: list[Fields]
 
 
 class CheckedGroup(msgspec.Struct, kw_only=True, gc=False):
-    """A group that may be queued. `oldest_version` is that of its oldest token; None if any is unknown."""
+    """A checked group: it may be queued. `oldest_version` is that of its oldest token; None if any is unknown."""
 
     text: bytes
-    """All of it, or the head where its arrays are in `columns`; open at the end, for `seal`."""
+    """The whole text, or the head if the arrays are in `columns`; open at the end, for `seal`."""
     size: int
     token_count: int
     env_id: int | None
@@ -100,7 +100,7 @@ def decode_list(body: bytes) -> list[Fields]:
 
 
 def check_group(fields: Fields, *, where: str = "", env_id: int | None = None) -> CheckedGroup:
-    """Check a group and give its stored text; `env_id` replaces the one in the text. Raises `InvalidGroup`."""
+    """Check a group and return it as stored; `env_id` replaces the one in the text. Raises `InvalidGroup`."""
     texts = {key: bytes(raw) for key, raw in fields.items()}
     for required in ("tokens", "masks", "scores"):
         if required not in texts:
@@ -119,9 +119,9 @@ def check_group(fields: Fields, *, where: str = "", env_id: int | None = None) -
 def check_fields(
     texts: dict[str, bytes], lengths: list[int], *, where: str, env_id: int | None
 ) -> tuple[int | None, int | None]:
-    """Check what a group of these row lengths holds as text, bar its tokens; coerced values replace their texts.
+    """Check the text fields of a group with these row lengths, except tokens; coerced values replace their texts.
 
-    Answers the group's environment and the version of its oldest token.
+    Return the group's environment and the version of its oldest token.
     """
     if "masks" in texts:
         masks, texts["masks"] = check_ids(texts["masks"], f"{where}masks", signed=True)
@@ -140,7 +140,7 @@ def check_fields(
 
 
 def seal(group: CheckedGroup, received_version: int | None) -> bytes:
-    """The stored body, with the newest policy at arrival."""
+    """Return the body to store, with the newest policy version at arrival appended."""
     version = _NULL if received_version is None else b"%d" % received_version
     if group.columns is not None:
         return b"".join(pack_record(b"".join((group.text, _STAMP, version, b"}}")), group.columns))
@@ -148,7 +148,7 @@ def seal(group: CheckedGroup, received_version: int | None) -> bytes:
 
 
 def unseal(body: bytes, form: Form) -> tuple[bytes | memoryview, ...]:
-    """Text and columns as `seal` found them: what two submissions of the same group have in common."""
+    """Return text and columns as they were before `seal`: they are equal for two submissions of the same group."""
     if form == "json":
         return (body[: body.rindex(_STAMP)],)
     record = unpack_record(body)
@@ -192,7 +192,7 @@ def _check_free_fields(texts: dict[str, bytes], size: int, where: str) -> None:
     for key in (*_FREE_KEYS, *sorted(texts.keys() - _OPEN_KEYS)):
         text = texts.get(key, _NULL)
         if text in _EMPTY:
-            # No list to a trainer that decodes by type, though some write one for nothing.
+            # A trainer that decodes by type accepts no list here, though some clients send [] for nothing.
             if key in _OBJECTS and key in texts:
                 texts[key] = _NULL
             continue
@@ -229,13 +229,13 @@ def check_overrides(value: Any, size: int, field: str) -> None:
 
 
 def _without_nulls(overrides: bytes) -> bytes:
-    """An entry that overrides nothing as `{}`: Atropos' own trainers end at a null."""
+    """Replace null entries with `{}`: Atropos' own trainers crash on a null."""
     entries = _entries_decoder.decode(overrides)
     return b"[%b]" % b",".join(_NO_OVERRIDES if bytes(entry) == _NULL else bytes(entry) for entry in entries)
 
 
 def _check_spans(text: bytes, lengths: list[int], field: str) -> int | None:
-    """The oldest version in the spans; None when there are none or one of them is unknown."""
+    """Return the oldest version in the spans; None if there are none or one of them is unknown."""
     if text in _EMPTY:
         return None
     try:
@@ -248,7 +248,7 @@ def _check_spans(text: bytes, lengths: list[int], field: str) -> int | None:
 
 
 def oldest_version(sequences: list[list[Span]], lengths: list[int], field: str) -> int | None:
-    """The oldest version in the spans; None when one of them is unknown. Raises `InvalidGroup`."""
+    """Return the oldest version in the spans; None if one of them is unknown. Raises `InvalidGroup`."""
     if len(sequences) != len(lengths):
         raise InvalidGroup(field, len(sequences), f"spans for each of {len(lengths)} sequences are needed")
     versions: set[int | None] = set()
@@ -286,7 +286,7 @@ def _read_env_id(text: bytes, where: str) -> int | None:
 
 
 def _decode_free(text: bytes, field: str) -> Any:
-    """Free-form JSON, decoded only to know that every trainer can read it."""
+    """Decode free-form JSON, only to make sure that every trainer can read it."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -311,9 +311,9 @@ def _decode(decoder: msgspec.json.Decoder[DecodedT], body: bytes) -> DecodedT:
 
 
 def _explain(body: bytes, error: Exception) -> InvalidRequest | InvalidGroup:
-    """Python writes NaN and Infinity into JSON: find the first and name its place, else say that it is no JSON."""
+    """Explain a body that is no JSON: if it holds NaN or Infinity (Python writes them), name the place of the first."""
     try:
-        # Reading it all again takes long, which only what may be there is worth.
+        # Decoding the body again is slow, so it is done only if it may hold one of them.
         found = _find_not_finite(json.loads(body), "") if b"NaN" in body or b"Infinity" in body else None
     except (ValueError, RecursionError):
         found = None

@@ -1,8 +1,8 @@
-"""A small group judged by decoding it once, by type: for a few kilobytes that costs less than looking at its text.
+"""Checks of small groups: decoding once, by type, costs less than examining the text of a few kilobytes.
 
-What is decoded is thrown away, and the text is kept as it came, with the last keys added that were not sent. A group
-that is not plainly good, or whose keys come in another order than they are delivered in, goes the other way, through
-`payload.check_group`, which mends what can be mended and says what is wrong with the rest.
+The decoded values are thrown away, and the text is kept as it came, with the missing last keys appended. A group that
+is not clearly valid, or whose keys come in another order than they are delivered in, goes through
+`group_json.check_group`, which repairs what it can and says what is wrong with the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from atropos_api.wire.groups import WIRE_KEYS, Span
 from atropos_api.wire.json_arrays import ID_LIMIT, SPACE
 
 SMALL_BYTES: Final = 1 << 14
-"""Below this, decoding numbers is cheaper than the calls it takes to do without."""
+"""Below this, decoding numbers is cheaper than the calls that avoid it."""
 
 _Id = Annotated[int, msgspec.Meta(ge=0, lt=ID_LIMIT)]
 
@@ -32,7 +32,7 @@ _FloatRows = list[list[float]] | None
 
 
 class _SmallGroup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """What is plainly good; what has to be looked at value by value, kept apart or left out is not among it."""
+    """A clearly valid group: fields that need checks value by value, or must be moved or removed, are not in it."""
 
     tokens: list[list[_Id]]
     masks: list[list[_Mask]]
@@ -58,7 +58,7 @@ _values_in_order = operator.attrgetter(*WIRE_KEYS)
 _KEYS: Final = tuple(f'"{key}":'.encode() for key in WIRE_KEYS)
 
 _REST: Final = tuple(b"".join(b",%bnull" % key for key in _KEYS[count:]) for count in range(len(_KEYS) + 1))
-"""What is added to a text with so many of the keys."""
+"""The text to append to a group with the first n keys: the remaining keys, each null."""
 
 
 def check_body(body: bytes) -> CheckedGroup:
@@ -68,7 +68,7 @@ def check_body(body: bytes) -> CheckedGroup:
 
 
 def _check_small(body: bytes) -> CheckedGroup | None:
-    """None: this one is not plainly good."""
+    """Return the checked group, or None if it is not clearly valid."""
     try:
         group = _decoder.decode(body)
         lengths = list(map(len, group.tokens))
@@ -105,7 +105,7 @@ def _is_shaped(group: _SmallGroup, lengths: list[int]) -> bool:
 
 
 def _is_in_order(body: bytes, count: int) -> bool:
-    """Whether the first keys come one after the other. (No string holds such a text: its quotes would be escaped.)"""
+    """Return True if the first keys are in order. (No string holds such a text: its quotes would be escaped.)"""
     place = 0
     for key in _KEYS[:count]:
         place = body.find(key, place)

@@ -10,7 +10,7 @@ Span = tuple[int, int, int | None]
 """Token positions [start, end) in the full sequence and the policy version they were sampled under (None: unknown)."""
 
 Form = Literal["json", "columns"]
-"""How a group is written: JSON text, or the binary columns of `wire.columns`."""
+"""The form of a group: JSON text, or the binary columns of `wire.columns`."""
 
 WIRE_KEYS: Final = (
     "tokens",
@@ -32,40 +32,40 @@ WIRE_KEYS: Final = (
 
 
 class Group(msgspec.Struct, kw_only=True):
-    """Several rollouts of one prompt. Keys that are not listed here survive in the broker's storage.
+    """Several rollouts of one prompt: the payload. Keys that are not listed here stay in the broker's storage.
 
-    Where a client asked for arrays, rows of numbers are numpy arrays instead of lists.
+    If a client asked for arrays, rows of numbers are numpy arrays instead of lists.
     """
 
     tokens: list[list[int]]
-    """One full sequence (prompt and completion) a rollout."""
+    """One full sequence (prompt and completion) per rollout."""
     masks: list[list[int]]
-    """As `tokens`: -100 where nothing is trained, else the token."""
+    """Shaped as `tokens`: -100 where nothing is trained, else the token."""
     scores: list[float]
-    """One a rollout."""
+    """One score per rollout."""
     advantages: list[list[float]] | None = None
     """Token-level override of the trainer's advantages; an empty list means none."""
     ref_logprobs: list[list[float]] | None = None
     messages: list[list[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
     inference_logprobs: list[list[float]] | None = None
-    """As `tokens`: logprob under the sampling policy, 1.0 where nothing was sampled."""
+    """Shaped as `tokens`: logprob under the sampling policy, 1.0 where nothing was sampled."""
     overrides: list[dict[str, Any] | None] | None = None
-    """One entry a rollout; a null is delivered as an empty object, for that is all that some trainers can read."""
+    """One entry per rollout; a null is delivered as an empty object, because some trainers can read nothing else."""
     group_overrides: dict[str, Any] | None = None
     images: Any = None
     env_id: int | None = None
-    """The environment that sent it; the broker fills it in."""
+    """The environment that sent the group; the broker fills it in."""
     distill_token_ids: list[list[list[int]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
     policy_versions: list[list[Span]] | None = None
     """Per sequence: spans that cover its sampled tokens."""
     received_version: int | None = None
-    """The newest policy when the broker took the group: a bound of its age where `policy_versions` says nothing."""
+    """The newest policy version when the broker took the group: it bounds the age if `policy_versions` is missing."""
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """What a trainer (or one rank of it) gets for one step."""
+    """A batch: the groups that a trainer (or one rank of it) gets for one step."""
 
     number: int
     run_id: str

@@ -1,10 +1,10 @@
-"""Checks of number arrays in their JSON text, so that a token never becomes a Python object on its way through.
+"""Checks of number arrays in their JSON text, so that no token becomes a Python object on its way.
 
-msgspec has checked the syntax; what is left is decided on the characters, a whole array at a time: integers only, no
-sign, no number too long to fit. (numpy is not worth its calls for a small array: ids are taken out of the text, and
-what is left says how many there were; floats are decoded and thrown away.) Whatever looks unusual is decoded and judged
-value by value, and what Atropos' own broker would have read as a number (`"1.5"`, `true`, `3.0` for an id) is rewritten
-as that number.
+msgspec has checked the syntax; the rest is decided on the characters of a whole array: integers only, no sign, no
+number too long to fit. For a small array numpy's calls cost too much: ids are removed from the text, and what is left
+shows how many there were; floats are decoded and thrown away. An array that looks unusual is decoded and checked value
+by value, and what Atropos' own broker would have read as a number (`"1.5"`, `true`, `3.0` for an id) is rewritten as
+that number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from atropos_api.errors import InvalidGroup
 
 ID_LIMIT: Final = 2**31
-"""Token ids travel as int32 to every trainer."""
+"""Limit on token ids: every trainer gets them as int32."""
 
 SPACE: Final = b" \t\r\n"
 
@@ -34,7 +34,7 @@ _CLOSING: Final = ord("]")
 _EXPONENT: Final = ord("e")
 
 _ALL_TRUE: Final = np.uint64(0x0101010101010101)
-"""Eight booleans at once."""
+"""Eight true booleans, read as one integer."""
 
 _FEW_IDS_BYTES: Final = 1 << 12
 
@@ -67,7 +67,7 @@ Judge = Callable[[Any, str], int | float]
 
 
 def check_ids(raw: bytes, field: str, *, signed: bool = False) -> tuple[list[int], bytes]:
-    """Lengths of the rows of an array of integer rows, and its text (rewritten where a value had to be coerced)."""
+    """Return the row lengths of an array of integer rows, and its text (rewritten if a value had to be coerced)."""
     if len(raw) >= _FEW_IDS_BYTES:
         lengths = _row_lengths(raw) if _holds_ids(raw, signed=signed) else None
     elif (lengths := _outlined_lengths(raw, signed=signed)) is None and (signed or b"-" not in raw):
@@ -78,7 +78,7 @@ def check_ids(raw: bytes, field: str, *, signed: bool = False) -> tuple[list[int
 
 
 def check_floats(raw: bytes, field: str) -> tuple[list[int], bytes]:
-    """As `check_ids`, for rows of finite numbers."""
+    """Check rows of finite numbers; return the same as `check_ids`."""
     if len(raw) < _FEW_FLOATS_BYTES:
         lengths = _decoded_lengths(_float_rows_decoder, raw)
     else:
@@ -89,7 +89,7 @@ def check_floats(raw: bytes, field: str) -> tuple[list[int], bytes]:
 
 
 def check_numbers(raw: bytes, field: str) -> tuple[int, bytes]:
-    """Length and text of one flat array of finite numbers."""
+    """Return the length and the text of one flat array of finite numbers."""
     try:
         return len(_floats_decoder.decode(raw)), raw
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -101,7 +101,7 @@ def check_numbers(raw: bytes, field: str) -> tuple[int, bytes]:
 
 
 def check_nested(raw: bytes, field: str, *, ids: bool) -> tuple[list[list[int]], bytes]:
-    """Lengths [sequence][position] of a three-deep array of numbers, and its text."""
+    """Return the lengths [sequence][position] of a three-level array of numbers, and its text."""
     check = check_ids if ids else check_floats
     rows = _split_rows(raw, field)
     checked = [check(row, f"{field}[{index}]") for index, row in enumerate(rows)]
@@ -110,9 +110,9 @@ def check_nested(raw: bytes, field: str, *, ids: bool) -> tuple[list[list[int]],
 
 
 def _outlined_lengths(raw: bytes, *, signed: bool) -> list[int] | None:
-    """Row lengths of a valid JSON text if it is an array of arrays of two or more ids; None if not, or if unsure.
+    """Return the row lengths of an array of arrays of two or more ids; None for other JSON texts, or if unsure.
 
-    Without its ids and spaces such an array reads `[[,,],[,,]]`, and nothing else does.
+    Without its ids and spaces such an array reads `[[,,],[,,]]`, and no other text does.
     """
     if _TEN_DIGITS in raw.translate(_DIGITS_ALIKE):
         return None
@@ -120,12 +120,12 @@ def _outlined_lengths(raw: bytes, *, signed: bool) -> list[int] | None:
     commas = list(map(len, outline[2:-2].split(b"],[")))
     only_commas = sum(commas) + len(commas) == outline.count(b",") + 1
     framed = outline[:2] == b"[[" and outline[-2:] == b"]]"
-    # A row of one id leaves the same as an empty row.
+    # Once its id is removed, a row of one id looks like an empty row.
     return [count + 1 for count in commas] if framed and only_commas and min(commas) > 0 else None
 
 
 def _decoded_lengths(decoder: _RowsDecoder, raw: bytes) -> list[int] | None:
-    """Row lengths of a small array, which is decoded for it: that is faster than looking at it from many sides."""
+    """Return the row lengths of a small array by decoding it: that is faster than many checks of its text."""
     try:
         return list(map(len, decoder.decode(raw)))
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -133,16 +133,16 @@ def _decoded_lengths(decoder: _RowsDecoder, raw: bytes) -> list[int] | None:
 
 
 def _holds_ids(raw: bytes, *, signed: bool) -> bool:
-    """Whether the numbers of a valid JSON text are integers of at most nine digits, and nothing else is in it."""
+    """Return True if a valid JSON text holds only integers of at most nine digits."""
     if b'"' in raw or b"." in raw or b"E" in raw or (not signed and b"-" in raw):
         return False
     characters = np.frombuffer(raw, np.uint8)
-    # Words, objects and the other exponent are made of characters above these.
+    # Words, objects and the other exponent (e) contain characters above these.
     return bool(characters.max() <= _CLOSING) and not _has_ten_digits(characters)
 
 
 def _holds_finite(raw: bytes) -> bool:
-    """Whether the numbers of a valid JSON text are finite, and nothing else is in it."""
+    """Return True if a valid JSON text holds only finite numbers."""
     if b'"' in raw:
         return False
     characters = np.frombuffer(raw, np.uint8)
@@ -155,7 +155,7 @@ def _holds_finite(raw: bytes) -> bool:
 
 
 def _row_lengths(raw: bytes) -> list[int] | None:
-    """Row lengths of a valid JSON text of numbers if it is an array of arrays, and no deeper; else None."""
+    """Return the row lengths of a valid JSON text of numbers if it is an array of arrays, and no deeper; else None."""
     opening = raw.find(b"[", 1)
     if opening < 0 or raw[:opening].strip(SPACE) != b"[":
         return None
@@ -175,7 +175,7 @@ def _row_lengths(raw: bytes) -> list[int] | None:
 
 
 def _has_ten_digits(characters: Characters) -> bool:
-    """Whether ten digits follow one another: an id of fewer fits in 32 bits."""
+    """Return True if ten digits follow one another: an id of fewer fits in 32 bits."""
     digits = _digits(characters)
     two = digits[:-1] & digits[1:]
     four = two[:-2] & two[2:]
@@ -184,7 +184,7 @@ def _has_ten_digits(characters: Characters) -> bool:
 
 
 def _has_long_number(characters: Characters) -> bool:
-    """Whether so many digits follow one another that the number may be too large; shorter ones are finite."""
+    """Return True if so many digits follow one another that the number may be too large; shorter ones are finite."""
     digits = _digits(characters)
     whole = len(digits) - len(digits) % 64
     eights = digits[:whole].view(np.uint64) == _ALL_TRUE
@@ -192,12 +192,12 @@ def _has_long_number(characters: Characters) -> bool:
 
 
 def _digits(characters: Characters) -> NDArray[np.bool_]:
-    # Unsigned, so smaller characters wrap around.
+    # The type is unsigned, so characters below "0" wrap around to large values.
     return (characters - np.uint8(ord("0"))) < 10
 
 
 def _exponents_fit(raw: bytes) -> bool:
-    """Whether rows with exponents hold finite values: 1e5 is rare, 1e999 is valid JSON."""
+    """Return True if rows with exponents hold finite values: 1e5 is rare, and 1e999 is valid JSON but infinite."""
     rows = [row for row in raw.split(b"]") if b"e" in row or b"E" in row]
     try:
         for row in rows:

@@ -9,13 +9,13 @@ import msgspec
 from atropos_api.wire.groups import Group
 
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
-"""A count of sequences, batches or ranks: a million at most, so that no arithmetic on it grows out of hand."""
+"""A count of sequences, batches or ranks: a million at most, so that no arithmetic on it gets too large."""
 NotNegative = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Unit = Literal["sequences", "groups"]
 
 LONGEST_HOLD_SECONDS = 600.0
-"""A lease that nobody renews ends by itself, so that an evaluation that died stops no run."""
+"""The longest lease: one that nobody renews expires, so that a crashed evaluation blocks no run."""
 
 
 class RunRequest(msgspec.Struct, kw_only=True):
@@ -23,13 +23,13 @@ class RunRequest(msgspec.Struct, kw_only=True):
 
     name: Name
     batch_size: Positive
-    """What a batch holds, counted in `unit`."""
+    """Size of a batch, counted in `unit`."""
     max_token_length: int
-    """Longest sequence the trainer takes; 0 or less: any."""
+    """Longest sequence that the trainer takes; 0 or less: any length."""
     num_steps: NotNegative
     resume: bool = False
     take_over: bool = False
-    """Begin although the trainer of another open run is at work: that run closes. Without it such a call is refused."""
+    """Begin even if the trainer of another open run is active: that run closes. Without it such a call is refused."""
     resume_from_batch: NotNegative = 0
     """The last batch covered by the checkpoint that is resumed from."""
     checkpoint_dir: str = ""
@@ -40,7 +40,7 @@ class RunRequest(msgspec.Struct, kw_only=True):
     max_staleness: NotNegative | None = None
     """Groups whose policy is more than this many trainer steps old are expired; None: the broker's own setting."""
     unit: Unit = "sequences"
-    """Of sequences a batch holds exactly `batch_size`, whatever the groups' sizes; of groups, the oldest ones."""
+    """With `sequences`, a batch holds exactly `batch_size`, whatever the group sizes; with `groups`, the oldest."""
 
 
 class RunInfo(msgspec.Struct, kw_only=True):
@@ -49,7 +49,7 @@ class RunInfo(msgspec.Struct, kw_only=True):
     """Rises with each takeover; batches and commits of an older epoch are refused."""
     next_batch: int
     highest_policy_version: int
-    """Highest version ever announced to this broker; the next publish goes above it."""
+    """Highest version ever announced to this broker; the next publish must be higher."""
     committed_batch: int
     leftover_groups: int
     """Groups of other runs that stay on disk and are never served to this one."""
@@ -65,11 +65,11 @@ class PolicyUpdate(msgspec.Struct, kw_only=True):
     published_at: float
     epoch: int | None = None
     policy_name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)] | None = None
-    """The model that clients have to ask for to get this policy; None: the one they ask for anyway."""
+    """The model that clients must request to get this policy; None: the one they request anyway."""
 
 
 class HoldRequest(msgspec.Struct, kw_only=True):
-    """Ask the trainer to publish no policy for a while, or for a while longer (`hold_id`)."""
+    """Ask the trainer not to publish for some time, or to extend such a hold (`hold_id`)."""
 
     seconds: Annotated[float, msgspec.Meta(gt=0.0, le=LONGEST_HOLD_SECONDS)]
     hold_id: str | None = None
@@ -77,25 +77,25 @@ class HoldRequest(msgspec.Struct, kw_only=True):
 
 
 class Hold(msgspec.Struct, kw_only=True):
-    """A lease on the published policy; whoever has its id may renew or release it."""
+    """A lease on the published policy: any caller that has its id may renew or release it."""
 
     hold_id: str
     seconds: float
-    """How long it lasts from now; 0 once released."""
+    """Time from now until it expires; 0 once released."""
     policy_version: int | None
     """The version published when it was granted."""
     kept: bool
-    """Whether that is the published version still. A publish under way when the hold is granted may break it."""
+    """True if that version is still published. A publish in progress when the hold is granted may break it."""
 
 
 class PolicyState(msgspec.Struct, kw_only=True):
-    """What is published, and how long the trainer is asked to leave it so. Read it before each publish."""
+    """The published policy, and how long the trainer is asked to keep it: read this before each publish."""
 
     run_id: str
     version: int | None
     step: int | None
     held_seconds: float
-    """Until the last lease ends, if nobody renews it; 0: publish."""
+    """Time until the last lease expires if none is renewed; 0: publishing is free."""
 
 
 class CommitRequest(msgspec.Struct, kw_only=True):
@@ -105,11 +105,11 @@ class CommitRequest(msgspec.Struct, kw_only=True):
 
 class FinishRequest(msgspec.Struct, kw_only=True):
     epoch: int | None = None
-    """The caller's own; a trainer whose run was taken over is refused. None: whoever holds the run."""
+    """The caller's epoch; a trainer whose run was taken over is refused. None: end the run under any epoch."""
 
 
 class EnvironmentRequest(msgspec.Struct, kw_only=True):
-    """Register by a stable name: a restart gets the same id."""
+    """Register an environment by a stable name: after a restart it gets the same id."""
 
     name: Name
     group_size: Positive
@@ -120,27 +120,27 @@ class EnvironmentRequest(msgspec.Struct, kw_only=True):
 
 
 class Pacing(msgspec.Struct, kw_only=True):
-    """How much an environment should have under way."""
+    """Pacing of one environment: it says how much work to have in flight."""
 
     state: Literal["wait", "run", "finished"]
     revision: int
-    """Changes with state, step, policy, and whenever room appears or ends."""
+    """A number that changes with state, step, policy, and whenever room appears or ends."""
     current_step: int
     num_steps: int
     batch_size: int
-    """In sequences; in a run that counts groups, as many as it takes of this environment's."""
+    """In sequences; if the run counts groups, the sequences of that many groups of this environment's size."""
     outstanding_sequences: int
-    """Queued, or in formed batches that are not yet trained."""
+    """Sequences queued, or in formed batches that are not yet trained."""
     room_sequences: int
-    """How many sequences this environment may have in flight now; 0 means pause."""
+    """Sequences that this environment may have in flight now; 0 means pause."""
     policy_version: int | None
     policy_step: int | None
     policy_held_seconds: float = 0.0
-    """How long evaluations ask that no other policy be published; 0: they do not."""
+    """Time for which evaluations ask that no other policy be published; 0: none asks."""
     paused_because: str | None = None
-    """The reason where there is no room until something else changes, such as another environment's group size."""
+    """The reason if there is no room until something else changes, such as another environment's group size."""
     policy_name: str | None = None
-    """The model to ask for to get this policy, where a plain server has each version under a name of its own."""
+    """The model to request for this policy, if a stock vLLM server has each version under a name of its own."""
 
 
 class EnvironmentInfo(msgspec.Struct, kw_only=True):
@@ -159,20 +159,20 @@ class EnvironmentInfo(msgspec.Struct, kw_only=True):
 
 
 class DropReport(msgspec.Struct, kw_only=True):
-    """The groups an environment dropped so far instead of submitting them: totals, so that a report may be repeated."""
+    """The groups that an environment dropped instead of submitting: totals so far, so a report may be repeated."""
 
     session: Name
-    """Of the process that counts, made up by it; another process counts from 0."""
+    """Name that the counting process made up for itself; another process counts from 0."""
     groups: Annotated[
         dict[Annotated[str, msgspec.Meta(min_length=1, max_length=60)], NotNegative], msgspec.Meta(max_length=32)
     ]
-    """By reason."""
+    """Dropped groups by reason."""
     explanation: Annotated[str, msgspec.Meta(max_length=2000)] = ""
-    """A sentence for whoever watches: how many, why, an example, and what to change."""
+    """A sentence for the operator: how many, why, an example, and what to change."""
 
 
 class Submission(msgspec.Struct, kw_only=True):
-    """Body of `POST /v1/groups`."""
+    """Body of `POST /v1/groups`: the groups of one environment."""
 
     environment_id: int
     groups: list[Group]
@@ -181,9 +181,9 @@ class Submission(msgspec.Struct, kw_only=True):
 class SubmitAnswer(msgspec.Struct, kw_only=True):
     accepted: int
     buffered: int
-    """Of those accepted: groups that no batch can use until others arrive."""
+    """Accepted groups that no batch can use until others arrive."""
     duplicates: int
-    """Groups that had been taken before under the same idempotency key."""
+    """Groups that were already taken under the same idempotency key."""
     pacing: Pacing | None
 
 
@@ -197,7 +197,7 @@ class Problem(msgspec.Struct, kw_only=True):
 
 
 def decode_problem(body: bytes) -> dict[str, Any]:
-    """A problem body as a mapping; a body that is none becomes the detail of one."""
+    """Return a problem body as a mapping; any other body becomes the `detail` of one."""
     try:
         problem = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""The broker against Atropos' own, driven by the same client in turn: `python -m benchmarks.broker [--quick]`.
+"""Compares the broker with Atropos' own; one client drives them in turn: `python -m benchmarks.broker [--quick]`.
 
 Prints what must be reached, what is aimed at, and what was achieved. CPU is that of the server's process, user and
 kernel; the kernel's own writing of dirty pages to the disk is in nobody's. Run it on an otherwise idle machine; only

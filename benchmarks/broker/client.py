@@ -17,7 +17,7 @@ _keys = itertools.count()
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """The server's answer to one request."""
 
     status: int
     encoding: str
@@ -59,7 +59,7 @@ class Client:
 
 
 class Line:
-    """One connection for timing small things: as little as possible happens on this side of it."""
+    """One connection for timing small requests: the client's side does as little work as possible."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -18,13 +18,13 @@ from benchmarks.broker.workload import Shape, make_groups
 
 SHAPE = Shape(8, 512, groups_per_batch=8)
 PERIOD_SECONDS = 1.0
-"""Between two polls of one environment."""
+"""Time between two polls of one environment."""
 BATCHES_PER_SECOND = 2
 
 
 @dataclass(frozen=True)
 class Crowd:
-    """How long polls took, and what the server's process used meanwhile."""
+    """The latency of polls, and the share of a CPU that the server's process used meanwhile."""
 
     environments: int
     polls: int
@@ -34,7 +34,7 @@ class Crowd:
 
 
 def measure_crowd(server: Server, environments: int, seconds: float) -> Crowd:
-    """Environments polling, with a trainer that takes two batches a second of groups that come as fast."""
+    """Measure polls of many environments, while a trainer takes two batches a second and groups arrive as fast."""
     client = Client(server.port)
     env_ids = register_legacy(client, SHAPE, environments)
     cpu_before, began = server.cpu_seconds(), time.monotonic()

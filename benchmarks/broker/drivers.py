@@ -28,17 +28,17 @@ Decode = Callable[[Answer], list[dict[str, Any]]]
 
 
 class Driver(Protocol):
-    """How groups go in and batches come out."""
+    """A driver of one server: it submits groups and fetches batches."""
 
     server: Server
 
     def prepare(self, groups: Sequence[SentGroup]) -> None:
-        """Write what will be sent: the client's work is not what is measured."""
+        """Encode the submissions in advance, so that the client's work is not measured."""
 
     def submit(self, group: SentGroup) -> None: ...
 
     def fetch(self) -> Answer | None:
-        """The next batch, which is there, for enough groups went in; None from a server that has none."""
+        """Return the next batch, for which enough groups were submitted; None from a server without batches."""
 
     def decode(self, answer: Answer) -> list[dict[str, Any]]: ...
 

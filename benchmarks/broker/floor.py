@@ -1,4 +1,4 @@
-"""What the machine itself needs for the bytes of a group, in and out: a copy in memory, and loopback TCP."""
+"""Measures what the machine itself needs for a group's bytes, in and out: a copy in memory, and loopback TCP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a long queue costs: status polls, the first batch, memory."""
+"""Measures the cost of a long queue: status polls, the first batch, memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DISTINCT = 100
 PER_LIST = 100
 POLLS = 500
 SETTLE_SECONDS = 3.0
-"""After filling: what the queue's length costs is asked, not what writing it to the disk does."""
+"""Pause after filling, so that the queue's length is measured and not the writing of it to the disk."""
 LATER_BATCHES = 20
 
 
@@ -70,7 +70,7 @@ def measure_queue(server: Server, queued: int) -> Queued:
 
 
 def measure_polls(server: Server, env_id: int = 0) -> Polls:
-    """What one environment's question costs, over many on one connection; an echo answers it with itself."""
+    """Measure one environment's status poll, over many on one connection; an echo server returns the request itself."""
     question = json.dumps({"env_id": env_id}).encode()
     with Line(server.port) as line:
         cpu_before = server.cpu_seconds()
@@ -80,7 +80,7 @@ def measure_polls(server: Server, env_id: int = 0) -> Polls:
 
 
 def measure_memory(server: Server, shape: Shape, count: int, *, keyed: bool = True) -> Resident:
-    """Resident memory for each of `count` groups that came one by one and wait."""
+    """Measure the resident memory of each of `count` groups that were submitted one by one and are queued."""
     client = Client(server.port)
     register_legacy(client, shape)
     sent = make_groups(shape, ENVIRONMENTS, environments=ENVIRONMENTS)

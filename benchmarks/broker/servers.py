@@ -64,7 +64,7 @@ def ours(store: str, directory: Path, options: Sequence[str] = ROOMY) -> Iterato
 
 @contextmanager
 def echo(directory: Path) -> Iterator[Server]:
-    """Nothing but uvicorn: what the bytes cost to come and go."""
+    """Start nothing but uvicorn, to measure the cost of receiving and sending the bytes."""
     options = ["--log-level", "warning", "--no-access-log", "--timeout-keep-alive", "600", "--lifespan", "off"]
     command = [sys.executable, "-m", "uvicorn", "benchmarks.broker.echo:app", *options]
     with _running("raw uvicorn echo", command, directory, probe="/") as server:

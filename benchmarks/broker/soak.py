@@ -32,7 +32,7 @@ MIB = 2**20
 
 @dataclass
 class Soak:
-    """What is shared by the threads of one run."""
+    """The state that the threads of one run share."""
 
     client: Client
     groups: list[SentGroup]
@@ -42,7 +42,7 @@ class Soak:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def produce(self, env_id: int, groups_per_second: float) -> None:
-        """One environment, which heeds the queue as Atropos' own do."""
+        """Run one environment, which pauses on a full queue as Atropos' own do."""
         mine = self.groups[env_id::ENVIRONMENTS]
         place = 0
         while time.monotonic() < self.until:
@@ -56,7 +56,7 @@ class Soak:
             time.sleep(ENVIRONMENTS / groups_per_second)
 
     def train(self, step_seconds: float) -> None:
-        """The trainer, until the queue is empty after the end."""
+        """Run the trainer until the environments have ended and the queue is empty."""
         while True:
             batch = orjson.loads(self.client.request("GET", "/batch").body)["batch"]
             if batch is None and time.monotonic() > self.until + SAMPLE_SECONDS:

@@ -17,7 +17,7 @@ import numpy as np
 PROMPT_FRACTION = 0.25
 VOCABULARY = 150_000
 GZIP_LEVEL = 9
-"""What the published environment client uses."""
+"""The compression level that the published environment client uses."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What an environment server costs while it has nothing to do: served to a real broker whose run has no room left.
+"""Measures the cost of an idle environment server: it serves a real broker whose run takes no more groups.
 
 Run by `sdk_cost.py`; takes one JSON object of settings as its argument and prints CPU seconds per second.
 """

@@ -1,4 +1,4 @@
-"""Mutated bodies on every submit route of a broker, while a trainer and two environments work beside.
+"""Sends mutated bodies to every submit route of a broker, while a trainer and two environments work on it.
 
     python benchmarks/mutated_bodies --count 10000
 
@@ -107,7 +107,7 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def make_bodies(environment_id: int, rng: random.Random) -> Bodies:
-    """What real clients send, on every route that takes groups."""
+    """Make well-formed bodies as real clients send them, for every route that takes groups."""
     groups = [neighbours.make_group(rng, length) for length in (5, 40, 40, 300)]
     bodies: Bodies = []
     for index, group in enumerate(groups):

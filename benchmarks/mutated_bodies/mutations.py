@@ -32,7 +32,7 @@ BOMB_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class Mutant:
-    """One request as it goes out. `lies`: its framing is false, so that no answer is an answer too."""
+    """One request as it is sent; with `lies` its framing is false, so a close without an answer is accepted."""
 
     kind: str
     path: str

@@ -34,7 +34,7 @@ class Sender:
         self._pool.join()
 
     def send(self, count: int, *, mutate: bool) -> tuple[Stretch, Counts]:
-        """When the first went out and the last was answered, and the answers by kind and status."""
+        """Send `count` requests; return the times of first request and last answer, and counts by kind and status."""
         return self._pool.apply(send_lot, (count, mutate))
 
 

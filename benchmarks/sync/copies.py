@@ -1,4 +1,4 @@
-"""How many copies of the weights a shared run holds: memory of trainer and server together, by `--master-weights`.
+"""Counts the copies of the weights in a shared run: memory of trainer and server together, by `--master-weights`.
 
 One server of a model of some 80M random parameters in bf16, its weights shared; for each kind of masters a trainer in a
 process of its own loads, publishes, trains one step with AdamW and publishes again. Memory is proportional (`Pss` in
@@ -127,7 +127,7 @@ def own(kind: str) -> int:
 
 
 def own_anonymous() -> int:
-    """Memory of this process that is no file's and nobody else's."""
+    """Return the anonymous resident memory of this process, in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -135,7 +135,7 @@ def own_anonymous() -> int:
 
 
 def peak_during(work: Callable[[], object]) -> int:
-    """The most anonymous memory this process had while it worked, looked at every 2 ms."""
+    """Return the peak of this process's anonymous memory during `work`, sampled every 2 ms."""
     done, seen = threading.Event(), [own_anonymous()]
 
     def look() -> None:

@@ -1,7 +1,7 @@
-"""What `/generate` costs beside vLLM's own completion route, on one server and in one run.
+"""Measures the cost of `/generate` against vLLM's own completion route, on one server and in one run.
 
 The same prompt and sampling are asked for by either route, with the sampled tokens' ids and logprobs in the answer, by
-1 and by 64 clients at a time. The routes take turns in short windows. Told are requests and tokens per second of wall
+1 and by 64 clients at a time. The routes take turns in short windows. It prints requests and tokens per second of wall
 time, and the CPU time of the process that answers HTTP (the engine's process does the same work for each route). The
 ratios, of ours to vLLM's, are taken within each round of turns; their median is what counts.
 
@@ -41,7 +41,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What one route did in one turn."""
+    """The figures of one route in one time window."""
 
     requests_per_second: float
     front_seconds: float

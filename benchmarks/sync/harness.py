@@ -1,6 +1,6 @@
-"""What the benchmarks of syncs share: servers on the demo's base model, load on them, and the cost in CPU time.
+"""Shared parts of the sync benchmarks: servers on the demo's base model, load on them, and the cost in CPU time.
 
-The machine may be busy with other things, so speeds are told per CPU second of the server's processes, and two servers
+The machine may be busy with other things, so speeds are given per CPU second of the server's processes, and two servers
 that are compared take turns within one run.
 """
 
@@ -109,7 +109,7 @@ def _healthy(url: str) -> bool:
 
 
 class Load:
-    """Keeps the same number of requests in flight, waits out servers that are away, and counts what came back."""
+    """Keeps the same number of requests in flight, waits while a server is down, and counts the answers."""
 
     def __init__(self, url: str, *, tokens: int = TOKENS) -> None:
         self.tokens = 0

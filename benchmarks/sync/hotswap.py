@@ -27,7 +27,7 @@ MEBIBYTE = 1 << 20
 MOST_SECONDS = 0.05
 LEAST_RATIO = 0.9
 MOST_OF_THE_ADAPTERS = 0.02
-"""What may be left of the swaps of the second half: a copy of each adapter that were kept would be all, and more."""
+"""Largest memory growth over the second half of the swaps, as a share of their adapters; keeping each would be 1."""
 
 
 def main() -> None:

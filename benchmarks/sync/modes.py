@@ -1,4 +1,4 @@
-"""What a sync costs in each mode: from the optimizer's step to the first token of the new policy, and to decoding.
+"""Measures a sync in each mode: the time from the optimizer's step to the new policy's first token, and lost decoding.
 
 One server after the other, the same load on each. For each mode: seconds from the change of the masters to the first
 token sampled under the new version; tokens per CPU second of the server in a window of three seconds without a sync,

@@ -64,7 +64,7 @@ class Publisher:
 
 @dataclass(slots=True)
 class Seen:
-    """What the windows with publishes showed."""
+    """The figures of the windows with publishes, as ratios to those without."""
 
     ratios: list[float] = field(default_factory=list)
     """Of tokens per second."""

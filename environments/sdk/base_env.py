@@ -1,7 +1,7 @@
-"""`BaseEnv`: the class that an environment subclasses. Its docstring is the tutorial.
+"""`BaseEnv` is the class that an environment subclasses; its docstring is the tutorial.
 
-It is `Environment` of `environment.py`, which holds every hook, with the command line of `runtime/cli.py` on top. Only
-users and the environments of this package import it; `runtime` knows `Environment` alone.
+It is `Environment` of `environment.py`, which holds every hook, with the command line of `runtime/cli.py` added. Only
+users and the environments of this package import it; `runtime` imports `Environment` alone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from environments.sdk.environment import Environment
 
 
 class BaseEnv(Environment):
-    """An environment: where problems come from, how a model's attempts are collected and what they are worth.
+    """Base class of environments: a subclass gives the problems, collects the model's attempts and scores them.
 
-    Three methods make one. This is a complete environment; `python colours.py serve` feeds a trainer from it:
+    Three methods are required. This is a complete environment; `python colours.py serve` feeds a trainer from it:
 
         from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig, scored_group
 
@@ -70,7 +70,7 @@ class BaseEnv(Environment):
 
     @classmethod
     def cli(cls) -> NoReturn:
-        """The command line `serve | process | evaluate | validate` of this environment."""
+        """Run the command line `serve | process | evaluate | validate` of this environment."""
         from atropos_api.common.cliconfig import run_cli
         from environments.sdk.runtime.cli import run_verb
 

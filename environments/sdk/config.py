@@ -1,14 +1,11 @@
-"""Configuration of an environment server and of the inference servers it samples from.
+"""Settings models: they configure an environment server, the inference servers it samples from and its sessions.
 
-The names and defaults of Atropos' environments are kept; what is ours stands at the end. Importing this module loads
-neither a tokenizer nor an HTTP library.
+The names and defaults of the original Atropos environments are kept; our own fields come at the end. Importing this
+module loads neither a tokenizer nor an HTTP library.
 
-`--slurm`: the inference servers of a Slurm job, on the nodes behind those that train.
-
-`SLURM_JOB_NODELIST` names the nodes, the first `NUM_TRAINING_NODES` of them train, and each of the others runs as many
-servers as fit its eight GPUs with `INFER_TP` of them each, on the ports from 9000 on.
-
-Where sessions are served, and the address and key by which one of them is reached.
+`slurm_servers` (`--slurm`) finds the inference servers of a Slurm job: `SLURM_JOB_NODELIST` names the nodes, the first
+`NUM_TRAINING_NODES` of them train, and each of the others runs as many servers as fit its eight GPUs with `INFER_TP`
+GPUs each, on the ports from 9000 on.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ Address = Annotated[str, AfterValidator(_address_or_none_yet)]
 
 
 class EvalHandlingEnum(StrEnum):
-    """What happens to training rollouts while an evaluation runs."""
+    """Choice of what happens to training rollouts during an evaluation: stop them, limit them or leave them alone."""
 
     STOP_TRAIN = "STOP_TRAIN"
     LIMIT_TRAIN = "LIMIT_TRAIN"
@@ -48,7 +45,7 @@ class EvalHandlingEnum(StrEnum):
 
 
 class BaseEnvConfig(BaseModel):
-    """What every environment can be told with `--env.<field>`."""
+    """Settings of every environment: each is set with `--env.<field>`."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -85,7 +82,7 @@ class BaseEnvConfig(BaseModel):
         None, description="the same as a number of tokens; reasoning_effort wins over it"
     )
     custom_thinking_prompt: str | None = Field(None, description="for environments that prompt for thinking themselves")
-    # Ours.
+    # Fields that the original Atropos does not have.
     group_size_schedule: str = Field(
         "", description="group sizes by trainer step, as 0:8,100:4; it replaces group_size as the run goes on"
     )
@@ -136,7 +133,7 @@ class BaseEnvConfig(BaseModel):
         return text
 
     def group_size_at(self, step: int) -> int:
-        """The group size at a trainer step, by the schedule where there is one."""
+        """Return the group size at a trainer step, from the schedule if there is one."""
         due = [size for start, size in read_schedule(self.group_size_schedule) if start <= step]
         return due[-1] if due else self.group_size
 
@@ -150,7 +147,7 @@ class BaseEnvConfig(BaseModel):
 
 
 def read_schedule(text: str) -> list[tuple[int, int]]:
-    """Pairs of step and value from `0:8,100:4`, in the order of the steps."""
+    """Return pairs of step and value read from `0:8,100:4`, in the order of the steps."""
     try:
         pairs = [(int(step), int(value)) for step, value in (part.split(":") for part in text.split(",") if part)]
     except ValueError:
@@ -161,7 +158,7 @@ def read_schedule(text: str) -> list[tuple[int, int]]:
 
 
 class ServerBaseline(BaseModel):
-    """What inference servers have in common."""
+    """Base settings: all inference servers share them."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -177,7 +174,7 @@ class ServerBaseline(BaseModel):
 
 
 class APIServerConfig(ServerBaseline):
-    """One inference server, as told with `--openai.<field>`."""
+    """Settings of one inference server: each is set with `--openai.<field>`."""
 
     api_key: str = Field("", description="bearer token of the server", json_schema_extra=SECRET)
     base_url: Address = Field("http://localhost:9001/v1", description="its address; /generate is found without the /v1")
@@ -186,12 +183,12 @@ class APIServerConfig(ServerBaseline):
 
     @property
     def root_url(self) -> str:
-        """The address without the OpenAI prefix, where the native endpoints are."""
+        """The address without OpenAI's `/v1`: the native endpoints are there."""
         return self.base_url.rstrip("/").removesuffix("/v1")
 
 
 class APIServerConfigs(BaseModel):
-    """The servers of an environment in order; one config alone behaves like a list of one."""
+    """The servers of an environment in order: a single config is read as a list of one."""
 
     servers: list[APIServerConfig]
 
@@ -204,7 +201,7 @@ class APIServerConfigs(BaseModel):
 def as_server_list(
     configs: ServerBaseline | APIServerConfig | list[APIServerConfig],
 ) -> list[APIServerConfig]:
-    """A list of concrete servers, whichever of the three forms was given."""
+    """Return a list of server configs, whichever of the three forms was given."""
     if isinstance(configs, list):
         return configs
     if isinstance(configs, APIServerConfig):
@@ -218,7 +215,7 @@ FIRST_PORT = 9000
 
 
 def slurm_servers(template: APIServerConfig, variables: Mapping[str, str] = os.environ) -> list[APIServerConfig]:
-    """A config for each server of the job, like `template` but for the address."""
+    """Return a config for each server of the Slurm job: a copy of `template` with that server's address."""
     listed = variables.get("SLURM_JOB_NODELIST")
     if not listed:
         raise ConfigError("--slurm: SLURM_JOB_NODELIST is not set; start inside a Slurm job, or name --openai.base_url")
@@ -260,16 +257,16 @@ KEY_VARIABLE = "ATROPOS_SESSION_KEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
-    """How an environment serves its sessions."""
+    """Settings of served sessions: they say where agents reach an environment's sessions."""
 
     host: str = "127.0.0.1"
     port: int = 0
     url: str = ""
-    """What agents reach this host and port by, where that is not what it is called here."""
+    """The URL at which agents reach this host and port, if it differs for them."""
     temperature: float | None = None
-    """Replaces the temperature of agents' requests that are trained on."""
+    """The temperature that replaces the one of agents' training requests; None: theirs is kept."""
     key_in_url: bool = False
-    """Whether addresses carry the key, for agents that are handed an address alone."""
+    """True if addresses carry the key, for agents that are given nothing but an address."""
 
     @classmethod
     def from_config(cls, config: BaseEnvConfig, *, key_in_url: bool = False) -> SessionSettings:
@@ -284,7 +281,7 @@ class SessionSettings:
 
 @dataclass(frozen=True, slots=True)
 class SessionAddress:
-    """One session's way in: a base URL for clients of OpenAI's API, and the key that they send."""
+    """The address of one session: a base URL for clients of OpenAI's API, and the key that they send."""
 
     root_url: str
     name: str

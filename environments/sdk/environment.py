@@ -1,8 +1,8 @@
-"""`Environment`: the hooks and state of an environment, and the state file that it asks to keep.
+"""`Environment` holds the hooks and the state of an environment, and keeps the state file that it asks for.
 
 Users subclass `BaseEnv` of `base_env.py`, which is this class with a command line. `runtime` runs what is described
-here: `runtime/worker.py` for `serve`, `runtime/commands.py` for the other verbs. State is one JSON file a trainer step,
-beside the trainer's checkpoints.
+here: `runtime/worker.py` for `serve`, `runtime/commands.py` for the other verbs. The state is one JSON file per saved
+trainer step, stored next to the trainer's checkpoints.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class StateUnreadable(EnvironmentsError):
-    """What an environment has kept for a resumed run cannot be read."""
+    """The state that an environment saved for a resumed run cannot be read."""
 
 
 def path_of(checkpoint_dir: Path, name: str, step: int) -> Path:
@@ -53,14 +53,14 @@ def path_of(checkpoint_dir: Path, name: str, step: int) -> Path:
 
 
 def save_state(checkpoint_dir: Path, name: str, step: int, data: dict[str, Any]) -> None:
-    """Write the file whole or not at all."""
+    """Write the state atomically: the file is complete or absent."""
     path = path_of(checkpoint_dir, name, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(data))
 
 
 def load_state(checkpoint_dir: Path, name: str, step: int) -> dict[str, Any]:
-    """The newest state saved at or before `step`; nothing when there is none."""
+    """Return the newest state saved at or before `step`; an empty dictionary when there is none."""
     folder = path_of(checkpoint_dir, name, step).parent
     steps = sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.json"))
     usable = [saved for saved in steps if saved <= step]
@@ -82,30 +82,30 @@ KEPT_LENGTHS = 65_536
 
 
 class GroupSink(Protocol):
-    """Takes the groups that an environment collected, and sends those that the rules allow."""
+    """Interface for the delivery of collected groups: it sends those that the group rules allow."""
 
     async def deliver(self, scored_data: Any, item: Item, *, send: bool, check_length: bool) -> None:
         """Send one group or several; `check_length`: drop those longer than the run allows."""
 
 
 class Scheduler(Protocol):
-    """Begins an environment's rollouts, and tells the environment about the run and the trainer's steps."""
+    """Interface of the worker: it starts an environment's rollouts and passes on the run's settings and steps."""
 
     def take_run_facts(self) -> None:
-        """Let the run's batch size and longest sequence be the environment's."""
+        """Copy the run's batch size and longest sequence to the environment."""
 
     def take_step(self) -> None:
-        """Take over the trainer's step: checkpoints, metrics and evaluations may be due."""
+        """Adopt the trainer's step: checkpoints, metrics and evaluations may be due."""
 
     async def admit(self) -> None:
-        """Begin rollouts until there is no room or no item, or something else is due."""
+        """Start rollouts until there is no room or no item, or something else is due."""
 
 
 class Environment(ABC):
-    """The environment as the runtime knows it: what users override and use, and nothing of how it is run.
+    """The environment as the runtime sees it: it holds what users override and use, and nothing about how it is run.
 
     Users subclass `BaseEnv` (`base_env.py`), which adds the command line and the tutorial. The worker and the delivery
-    of groups are known here by what is asked of them: `Scheduler` and `GroupSink`.
+    of groups are reached only through the protocols `Scheduler` and `GroupSink`.
     """
 
     name: ClassVar[str | None] = None
@@ -113,7 +113,8 @@ class Environment(ABC):
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     server_config_cls: ClassVar[type[APIServerConfig]] = APIServerConfig
     lenient: ClassVar[bool] = False
-    """Whether files may hold keys that nothing knows, and text alone may be trained on: for Atropos' environments."""
+    """True if files may hold unknown keys and text alone may be trained on: for environments of the original Atropos.
+    """
 
     def __init__(
         self,
@@ -158,30 +159,32 @@ class Environment(ABC):
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, ServerBaseline | APIServerConfig | list[APIServerConfig]]:
-        """The defaults under files and flags; called for `--help` too, so it loads nothing."""
+        """Return the defaults, which files and flags override; called for `--help` too, so it must load nothing."""
         return cls.env_config_cls(), ServerBaseline()
 
     @classmethod
     def teacher_config_init(cls) -> ServerBaseline | APIServerConfig | list[APIServerConfig] | None:
-        """The servers of a teacher under files and `--teacher.*`; None for an environment that has none."""
+        """Return the default teacher servers, which files and `--teacher.*` override; None: the environment has no
+        teacher.
+        """
         return None
 
     @abstractmethod
     async def setup(self) -> None:
-        """Load what the environment needs, once, before anything else."""
+        """Load what the environment needs: called once, before its first item or evaluation."""
 
     @abstractmethod
     async def get_next_item(self) -> Item:
-        """The next thing to try; None when there is none for now (`serve`) or no more (`process`)."""
+        """Return the next item to try; None when there is none for now (`serve`) or no more (`process`)."""
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """One scored attempt at `item`, and items to try next. Override this or `collect_trajectories`."""
+        """Return one scored attempt at `item`, and items to try next. Override this or `collect_trajectories`."""
         raise NotImplementedError(f"{type(self).__name__} needs collect_trajectories or collect_trajectory")
 
     async def collect_trajectories(
         self, item: Item
     ) -> tuple[ScoredDataGroup | Sequence[ScoredDataGroup | None] | Any | None, list[Item]]:
-        """A group of scored attempts at `item`, and items to try next; by default `group_size` single attempts."""
+        """Return a group of scored attempts at `item`, by default `group_size` single ones, and items to try next."""
         results: list[tuple[ScoredDataItem | None, list[Item]] | None] = [None] * self.config.group_size
 
         async def collect(index: int) -> None:
@@ -198,34 +201,40 @@ class Environment(ABC):
     async def postprocess_histories(
         self, trajectories: Any
     ) -> ScoredDataGroup | Sequence[ScoredDataGroup | None] | None:
-        """A last change to what was collected, such as scoring against other groups; None drops it."""
+        """Make a last change to what was collected, such as scoring it against other groups; return None to drop it."""
         return trajectories  # type: ignore[no-any-return]
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Measure the model and report with `evaluate_log`; an environment may go without.
+        """Measure the model and report with `evaluate_log`; this method is optional.
 
-        Requests made in here count as evaluation by themselves.
+        Requests made in here count as evaluation automatically.
         """
         raise NotImplementedError(f"{type(self).__name__} has no evaluate")
 
     def gold_items(self) -> Iterable[GoldItem]:
-        """For `validate`: items, each with a completion that must earn `best_score` and some that must earn less."""
+        """Return, for `validate`, items that each have a completion that must earn `best_score` and some that must earn
+        less.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no gold_items")
 
     async def score_answer(self, item: Item, text: str) -> float:
-        """For `validate`: what the completion `text` is worth for `item`; let `collect_trajectories` use it as well."""
+        """Return, for `validate`, the score of the completion `text` for `item`; let `collect_trajectories` use it as
+        well.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no score_answer")
 
     async def cleanup(self) -> None:  # noqa: B027 - most environments have nothing to clean up
-        """Called after every group."""
+        """Clean up; called after every attempt at an item."""
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Override to call `super().save_checkpoint(step, {...})` with what must survive a restart."""
+        """Save the environment's state; override to call `super().save_checkpoint(step, {...})` with what a restart
+        needs.
+        """
         if data is not None and self.checkpoint_dir:
             save_state(Path(self.checkpoint_dir), self.registered_name, step, data)
 
     def load_checkpoint(self) -> None:
-        """Called when a run is resumed: sets what was saved at the step as attributes."""
+        """Restore the state saved at the step, each key as an attribute; called when a run is resumed."""
         if not self.checkpoint_dir:
             return
         for key, value in load_state(Path(self.checkpoint_dir), self.registered_name, self.curr_step).items():
@@ -246,18 +255,22 @@ class Environment(ABC):
         )
 
     async def check_servers(self) -> None:  # noqa: B027 - most environments have none of their own
-        """Called before `setup` where groups are collected, after the tokenizer: raise on an unfit server."""
+        """Raise if an inference server is unfit; called before `setup` where groups are collected, after the tokenizer
+        is loaded.
+        """
 
-    def require_servable(self) -> None:  # noqa: B027 - most environments are
-        """Called first by `serve`: raise where the environment was written for another scheduler than this one."""
+    def require_servable(self) -> None:  # noqa: B027 - most environments fit this scheduler
+        """Raise if the environment was written for another scheduler than this one; called first by `serve`."""
 
     async def get_server_info(self) -> None:
-        """Called when a run is joined: takes over its batch size and longest sequence; without `super()` they stay."""
+        """Take over the run's batch size and longest sequence; called when a run is joined. Without `super()` they do
+        not change.
+        """
         if self.worker is not None:
             self.worker.take_run_facts()
 
     async def env_step_checks(self) -> None:
-        """Called when the trainer has made a step, which `status_dict` tells and `curr_step` does not yet.
+        """React to a trainer step: `status_dict` has the new step, `curr_step` still the old one.
 
         What is due by then (a checkpoint, metrics, an evaluation) happens in here.
         """
@@ -265,12 +278,12 @@ class Environment(ABC):
             self.worker.take_step()
 
     async def add_train_workers(self) -> None:
-        """Called while there is room for rollouts, and begins them; without `super()` none begin."""
+        """Start rollouts; called while there is room for them. Without `super()` none are started."""
         if self.worker is not None:
             await self.worker.admit()
 
     async def setup_wandb(self) -> None:
-        """Called once the run is known: what is logged from now on goes to Weights & Biases, if it is wanted."""
+        """Set up Weights & Biases, if `use_wandb` is set; called once the run is known, before anything is logged."""
         if self.config.use_wandb and self.tracker is None:
             self.tracker = WandbTracker(
                 name=run_name(self.registered_name),
@@ -310,7 +323,7 @@ class Environment(ABC):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's tokenizer: encode, decode, chat template, and all of transformers' on demand."""
+        """The model's tokenizer: encode, decode and chat template; all else of transformers is loaded on demand."""
         name = self.config.tokenizer_name
         if name is None:
             raise TokenizerUnavailable("no tokenizer is named, and no server has told one; set --env.tokenizer_name")
@@ -318,12 +331,12 @@ class Environment(ABC):
 
     @property
     def can_evaluate(self) -> bool:
-        """Whether there is an `evaluate`."""
+        """True if the environment has an `evaluate`."""
         return type(self).evaluate is not Environment.evaluate
 
     @property
     def registered_name(self) -> str:
-        """The stable name this environment has towards the broker."""
+        """The stable name under which this environment registers with the broker."""
         return self.config.wandb_name or self.name or type(self).__name__
 
     async def evaluate_log(
@@ -337,7 +350,7 @@ class Environment(ABC):
         samples: Sequence[Mapping[str, Any]] | None = None,
         verbose: bool = True,
     ) -> EvaluationResult:
-        """Report an evaluation: logged, and written to `data_dir_to_save_evals` where that is set."""
+        """Report an evaluation: log it, and write it to `data_dir_to_save_evals` if that is set."""
         finished = time.time() if end_time is None else end_time
         journal = current_journal()
         result = EvaluationResult(
@@ -360,28 +373,28 @@ class Environment(ABC):
         return result
 
     def evaluation_directory(self) -> Path | None:
-        """Where the current evaluation's files go: a folder a step while serving."""
+        """Return the folder of the current evaluation's files: one per step while serving."""
         if self.config.data_dir_to_save_evals is None:
             return None
         root = Path(self.config.data_dir_to_save_evals)
         return root if self.evaluation_step is None else root / f"step-{self.evaluation_step}"
 
     def note_sent(self, group: Group) -> None:
-        """Count a group that is on its way."""
+        """Count a group that is being sent."""
         self.metrics.sent += 1
         self.dropped_groups.note_sent()
         self.completion_lengths.extend(len(mask) - mask.count(NOT_TRAINED) for mask in group.masks)
 
     def set_teacher(self, server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> None:
-        """Where the teacher answers; for environments that have one."""
+        """Set the teacher's servers; for environments that have a teacher."""
         raise NotImplementedError(f"{type(self).__name__} has no teacher")
 
     async def aclose(self) -> None:
-        """Close what was opened; the last call."""
+        """Close what was opened; no method may be called after it."""
         await self.server.aclose()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Hand metrics of a trainer step to W&B, if it is used."""
+        """Log metrics of a trainer step to W&B, if it is used."""
         if self.tracker is not None:
             self.tracker.log(metrics, step)
 

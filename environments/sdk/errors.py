@@ -1,4 +1,4 @@
-"""What can go wrong in an environment server. Users' code raises plain Python errors and never builds these."""
+"""Errors of an environment server. Users' code raises plain Python errors and, of these, only `ItemDropped`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from atropos_api.common.errors import AtroposError
 
 
 class EnvironmentsError(AtroposError):
-    """The root. `ends_server`: no other rollout would fare better, so the first one that raises it ends the server."""
+    """Root of the errors: with `ends_server` every other rollout would fail too, so the first such error ends the
+    server.
+    """
 
     ends_server: ClassVar[bool] = True
 
@@ -18,17 +20,17 @@ class InferenceUnavailable(EnvironmentsError):
 
 
 class InferenceHostUnknown(EnvironmentsError):
-    """The host of an inference server cannot be resolved: a mistyped name, which no waiting mends."""
+    """The host of an inference server cannot be resolved: the name is mistyped, so waiting does not help."""
 
 
 class InferenceRefused(EnvironmentsError):
-    """The inference server will not do what was asked; another prompt may fare better."""
+    """The inference server refuses the request; another prompt may be accepted."""
 
     ends_server = False
 
 
 class RequestRefused(EnvironmentsError):
-    """A client of a session asked for what a session does not do; `param` is the field of its request."""
+    """A client of a session asked for something that sessions do not support; `param` is the field of its request."""
 
     ends_server = False
 
@@ -38,11 +40,11 @@ class RequestRefused(EnvironmentsError):
 
 
 class TokensUnavailable(EnvironmentsError):
-    """Inference servers of that kind return no token ids and logprobs, which training needs."""
+    """The inference servers are of a kind that returns no token ids and logprobs, which training needs."""
 
 
 class SamplingNotTrainable(EnvironmentsError):
-    """The sampling asked for has a distribution that the trainer does not recompute."""
+    """The requested sampling has a distribution that the trainer does not recompute."""
 
 
 class ToolParserUnknown(EnvironmentsError):
@@ -54,11 +56,11 @@ class TokenizerUnavailable(EnvironmentsError):
 
 
 class TokenizerMismatch(EnvironmentsError, ValueError):
-    """The tokenizer is not that of the model that is sampled from."""
+    """The tokenizer is not the one of the sampled model."""
 
 
 class ItemDropped(EnvironmentsError):
-    """Nothing can be made of the item: an environment that raises this has it dropped, counted and not tried again."""
+    """The item is unusable: an environment that raises this has it dropped, counted and not tried again."""
 
     ends_server = False
 
@@ -68,15 +70,15 @@ class RolloutsKeepFailing(EnvironmentsError):
 
 
 class EvaluationFailed(EnvironmentsError):
-    """An evaluation that was asked for by name could not be done."""
+    """An evaluation that was explicitly requested failed."""
 
 
 def innermost(error: BaseException) -> BaseException:
-    """The first real error inside nested exception groups."""
+    """Return the first error inside nested exception groups that is no group itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 class GoldMissing(EnvironmentsError):
-    """The environment offers nothing to check its rewards on."""
+    """The environment has no gold items or no scoring function to check its rewards with."""

@@ -1,13 +1,10 @@
-"""Where exports get their groups: a file of JSON lines, or a broker whose batches they take in a trainer's place.
+"""Files of groups: reading them, writing them, keeping a small file of the newest, and showing them as a web page.
 
-The newest groups of a run, in a file that stays small: what a model writes now, for people to read.
-
-A run makes more groups than anybody reads, and writing each would cost a busy environment time. So at most ten a second
-are kept, fewer where they are long, and of these the newest so many.
-
-Groups as a page for a browser: one file without scripts, fonts or pictures, which loads nothing from anywhere.
-
-What models write is shown as text: every character of it is escaped, and the page forbids itself to run scripts.
+`read_groups` and `groups_from_broker` give exports their groups, from JSON lines or from a broker whose batches they
+take as a trainer would. `GroupFile` writes every group. `RecentGroups` keeps the newest groups of a run in a file that
+stays small, for people to read: writing all of them would cost a busy environment time, so at most ten a second are
+kept, fewer if they are long. `write_page` makes one HTML file without scripts, fonts or images that loads nothing from
+anywhere; every character that a model wrote is escaped, and the page's policy forbids scripts.
 """
 
 from __future__ import annotations
@@ -32,13 +29,13 @@ NEVER_ENDING = 1_000_000_000
 
 
 class GroupsUnreadable(AtroposError):
-    """A file of groups that is not there, or a line of it that is no group."""
+    """A file of groups is missing, or one of its lines is no group."""
 
 
 def read_groups(path: Path) -> Iterator[dict[str, Any]]:
-    """The groups of a file, one a line, as Atropos' and our environments write them.
+    """Yield the groups of a file, one per line, as the original Atropos and our environments write them.
 
-    A last line without an end is passed over unless it is whole: its writer is still at it, or was killed.
+    An incomplete last line without a line break is skipped: its writer is still writing it, or was killed.
     """
     try:
         file = path.open("rb")
@@ -61,7 +58,7 @@ def read_groups(path: Path) -> Iterator[dict[str, Any]]:
 def groups_from_broker(
     url: str, *, group_size: int, tasks_per_step: int, max_token_length: int, token: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Groups as they come in, batch after batch, until the caller has enough; then the run is finished."""
+    """Yield groups as they arrive, batch after batch, until the caller stops; then finish the run."""
     from atropos_api.client import BrokerClient
     from atropos_api.wire.messages import RunRequest
 
@@ -77,18 +74,18 @@ def groups_from_broker(
                 while batch is None:
                     batch = client.get_batch(number, run_id=run.run_id, epoch=run.epoch, wait_seconds=10)
                 yield from (msgspec.to_builtins(group) for group in batch.groups)
-                client.commit(number, run_id=run.run_id, epoch=run.epoch)  # not before they are written
+                client.commit(number, run_id=run.run_id, epoch=run.epoch)  # only after the caller has written them
                 number += 1
         finally:
             client.finish_run(run.run_id, epoch=run.epoch)
 
 
 def trained_text(tokenizer: Any, tokens: list[int], mask: list[int]) -> tuple[str, str]:
-    """The text before the first trained token, and the text from there on."""
+    """Return the text before the first trained token, and the text from there on."""
     start = next((index for index, value in enumerate(mask) if value != -100), len(tokens))
     prefix = str(tokenizer.decode(tokens[:start])) if start else ""
     whole = str(tokenizer.decode(tokens))
-    # Some tokenizers decode the parts otherwise than the whole; then the parts are what there is.
+    # Some tokenizers decode the parts differently from the whole; then the parts are decoded one by one.
     rest = whole[len(prefix) :] if whole.startswith(prefix) else str(tokenizer.decode(tokens[start:]))
     return prefix, rest
 
@@ -105,7 +102,7 @@ def _read_line(line: bytes, where: str) -> dict[str, Any]:
 
 LEAST_INTERVAL_SECONDS = 0.1
 
-# Of the event loop's time: 16 sequences of 4,096 tokens take 30 ms, which ten times a second would be a third of it.
+# Share of the event loop's time: writing 16 sequences of 4,096 tokens takes 30 ms; ten times a second would be 30 %.
 MOST_SHARE_OF_TIME = 0.01
 
 MOST_BYTES = 16 << 20
@@ -116,10 +113,10 @@ logger = logging.getLogger(__name__)
 
 
 class RecentGroups:
-    """JSON lines of at most twice `keep` groups while it is written, and of the newest `keep` once it is closed.
+    """A file of the newest groups as JSON lines: at most twice `keep` groups while open, the newest `keep` once closed.
 
-    Long groups are fewer, so that the file has at most twice `most_bytes`. An attempt that goes on with a run goes on
-    with its file. A disk that takes no more ends the keeping and nothing else.
+    Fewer groups are kept if they are long: the file has at most twice `most_bytes`. A resumed run continues its file. A
+    write that fails, for example on a full disk, ends the keeping of groups and nothing else.
     """
 
     def __init__(
@@ -134,7 +131,7 @@ class RecentGroups:
         self._file: BinaryIO | None = None
 
     def offer(self, group: Group, chats: Callable[[], Chats]) -> None:
-        """Keep the group with its chats if one is due; it is on its way to the disk when this returns."""
+        """Write the group with its chats if one is due; the line is flushed to the file when this returns."""
         started = self._clock()
         if started < self._due_at:
             return
@@ -148,7 +145,7 @@ class RecentGroups:
         self._due_at = max(started + LEAST_INTERVAL_SECONDS, ended + (ended - started) / MOST_SHARE_OF_TIME)
 
     def close(self) -> None:
-        """Leave the newest groups; the next one opens the file again."""
+        """Close the file and trim it to the newest groups; the next group opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -170,7 +167,7 @@ class RecentGroups:
             self.close()
 
     def _trim(self) -> None:
-        """Keep the newest whole lines; of a killed writer's last line there may be a part."""
+        """Trim the file to the newest complete lines; a killed writer may have left part of a line at its end."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -182,7 +179,7 @@ class RecentGroups:
 
 
 class GroupFile:
-    """Groups as JSON lines in a file of their own, made with the first one: nothing is ever overwritten."""
+    """A new file of groups as JSON lines, created with the first group: it never overwrites a file."""
 
     def __init__(self, wanted: Path) -> None:
         self.path = wanted
@@ -190,7 +187,7 @@ class GroupFile:
         self._file: BinaryIO | None = None
 
     def append(self, group: Group) -> None:
-        """Add a line that is on its way to the disk when this returns."""
+        """Add a group as a line, flushed to the file when this returns."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path = free_path(self.path)
@@ -221,14 +218,14 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def write_page(source: Path, page: Path | None = None) -> Path:
-    """The page of a file of groups: where it is said, else beside the file, of its name or a free one like it."""
+    """Write the web page of a file of groups and return its path: `page`, or a free name next to the source file."""
     place = page or free_path(source.with_suffix(".html"))
     write_whole(place, render(islice(read_groups(source), MOST_GROUPS), title=source.name))
     return place
 
 
 def render(groups: Iterable[Mapping[str, Any]], *, title: str, refresh_seconds: int | None = None) -> str:
-    """The whole page; with `refresh_seconds` the browser asks for it again and again."""
+    """Return the whole page as HTML; with `refresh_seconds` the browser reloads it at that interval."""
     again = f'<meta http-equiv="refresh" content="{refresh_seconds}">' if refresh_seconds else ""
     body = "".join(render_group(number, group) for number, group in enumerate(groups, 1))
     return (
@@ -252,7 +249,7 @@ def render_group(number: int, group: Mapping[str, Any]) -> str:
 
 
 def _shared_beginning(chats: Sequence[list[Any]]) -> list[Any]:
-    """The turns that all rollouts begin with, before the model's first: the prompt, which is shown once."""
+    """Return the turns that all rollouts share before the model's first: the prompt, which is shown once."""
     shared: list[Any] = []
     for turns in zip(*(chat[:-1] for chat in chats), strict=False):
         first = turns[0]
@@ -291,7 +288,7 @@ def _content(turn: Mapping[str, Any]) -> str:
 
 
 def _text(content: Any) -> str:
-    """Text as it is; of OpenAI's content parts the text, and what else they are by name alone."""
+    """Return content as text; of OpenAI's content parts the text, and of other parts only the type."""
     if isinstance(content, str) or content is None:
         return content or ""
     if isinstance(content, list):

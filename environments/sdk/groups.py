@@ -1,6 +1,7 @@
-"""The data that environments return, by Atropos' names.
+"""Group types: environments return this data, by the original Atropos' names, and it is converted for the broker.
 
-From what an environment returns to what the broker takes: missing parts added, unusable groups told apart.
+`scored_group` and `scored_item` build it from a session's sequences, `GroupRules` says which groups may be sent, and
+`to_wire` adds the parts that the environment left out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from environments.sdk.reporting import EQUAL_SCORES, GROUP_SIZE, TOO_LONG, Rejec
 from environments.sdk.session.sequences import ESTIMATED, SampleLog, SequenceNode
 
 Item = Any
-"""What `get_next_item` returns: whatever the environment understands."""
+"""The type of what `get_next_item` returns: anything that the environment understands."""
 
 number = int | float
 
@@ -22,7 +23,7 @@ UUID = str
 
 
 class Message(TypedDict):
-    """One turn of a chat; `content` is text or a list of OpenAI content parts."""
+    """One turn of a chat: `content` is text or a list of OpenAI content parts."""
 
     role: str
     content: Any
@@ -30,7 +31,7 @@ class Message(TypedDict):
 
 
 class ScoredDataItem(TypedDict, total=False):
-    """One scored rollout, as `collect_trajectory` returns it."""
+    """One scored rollout: `collect_trajectory` returns it."""
 
     tokens: list[int]
     masks: list[int]
@@ -49,7 +50,7 @@ class ScoredDataItem(TypedDict, total=False):
 
 
 class ScoredDataGroup(TypedDict, total=False):
-    """The rollouts of one item: lists over them, and two mappings that hold for the whole group."""
+    """The scored rollouts of one item: most keys hold a list with one entry per rollout."""
 
     tokens: list[list[int]]
     masks: list[list[int]]
@@ -78,21 +79,22 @@ PER_SEQUENCE_KEYS = (
     "distill_token_ids",
     "distill_logprobs",
 )
-"""The optional keys that a group holds once a rollout."""
+"""The optional keys that have one entry per rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRules:
-    """Which groups are worth sending. `max_token_length` of 0 or less allows any length."""
+    """Rules for sending: they say which groups may be sent. `max_token_length` of 0 or less allows any length."""
 
     group_size: int
     max_token_length: int
     ensure_scores_are_not_same: bool
     scheduled_sizes: frozenset[int] = frozenset()
-    """Sizes that `group_size` has had or will have: a group may have begun under another."""
+    """All sizes that the schedule gives `group_size`: a group may have been started under another one than the current.
+    """
 
     def why_rejected(self, group: Group) -> Rejection | None:
-        """The reason a group stays here, or None when it may be sent."""
+        """Return the reason why a group is not sent, or None when it may be sent."""
         overridden = (group.group_overrides or {}).get("group_size")
         expected = self.group_size if overridden is None else overridden
         allowed = self.scheduled_sizes if overridden is None else ()
@@ -111,7 +113,9 @@ class GroupRules:
 def scored_group(
     nodes: Sequence[SequenceNode], scores: Sequence[float], *, messages: list[list[Message]] | None = None
 ) -> ScoredDataGroup:
-    """A group out of a session's sequences and their scores, complete with logprobs, versions and sampling."""
+    """Build a group from a session's sequences and their scores, with logprobs, policy versions and sampling
+    parameters.
+    """
     params = nodes[0].metadata["generation_params"] if nodes else None
     return ScoredDataGroup(
         tokens=[node.tokens for node in nodes],
@@ -125,7 +129,7 @@ def scored_group(
 
 
 def scored_item(node: SequenceNode, score: float, *, messages: list[Message] | None = None) -> ScoredDataItem:
-    """One rollout out of a session's sequence and its score."""
+    """Build one rollout from a session's sequence and its score."""
     return ScoredDataItem(
         tokens=node.tokens,
         masks=node.masked_tokens,
@@ -138,7 +142,7 @@ def scored_item(node: SequenceNode, score: float, *, messages: list[Message] | N
 
 
 def group_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
-    """Rollouts that were collected one by one as the group they form."""
+    """Combine rollouts that were collected one by one into a group."""
     group: dict[str, Any] = {key: [item[key] for item in items] for key in ("tokens", "masks", "scores")}
     for key in PER_SEQUENCE_KEYS:
         values = [item.get(key) for item in items]
@@ -155,7 +159,7 @@ def group_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
 
 
 def to_wire(raw: Mapping[str, Any], journal: SampleLog) -> Group:
-    """The group as it is sent; what the environment left out is taken from the sequences it sampled."""
+    """Convert a group to the wire type; what the environment left out is taken from the sequences it sampled."""
     tokens = raw["tokens"]
     fields = {key: _per_sequence(raw, key, len(tokens)) for key in PER_SEQUENCE_KEYS}
     if fields["advantages"] is not None:
@@ -175,7 +179,7 @@ def to_wire(raw: Mapping[str, Any], journal: SampleLog) -> Group:
 
 
 def _per_sequence(raw: Mapping[str, Any], key: str, count: int) -> Any:
-    """The value of an optional key; an empty list means that it was not given."""
+    """Return the value of an optional key; an empty list counts as not given."""
     value = raw.get(key)
     if value is None or (isinstance(value, list) and not value):
         return None
@@ -185,7 +189,7 @@ def _per_sequence(raw: Mapping[str, Any], key: str, count: int) -> Any:
 
 
 def _per_token(advantage: Any, tokens: Sequence[int]) -> Any:
-    """A rollout's advantages; one number stands for all its tokens."""
+    """Return a rollout's advantages, one per token; a single number is repeated for all tokens."""
     return [float(advantage)] * len(tokens) if isinstance(advantage, int | float) else advantage
 
 
@@ -200,7 +204,7 @@ def _require_aligned(group: Group) -> None:
 
 
 def _complete(group: Group, journal: SampleLog) -> None:
-    """Add logprobs, versions and sampling from the journal, where every rollout is found in it."""
+    """Add logprobs, policy versions and sampling parameters from the sample log, if it holds every rollout."""
     nodes = [journal.find(tokens) for tokens in group.tokens]
     found = [node for node in nodes if node is not None]
     if len(found) != len(nodes) or not found:
@@ -214,5 +218,5 @@ def _complete(group: Group, journal: SampleLog) -> None:
 
 
 def as_groups(scored_data: Any) -> list[Mapping[str, Any] | None]:
-    """One group or several as a list; None stands for one that the environment dropped."""
+    """Return one group or several as a list; None marks one that the environment dropped."""
     return [scored_data] if scored_data is None or isinstance(scored_data, Mapping) else list(scored_data)

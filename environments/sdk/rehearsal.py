@@ -1,7 +1,8 @@
-"""An environment without a model, a data set's download or a trainer: its answers are those that a test decides.
+"""`Rehearsal` runs an environment in tests without a model, a data set download or a trainer: the test gives the
+answers.
 
-async with Rehearsal(ColoursEnv, ["a tomato", "the sky"], tmp_path) as rehearsal:
-    groups = await rehearsal.process(4)
+    async with Rehearsal(ColoursEnv, ["a tomato", "the sky"], tmp_path) as rehearsal:
+        groups = await rehearsal.process(4)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CHAT_TEMPLATE = (
 
 
 class Rehearsal:
-    """One environment in front of a server that gives `answers` in turn, over and over."""
+    """An environment connected to a fake inference server: it gives `answers` in order, over and over."""
 
     def __init__(self, env_cls: type[BaseEnv], answers: Sequence[str], folder: Path, **config: Any) -> None:
         defaults, servers = env_cls.config_init()
@@ -56,7 +57,7 @@ class Rehearsal:
         await self.env.aclose()
 
     async def process(self, count: int) -> list[dict[str, Any]]:
-        """The first `count` groups, as they would be sent."""
+        """Return the first `count` groups, as they would be sent."""
         path = self._folder / "groups.jsonl"
         config = self.env.config
         config.total_steps, config.data_path_to_save_groups = count, str(path)
@@ -65,14 +66,14 @@ class Rehearsal:
         return list(read_groups(path))
 
     async def evaluate(self) -> Path:
-        """Evaluate once; the folder with `metrics.json` and `samples.jsonl`."""
+        """Evaluate once and return the folder with `metrics.json` and `samples.jsonl`."""
         self.env.config.data_dir_to_save_evals = str(self._folder / "evals")
         await evaluate_alone(self.env)
         return self._folder / "evals"
 
 
 def write_byte_tokenizer(folder: Path) -> Path:
-    """A tokenizer of single bytes and an end token, which reads and writes any text; the folder it is in."""
+    """Write a tokenizer of single bytes and an end token, which encodes and decodes any text, and return its folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,13 +1,10 @@
-"""What an environment server counts and times, summed up when the trainer makes a step.
+"""Reports of an environment server: rollout metrics, Weights & Biases, evaluation results and dropped groups.
 
-Weights & Biases for environment servers, when it is asked for and installed.
-
-Results of an evaluation as files: `metrics.json` and `samples.jsonl`, with the policy versions they belong to.
-
-Groups that were collected and not sent: counted by reason, told in the log with an example, reported to the broker.
-
-Without this a reward that is always the same, a task that is too hard and a limit that is too small look alike from
-outside: nothing is ever trained, and nothing says so.
+`RolloutMetrics` is summed up at each trainer step, `WandbTracker` logs to Weights & Biases if it is wanted and
+installed, and `EvaluationResult` is written to `metrics.json` and `samples.jsonl` with the policy versions it belongs
+to. `DroppedGroups` counts by reason the groups that were collected and not sent, logs them with an example and reports
+them to the broker: otherwise a reward that is always the same, a task that is too hard and a limit that is too small
+all look alike from outside: nothing is ever trained, and no message says why.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ KEPT_TIMINGS = 1000
 
 @dataclass(slots=True)
 class RolloutMetrics:
-    """Counters since the last summary; timings keep the latest thousand, so nothing grows."""
+    """Counters since the last summary: timings keep the latest thousand, so memory is bounded."""
 
     sent: int = 0
     rejected: int = 0
@@ -46,7 +43,9 @@ class RolloutMetrics:
     seconds_failed: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMINGS))
 
     def summary(self, lengths: Sequence[int], max_token_length: int) -> dict[str, float]:
-        """The metrics by Atropos' names, with the numbers of trained tokens; the counters begin anew."""
+        """Return the metrics by the original Atropos' names, with statistics of the trained tokens, and reset the
+        counters.
+        """
         metrics: dict[str, float] = {
             "train/items_sent_to_api": self.sent,
             "train/items_rejected": self.rejected,
@@ -83,7 +82,9 @@ logger = logging.getLogger(__name__)
 
 
 class WandbTracker:
-    """A W&B run that is begun with the first metrics; without the package it says so once and does nothing."""
+    """A W&B run that starts with the first metrics: if it cannot be started, one warning is logged and nothing else
+    happens.
+    """
 
     def __init__(self, *, name: str, project: str | None, group: str | None, config: Mapping[str, Any]) -> None:
         self._arguments: dict[str, Any] = {"name": name, "project": project, "group": group, "config": dict(config)}
@@ -100,14 +101,14 @@ class WandbTracker:
             self._run.finish()
 
     def begin(self) -> None:
-        """Begin the run, unless that was done or could not be."""
+        """Start the run, unless it was started or starting it failed before."""
         if self._run is not None or self._given_up:
             return
         try:
             import wandb
 
             self._run = wandb.init(**self._arguments)
-        except Exception as error:  # noqa: BLE001 - W&B fails in many ways; none may stop the rollouts
+        except Exception as error:  # noqa: BLE001 - W&B fails in many ways; no failure may stop the rollouts
             self._given_up = True
             logger.warning(
                 "not logging to W&B (%s %s); --env.use_wandb false ends this line", type(error).__name__, error
@@ -115,13 +116,13 @@ class WandbTracker:
 
 
 def run_name(name: str) -> str:
-    """A name for one run among many of the same environment: with the day and six letters."""
+    """Return a name for one run among many of the same environment: with the date and six random letters."""
     letters = "".join(random.choices(string.ascii_lowercase, k=6))
     return f"{name}-{dt.datetime.now(dt.UTC):%Y-%m-%d}-{letters}"
 
 
 def rollout_table(rows: Sequence[Sequence[Any]]) -> Any | None:
-    """W&B's table of texts and scores; None without the package."""
+    """Return W&B's table of texts and scores; None if the package is not installed."""
     try:
         import wandb
     except ImportError:
@@ -138,7 +139,7 @@ EARLIER_FOLDER: Final = "earlier"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """What `BaseEnv.evaluate_log` was given, plus where in the run it belongs."""
+    """The result of an evaluation: it holds the arguments of `BaseEnv.evaluate_log` and the trainer step."""
 
     metrics: Mapping[str, Any]
     task_name: str
@@ -150,14 +151,14 @@ class EvaluationResult:
     versions: frozenset[int] = field(default_factory=frozenset)
 
     def all_metrics(self) -> dict[str, Any]:
-        """The metrics with the range of policy versions that were sampled; the same number twice when it was one."""
+        """Return the metrics with the range of sampled policy versions: both ends are equal if there was only one."""
         versions = {}
         if self.versions:
             versions = {"policy_version_min": min(self.versions), "policy_version_max": max(self.versions)}
         return {**self.metrics, **versions}
 
     def document(self) -> dict[str, Any]:
-        """The content of `metrics.json`, in the form of Atropos and lighteval."""
+        """Return the content of `metrics.json`, in the form of the original Atropos and lighteval."""
         metrics = self.all_metrics()
         return {
             "config_general": {
@@ -170,14 +171,14 @@ class EvaluationResult:
         }
 
     def write(self, directory: Path) -> None:
-        """Both files, each whole or not there."""
+        """Write both files, each atomically."""
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / SAMPLES_FILE, "".join(json.dumps(sample) + "\n" for sample in self.samples))
         write_whole(directory / METRICS_FILE, json.dumps(self.document(), indent=2) + "\n")
 
 
 class ResultFolders:
-    """The folders that one process writes results to; what another has left for the same step is kept aside."""
+    """The result folders of one process: results that another process left for the same step are moved aside."""
 
     def __init__(self) -> None:
         self._own: set[Path] = set()
@@ -196,7 +197,7 @@ def holds_results(directory: Path) -> bool:
 
 
 def keep_earlier(directory: Path) -> Path | None:
-    """Move the results of an earlier process out of the way; where they are now, None if there were none."""
+    """Move the results of an earlier process aside and return their new folder; None if there were none."""
     if not holds_results(directory):
         return None
     kept = free_path(directory.parent / EARLIER_FOLDER / directory.name)
@@ -205,7 +206,7 @@ def keep_earlier(directory: Path) -> Path | None:
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
-    """One line of `name value`; what is no number is left as it is."""
+    """Format the metrics as one line of `name value`; values that are no floats are printed as they are."""
     return " ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in metrics.items()
     )
@@ -233,14 +234,14 @@ ADVICE: Final[Mapping[str, str]] = {
     REFUSED: "the broker refused them, and says which field is wrong",
     UNSENT: "--env.drain_seconds sets how long the end may take",
 }
-"""What to do about each reason."""
+"""The advice that is logged for each reason."""
 
 Example = Callable[[], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Why a group is not sent: a reason that is counted, and a sentence with this group's values."""
+    """The reason why a group is not sent: `reason` is counted, and `why` is a sentence with this group's values."""
 
     reason: str
     why: str
@@ -248,7 +249,7 @@ class Rejection:
 
 @dataclass(slots=True)
 class _Kind:
-    """What is known of all groups dropped for one reason."""
+    """Counter for one reason: it also keeps the latest `why` and example."""
 
     count: int = 0
     why: str = ""
@@ -256,7 +257,7 @@ class _Kind:
 
 
 class DroppedGroups:
-    """The dropped groups of one environment process."""
+    """Dropped groups of one environment process: they are counted by reason, logged and reported."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.changed = Condition()
@@ -279,7 +280,9 @@ class DroppedGroups:
         self.sent += 1
 
     def note(self, rejection: Rejection, example: Example | None = None, *, count: int = 1) -> None:
-        """Count a dropped group; the log gets a line after the first eight, and then each half a minute."""
+        """Count a dropped group; a line is logged after the first eight or half a minute, then at most each half
+        minute.
+        """
         kind = self._kinds.setdefault(rejection.reason, _Kind())
         if rejection.reason == EQUAL_SCORES and kind.count and kind.why != rejection.why:
             rejection = Rejection(EQUAL_SCORES, "the scores within each group are equal")
@@ -295,7 +298,7 @@ class DroppedGroups:
             self.tell()
 
     def tell(self) -> None:
-        """Log what was dropped so far, if there is news; a warning where nothing at all has got through since."""
+        """Log what was dropped, unless nothing was since the last line; a warning if no group was sent since then."""
         if self.total == self._told:
             return
         level = logging.INFO if self.sent > self._sent_when_told else logging.WARNING
@@ -303,7 +306,7 @@ class DroppedGroups:
         self._told, self._sent_when_told = self.total, self.sent
 
     def explain(self) -> str:
-        """How many, why, the last answer dropped for the commonest reason, and what to change."""
+        """Return a sentence: how many groups, why, the last example of the commonest reason, and what to change."""
         if not self._kinds:
             return ""
         scored = self.total + self.sent
@@ -316,30 +319,32 @@ class DroppedGroups:
         return f"{head}: {whys}{shown}; {ADVICE[commonest]}"
 
     def report(self) -> DropReport:
-        """All of it for the broker."""
+        """Return the counts and the explanation as a report for the broker."""
         return DropReport(session=self._session, groups=self.counts, explanation=self.explain()[:2000])
 
 
 def _shown(example: Example) -> str:
     try:
         return f"; {example()}"
-    except Exception:  # noqa: BLE001 - an environment's own tokenizer may raise anything, and this is but an example
+    except Exception:  # noqa: BLE001 - an environment's own tokenizer may raise anything, and this is only an example
         return ""
 
 
 def last_answer(group: Group, decode: Callable[[list[int]], str]) -> Example:
-    """The last rollout's sampled text as an example, decoded only when it is shown; the rest of the group may go."""
+    """Return the last rollout's sampled text as an example, decoded only when shown; it keeps nothing else of the
+    group.
+    """
     mask = group.masks[-1] if group.masks else []
     sampled = [int(token) for token in mask if token != NOT_TRAINED]
     return lambda: f"last answer: {quoted(decode(sampled))}"
 
 
 def quoted(value: Any) -> str:
-    """`value` in quotes on one line, its end where it is long: that says more of a score than how a text begins."""
+    """Return `value` in quotes on one line; of a long text the end, which explains a score better than the start."""
     text = value if isinstance(value, str) else repr(value)
     return repr(text if len(text) <= LONGEST_EXAMPLE else f"…{text[-LONGEST_EXAMPLE:]}")
 
 
 def one_line(text: str) -> str:
-    """The beginning of a message, without its line breaks."""
+    """Return the beginning of a message, without its line breaks."""
     return " ".join(text.split())[:LONGEST_EXAMPLE]

@@ -1,4 +1,4 @@
-"""`ServerManager`, which environments know as `self.server`: all inference servers behind one object."""
+"""`ServerManager`, available to environments as `self.server`: it puts all inference servers behind one object."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ MAX_N_COMPLETIONS = 8
 
 
 class ServerManager:
-    """Sends each request to the healthy server with the fewest under way; a session stays with the one it began on."""
+    """The inference servers as one: a request goes to the healthy server with the fewest in flight; a session keeps its
+    own.
+    """
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class ServerManager:
 
     @property
     def config(self) -> APIServerConfig:
-        """The config of the first server, which is the only one of a dedicated server."""
+        """The config of the first server, which is the only server of a `dedicated_server`."""
         return self.servers[0].config
 
     @property
@@ -92,10 +94,11 @@ class ServerManager:
         tool_call_parser: Any = None,
         **options: Any,
     ) -> AsyncIterator[ManagedSession]:
-        """A session that keeps exact tokens, masks, logprobs and versions; `options` as `ManagedSession` takes them.
+        """Open a session that keeps exact tokens, masks, logprobs and versions; `options` are those of
+        `ManagedSession`.
 
-        With `use_proxy` its `get_url()` is an address that any client of OpenAI's API can use meanwhile, with its
-        `api_key`. `base_url` names one of several servers for it.
+        With `use_proxy` any client of OpenAI's API can use the address `get_url()` with `api_key` while the session is
+        open. `base_url` selects one of several servers for it.
         """
         session = self.open_session(tokenizer, base_url=base_url, tool_call_parser=tool_call_parser, **options)
         if not use_proxy:
@@ -106,7 +109,7 @@ class ServerManager:
             yield session
 
     def open_session(self, tokenizer: Any = None, *, base_url: str | None = None, **options: Any) -> ManagedSession:
-        """The same without an end; a server that gives text alone has its tokens estimated."""
+        """Open a session that nothing closes; for a server that returns only text the tokens are estimated."""
         pinned = self.pool.pinned(base_url)
         options = {"tool_parser": self.tool_parser, **options}
         shared: dict[str, Any] = {"allow_truncated_sampling": self._allow_truncated, "drift": self.drift}
@@ -117,7 +120,7 @@ class ServerManager:
 
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[ServerManager]:
-        """The same manager with one server alone, for calls that must all go to the same one."""
+        """Yield a copy of this manager with one server only, for calls that must all go to the same one."""
         narrowed = copy.copy(self)
         narrowed.pool = self.pool.narrowed()
         yield narrowed
@@ -127,13 +130,13 @@ class ServerManager:
         return await self._chat(self.pool.pinned(), kwargs)
 
     async def completion(self, **kwargs: Any) -> Completion:
-        """Go on with a text without keeping its tokens."""
+        """Continue a text without keeping its tokens."""
         return await self._complete(self.pool.pinned(), kwargs)
 
     async def tokens_and_logprobs_completion(
         self, **kwargs: Any
     ) -> tuple[list[int], list[list[int]], list[list[float]], list[str]]:
-        """Prompt tokens, and for each sample its tokens, their logprobs and why it ended."""
+        """Return the prompt's tokens, and per sample its tokens, their logprobs and its finish reason."""
         split: Split = kwargs.pop("split", None) or current_split()
         prompt = kwargs.get("input_ids") or self._codec().encode(kwargs.get("prompt", ""))
         sampling = {name: value for name, value in kwargs.items() if name not in {"prompt", "input_ids"}}
@@ -141,11 +144,11 @@ class ServerManager:
         return prompt, [s.tokens for s in samples], [s.logprobs for s in samples], [s.finish_reason for s in samples]
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
-        """The logprobs of a given `prompt`, `messages` or `input_ids`: `top_k` at each position."""
+        """Return the logprobs of a given `prompt`, `messages` or `input_ids`: `top_k` at each position."""
         return await self._untracked(self.pool.pinned()).get_logprobs(**kwargs)
 
     async def tokenizer_name(self) -> tuple[str, str] | None:
-        """Address and tokenizer of the first server that tells the tokenizer of its model; waits for those out."""
+        """Return address and tokenizer of the first server that reports one; waits for servers that are out."""
         for server in self.servers:
             named = server.config.tokenizer_name
             name = await server.tokenizer_name() if named == "none" else named
@@ -154,18 +157,18 @@ class ServerManager:
         return None
 
     def follow(self, policy_name: str | None, version: int | None) -> None:
-        """From now on ask for the model of this name; None: for the one that each server's settings name."""
+        """Request the model of this name from now on; None: the model that each server's settings name."""
         policy = None if policy_name is None else ServedPolicy(policy_name, version)
         for server in self.servers:
             server.policy = policy
 
     def update_weight(self, weight: float) -> None:
-        """Use only this share of the training requests that each server may have in flight."""
+        """Limit each server to this share of the training requests that it may have in flight."""
         for server in self.servers:
             server.channel.limits["train"].weigh(weight)
 
     def metrics(self) -> dict[str, float]:
-        """What all servers took, each under its own number, and how many chats had drifted."""
+        """Return the request timings of all servers, each under its own number, and how many chats had drifted."""
         found = {
             name: value for index, server in enumerate(self.servers) for name, value in server.metrics(index).items()
         }
@@ -210,5 +213,5 @@ class ServerManager:
         return codec
 
     def _untracked(self, pinned: StickyServer) -> ManagedSession:
-        # Nothing of it is trained on, so any sampling is allowed.
+        # Its samples are never trained on, so any sampling is allowed.
         return ManagedSession(pinned, self._codec(), trainable=False, tool_parser=self.tool_parser, drift=self.drift)

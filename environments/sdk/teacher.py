@@ -3,8 +3,8 @@
     class MyEnv(TeacherDistillationEnv): …
     python my_env.py serve --env.teacher_enabled true --env.teacher_top_k 4 --teacher.base_url http://localhost:9003/v1
 
-The teacher must have the student's vocabulary, and one must be named where it is enabled; both are found out at the
-start. Where it does not answer later, a group goes without: both fields are None.
+The teacher must have the student's vocabulary, and its address must be set if it is enabled; both are checked at the
+start. If it fails later, a group is sent without its logprobs: both fields are None.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ logger = logging.getLogger(__name__)
 
 
 class TeacherMissing(EnvironmentsError, ValueError):
-    """A teacher is enabled, and none is named."""
+    """A teacher is enabled, but no teacher server is configured."""
 
 
 class TeacherFields(BaseModel):
-    """What an environment with a teacher can be told as well."""
+    """Settings of a teacher: they are added to those of an environment."""
 
     teacher_enabled: bool = Field(False, description="ask the teacher for logprobs of every group")
     teacher_top_k: int = Field(0, ge=-1, description="its likeliest tokens at each position; 0: the given one alone")
 
 
 class TeacherDistillationConfig(TeacherFields, BaseEnvConfig):
-    """The fields of a teacher beside those of any environment."""
+    """Settings of an environment with a teacher: those of every environment and those of the teacher."""
 
 
 class TeacherMixin(BaseEnv):
-    """Adds the teacher to an environment; a base for others, such as the one for Atropos' environments."""
+    """Mixin that adds the teacher to an environment: a base class for others, such as those of the original Atropos."""
 
     config: Any
 
@@ -62,7 +62,7 @@ class TeacherMixin(BaseEnv):
 
     @classmethod
     def teacher_config_init(cls) -> ServerBaseline | APIServerConfig | list[APIServerConfig]:
-        """None yet: its address has to be named."""
+        """Return a teacher server without an address: the address has to be configured."""
         return APIServerConfig(server_type="vllm", base_url="")
 
     def set_teacher(self, server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> None:
@@ -73,7 +73,7 @@ class TeacherMixin(BaseEnv):
         )
 
     async def check_servers(self) -> None:
-        """Refuse to start without a teacher, or with one whose tokenizer is another one."""
+        """Raise if the teacher is enabled without an address, or has another vocabulary."""
         await super().check_servers()
         if not self.config.teacher_enabled:
             return
@@ -86,7 +86,9 @@ class TeacherMixin(BaseEnv):
             await self._compare_tokenizers(server.config.tokenizer_name)
 
     async def _compare_tokenizers(self, name: str) -> None:
-        """Where the teacher's tokenizer is named; servers that tell theirs are compared with the first request."""
+        """Compare vocabularies if the teacher's tokenizer is named; otherwise its server is compared at the first
+        request.
+        """
         if name in {"", "none", self.config.tokenizer_name}:
             return
         teachers = await run_blocking(lambda: load_tokenizer(name), about=f"the teacher's tokenizer {name}")
@@ -127,7 +129,7 @@ class TeacherMixin(BaseEnv):
             async with anyio.create_task_group() as questions:
                 for index in range(len(tokens)):
                     questions.start_soon(ask, index)
-        except Exception as error:  # a teacher that fails costs its advice, never the rollout
+        except Exception as error:  # a failing teacher costs its logprobs, never the rollout
             if isinstance(mismatch := innermost(error), TokenizerMismatch):
                 raise mismatch from error
             logger.warning("a group goes without its teacher: %r", error)
@@ -137,7 +139,7 @@ class TeacherMixin(BaseEnv):
 
 
 class TeacherDistillationEnv(TeacherMixin):
-    """An environment whose groups carry a teacher's logprobs."""
+    """Base class of environments with a teacher: their groups carry the teacher's logprobs."""
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = TeacherDistillationConfig
     config: TeacherDistillationConfig

@@ -1,4 +1,5 @@
-"""An inference server without a model, for tests of environments: it speaks our `/generate` protocol in full.
+"""`FakeInference`: an inference server without a model, for tests; it has the Atropos server's whole `/generate`
+protocol.
 
 Its answers come from a function from prompt to tokens, so tests know every token, logprob and version it gave.
 """
@@ -27,12 +28,12 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def logprob_of(token: int, position: int) -> float:
-    """The logprob the fake server gives a token at a position of the output: different almost everywhere."""
+    """Return the fake server's logprob of a token at an output position: different almost everywhere."""
     return -0.01 - (token * 31 + position * 7) % 97 / 100
 
 
 def sampled_tokens(seed: int, *, vocabulary: int, end: int, longest: int = 32) -> Responder:
-    """A responder that draws tokens at random and ends with `end`."""
+    """Return a responder that draws random tokens and ends with `end`."""
     rng = random.Random(seed)
 
     def respond(prompt: Sequence[int], index: int) -> list[int]:  # noqa: ARG001
@@ -43,10 +44,11 @@ def sampled_tokens(seed: int, *, vocabulary: int, end: int, longest: int = 32) -
 
 @dataclass(slots=True)
 class FakeInference:
-    """An ASGI application. Set `problem` to let it refuse, `version` to publish, `delay_seconds` to let it take time.
+    """A fake inference server as an ASGI application: `problem` makes it refuse, `version` is the policy it serves.
 
-    `ours` off makes it a server of Atropos' protocol: no boot id, no compact form, no versions. A stream has an event
-    for each token, `event_seconds` apart, and breaks off after so many events where `broken_after` says so.
+    `delay_seconds` delays each answer. With `ours` false it speaks the original Atropos' protocol: no boot id, no
+    compact form, no versions. A stream has one event per token, `event_seconds` apart, and breaks off after
+    `broken_after` events if that is set.
     """
 
     respond: Responder
@@ -59,12 +61,12 @@ class FakeInference:
     problem: tuple[int, str] | None = None
     model: str = "fake"
     vocabulary: str | None = None
-    """The fingerprint of its vocabulary, where it tells one."""
+    """The fingerprint of its vocabulary; None: it reports none."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
     changed_version_at: int | None = None
-    """Where set: tokens from this position on were sampled under `version`, those before under `version - 1`."""
+    """If set, tokens from this position on have `version`, those before it `version - 1`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -141,7 +143,7 @@ class FakeInference:
 
 @dataclass(slots=True)
 class InProcess:
-    """Carries requests to an ASGI application without a socket, in the place of an HTTP client."""
+    """Transport that calls an ASGI application in process: it replaces an HTTP client and needs no socket."""
 
     app: Any
 
@@ -155,7 +157,7 @@ class InProcess:
         async def receive() -> MutableMapping[str, Any]:
             nonlocal asked
             if asked:
-                await anyio.sleep_forever()  # this client never goes away
+                await anyio.sleep_forever()  # this client never disconnects
             asked = True
             return {"type": "http.request", "body": body or b"", "more_body": False}
 
@@ -168,12 +170,12 @@ class InProcess:
         return Response(sent[0]["status"], b"".join(message.get("body", b"") for message in sent))
 
     async def aclose(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 @contextmanager
 def served(app: Any, *, port: int = 0) -> Iterator[str]:
-    """Serve an ASGI application from a thread on a loopback port, a free one by default; yields its URL."""
+    """Serve an ASGI application from a thread on a loopback port, a free one by default, and yield its URL."""
     import uvicorn
 
     with socket.socket() as listener:
@@ -196,7 +198,9 @@ def served(app: Any, *, port: int = 0) -> Iterator[str]:
 
 
 def _events(reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The reply as a stream tells it: a token of each output in turn, and at an output's end why and under what."""
+    """Yield the reply as stream events: one token of each output in turn; an output's last has its finish reason and
+    versions.
+    """
     outputs = reply["token_ids"]
     for at in range(max(map(len, outputs), default=0)):
         for index, tokens in enumerate(outputs):
@@ -210,7 +214,9 @@ def _events(reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _prompt_position(token: int, best: int) -> dict[str, float]:
-    """The prompt's own token first, then the most likely ones, which here are 0, 1, 2, …"""
+    """Return one position's logprobs: the prompt's own token first, then the most likely ones, which here are 0, 1, 2,
+    …
+    """
     return {str(token): -9.0} | {str(k): -0.1 * (k + 1) for k in range(best)}
 
 

@@ -1,8 +1,7 @@
-"""Inference servers of foreign kinds without a model, for tests: SGLang's, TRL's and OpenAI's protocols.
+"""Fakes for tests: inference servers with the protocols of SGLang, TRL and OpenAI, and small chat tokenizers.
 
-Like `FakeInference` they answer what a function from prompt to tokens says; `problem` makes them refuse.
-
-Chat tokenizers for tests: small templates of the families that models use, over the bytes as vocabulary.
+Like `FakeInference` the servers answer with a function from prompt to tokens, and `problem` makes them refuse. The
+tokenizers have the bytes as their vocabulary and small chat templates of the families that models use.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from environments.sdk.tokenizer import FastTokenizer
 
 @dataclass(slots=True, kw_only=True)
 class FakeProvider:
-    """What the fakes share: an ASGI application that keeps the requests it got, by path."""
+    """Base class of the fake servers: an ASGI application that records its requests with their paths."""
 
     problem: tuple[int, str] | None = None
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -40,13 +39,13 @@ class FakeProvider:
         await _reply(send, *((404, {"detail": scope["path"]}) if found is None else (200, found)))
 
     def answer(self, path: str, request: dict[str, Any]) -> Any:
-        """The body of the answer; None where there is no such route."""
+        """Return the body of the answer; None if there is no such route."""
         raise NotImplementedError
 
 
 @dataclass(slots=True, kw_only=True)
 class FakeSglang(FakeProvider):
-    """SGLang's `/generate`: an object for one sample, a list for several."""
+    """A fake of SGLang's `/generate`: it returns an object for one sample, a list for several."""
 
     respond: Responder
     end: int
@@ -78,7 +77,9 @@ class FakeSglang(FakeProvider):
 
 @dataclass(slots=True, kw_only=True)
 class FakeTrl(FakeProvider):
-    """TRL's `/generate/`: texts in, ids out; newer releases tell `prompt_ids` and `logprobs`."""
+    """A fake of TRL's `/generate/`: texts in, ids out; with `tells_logprobs` also `prompt_ids` and `logprobs`, as newer
+    releases have them.
+    """
 
     respond: Responder
     encode: Callable[[str], list[int]]
@@ -99,7 +100,7 @@ class FakeTrl(FakeProvider):
 
 @dataclass(slots=True, kw_only=True)
 class FakeOpenAI(FakeProvider):
-    """A provider of chat and text completions; `ignores_n` makes it give one choice whatever was asked for."""
+    """A fake provider of chat and text completions: with `ignores_n` it returns one choice whatever `n` is."""
 
     say: Sequence[str] = ("Hello.",)
     ignores_n: bool = False
@@ -145,13 +146,13 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Begins with a token of its own and trims what it is given.
+# Begins with a bos token and trims each message's content.
 LLAMA = (
     "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|header|>\n\n{{ m.content | trim }}<|im_end|>"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|header|>\n\n{% endif %}"
 )
 
-# Drops the thoughts of all answers but those after the last question, writes calls and results in tags of its own.
+# Drops the thoughts of all answers before the last user message; writes tool calls and results in its own tags.
 QWEN = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% set ns = namespace(last=-1) %}"
@@ -179,7 +180,9 @@ MERGES = (("a", "b"), ("ab", "ab"), ("1", "2"), ("l", "l"), ("e", "ll"))
 
 
 def make_chat_tokenizer(folder: Path, family: str) -> FastTokenizer:
-    """A tokenizer of every byte, a few merged pairs and the special tokens, with the template of a family."""
+    """Write a tokenizer of all bytes, a few merged pairs and the special tokens, with a family's chat template; return
+    it.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,10 +1,11 @@
-"""The tokenizer of environments: a model folder's `tokenizer.json` and chat template, loaded in a tenth of a second.
+"""The tokenizer of environments: it is loaded here, and `Codec` adapts it to sessions.
 
 Loading transformers (and with it torch) costs an environment server seconds of CPU and hundreds of megabytes for two
-operations, encode and decode. `FastTokenizer` does those and the chat template with the same libraries underneath. Any
-other attribute of a transformers tokenizer is still there: asking for it loads the real one.
+operations, encode and decode. `FastTokenizer` does those and the chat template from a model folder's `tokenizer.json`
+and chat template with the same libraries underneath, and loads in a tenth of a second. Any other attribute of a
+transformers tokenizer still works: asking for it loads the real one.
 
-A tokenizer as sessions use it: text to tokens and back, chats to text, and which tokens are special.
+`Codec` turns text into tokens and back and chats into text, and knows which tokens are special.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(name: str) -> Any:
-    """A tokenizer by folder or Hugging Face name; local folders get the light one."""
+    """Load a tokenizer by folder or Hugging Face name; local folders get a `FastTokenizer`."""
     folder = Path(name)
     if (folder / "tokenizer.json").is_file():
         return FastTokenizer(folder)
@@ -39,10 +40,10 @@ def load_transformers_tokenizer(name: str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        # Since version 5 it gives a mapping by default; environments expect the list that its other versions give.
+        # transformers 5 returns a mapping by default; environments expect the list that earlier versions return.
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
         return tokenizer
-    except Exception as error:  # it raises whatever its files, its hub and the packages of odd tokenizers raise
+    except Exception as error:  # files, hub and packages of custom tokenizers may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise TokenizerUnavailable(
             f"tokenizer {name!r} cannot be loaded ({reason}); set --env.tokenizer_name to a model's name or folder"
@@ -50,7 +51,7 @@ def load_transformers_tokenizer(name: str) -> Any:
 
 
 class FastTokenizer:
-    """Encodes, decodes and renders chats as the model folder's files say."""
+    """A light tokenizer: it encodes, decodes and renders chats as the model folder's files say."""
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer
@@ -82,7 +83,7 @@ class FastTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, **more: Any) -> list[int]:
         if more:
             return list(self.load_full().encode(text, add_special_tokens=add_special_tokens, **more))
-        # "fast" leaves out the places of tokens in the text, which are not asked for.
+        # "fast" skips the character offsets of the tokens, which nothing here needs.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
@@ -106,7 +107,7 @@ class FastTokenizer:
         add_generation_prompt: bool = False,
         **more: Any,
     ) -> Any:
-        """The chat as text, or as a plain list of ids when `tokenize`; other forms come from the full tokenizer."""
+        """Render a chat as text, or as a list of ids if `tokenize`; other forms come from the full tokenizer."""
         if more.get("return_dict") or more.get("return_tensors") or not self._can_render(more):
             more.setdefault("return_dict", False)
             return self.load_full().apply_chat_template(
@@ -132,7 +133,7 @@ class FastTokenizer:
         return self.load_full()(*args, **kwargs)
 
     def load_full(self) -> Any:
-        """The tokenizer as transformers makes it of the same files."""
+        """Return the tokenizer as transformers builds it from the same files."""
         if self._full is None:
             self._full = load_transformers_tokenizer(self.name_or_path)
         return self._full
@@ -152,9 +153,9 @@ class FastTokenizer:
 
 
 class TokenBytes(dict[int, bytes]):
-    """What each token of a byte-level vocabulary stands for, looked up once: joined, they are the text in UTF-8.
+    """The bytes of each token of a byte-level vocabulary, looked up once: joined, they are the text in UTF-8.
 
-    A sixth of the cost of the library's own decoding, which looks every token up by its letters each time.
+    It costs a sixth of the library's own decoding, which looks every token up by its letters each time.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -168,14 +169,14 @@ class TokenBytes(dict[int, bytes]):
 
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:
-    """Whether the texts of tokens are bytes written as letters and nothing else happens to them, as in GPT-2."""
+    """Return True if tokens are written as byte-level letters with no other decoding step, as in GPT-2."""
     from tokenizers.decoders import ByteLevel
 
     return isinstance(tokenizer.decoder, ByteLevel)
 
 
 def bytes_of(token: str) -> bytes:
-    """The bytes that a token's letters stand for; those of the text itself where a letter stands for none."""
+    """Return the bytes that a token's letters encode; if any letter encodes no byte, the token's text in UTF-8."""
     letters = _letters()
     found = [letters.get(letter) for letter in token]
     return token.encode() if None in found else bytes(value for value in found if value is not None)
@@ -183,10 +184,11 @@ def bytes_of(token: str) -> bytes:
 
 @functools.cache
 def _letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for.
+    """Return the byte that each letter of a byte-level vocabulary stands for.
 
-    Bytes that are visible letters in Latin-1 stand for themselves, the others for the letters from 256 on, in order
-    (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners": `bytes_to_unicode` of their code).
+    A byte that is a visible letter in Latin-1 is written as that letter, the others as the letters from 256 on, in
+    order (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners": `bytes_to_unicode` of their
+    code).
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -194,7 +196,7 @@ def _letters() -> dict[str, int]:
 
 
 def _environment() -> Any:
-    """The sandbox that transformers renders chat templates in."""
+    """Return the same sandboxed Jinja environment in which transformers renders chat templates."""
     from jinja2.exceptions import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -226,14 +228,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(token: dict[str, Any] | str | None) -> str | None:
-    """Special tokens are stored as text or as a description of an added token."""
+    """Return a special token's text; files store it as text or as a description of an added token."""
     return str(token["content"]) if isinstance(token, dict) else token
 
 
 class Codec:
-    """Made once for a tokenizer, since asking one for its special tokens may take longer than a rollout.
+    """A tokenizer as sessions use it, with its special tokens: finding those may take longer than a rollout, so make it
+    once.
 
-    Of a tokenizer that is neither ours nor transformers' it needs `encode`, `decode`, `apply_chat_template` and
+    A tokenizer that is neither ours nor transformers' needs `encode`, `decode`, `apply_chat_template` and
     `eos_token_id`.
     """
 
@@ -252,19 +255,19 @@ class Codec:
         self._bos = getattr(tokenizer, "bos_token_id", None)
 
     def encode(self, text: str) -> list[int]:
-        """A whole text; the tokenizer adds its own special tokens, but never a second beginning."""
+        """Encode a whole text; the tokenizer adds its own special tokens, but a doubled start token is removed."""
         tokens: list[int] = self.tokenizer.encode(text)
         return tokens[1:] if self._bos is not None and tokens[:2] == [self._bos, self._bos] else tokens
 
     def encode_part(self, text: str) -> list[int]:
-        """A piece of a text, or what a template rendered: special tokens are those that are written there."""
+        """Encode a piece of a text or a rendered template; special tokens are only those written in it."""
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False, **self._decoding))
 
     def visible(self, tokens: Sequence[int]) -> str:
-        """The text as a client sees it, without special tokens."""
+        """Decode to the text that a client sees, without special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, **self._decoding))
 
     def text_of(self, token: int) -> str:
@@ -280,7 +283,7 @@ class Codec:
         options: Mapping[str, Any],
         add_generation_prompt: bool,
     ) -> str:
-        """The chat as its template writes it; a message that the template fails at is named."""
+        """Render a chat with its template; an error names the message that the template fails at."""
         more = {"tools": tools, "add_generation_prompt": add_generation_prompt, **options}
         try:
             return self._render(messages, more)
@@ -297,7 +300,7 @@ class Codec:
         return str(self.tokenizer.apply_chat_template(with_parsed_arguments(messages), tokenize=False, **given))
 
     def _first_failing(self, messages: Sequence[dict[str, Any]], more: Mapping[str, Any]) -> int:
-        """The last message of the shortest part of the chat that cannot be rendered."""
+        """Return the index of the last message of the shortest beginning of the chat that cannot be rendered."""
         for count in range(1, len(messages)):
             try:
                 self._render(messages[:count], more)

@@ -1,4 +1,4 @@
-"""How a model writes tool calls: texts parsed into calls, by parsers of our own or vLLM's.
+"""Tool calls in sampled text: parsers of our own or vLLM's turn texts into calls.
 
 Parsing changes only what a client sees; the sequence that is trained on keeps the text as it was sampled.
 """
@@ -17,7 +17,7 @@ from environments.sdk.errors import ToolParserUnknown
 
 
 class Named(Mapping[str, Any]):
-    """Fields that are read as attributes, as of OpenAI's objects, and by name, as of the JSON that they stand for."""
+    """Base class of call objects: fields are read as attributes, like OpenAI's objects, or by name, like JSON."""
 
     __slots__ = ()
 
@@ -35,7 +35,7 @@ class Named(Mapping[str, Any]):
 
 @dataclass(slots=True)
 class FunctionCall(Named):
-    """A function and its arguments, these as JSON text like in OpenAI's objects."""
+    """A function's name and its arguments: the arguments are JSON text, as in OpenAI's objects."""
 
     name: str
     arguments: str
@@ -43,7 +43,7 @@ class FunctionCall(Named):
 
 @dataclass(slots=True)
 class ToolCall(Named):
-    """One call with the id by which its result refers to it."""
+    """One tool call: its result refers to it by `id`."""
 
     function: FunctionCall
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
@@ -55,24 +55,24 @@ class ToolCall(Named):
 
 @dataclass(slots=True)
 class ParsedText:
-    """The text outside of all calls, and the calls in order."""
+    """A parsed text: `content` is the text outside all calls, `calls` the calls in order."""
 
     content: str
     calls: list[ToolCall]
 
 
 class ToolParser(Protocol):
-    """What reads tool calls out of a sampled text."""
+    """Interface of a tool parser: it reads tool calls out of a sampled text."""
 
     def parse(self, text: str) -> ParsedText: ...
 
     def certain_length(self, text: str) -> int:
-        """How much of a text that goes on is the beginning of its content, whatever follows."""
+        """Return how many characters of an unfinished text are certain to be content, whatever follows."""
         ...
 
 
 class HermesParser:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen models write it."""
+    """Parser of `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes and Qwen models write calls so."""
 
     _opening = "<tool_call>"
     _block = re.compile(r"<tool_call>\s*(?P<body>.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
@@ -83,7 +83,7 @@ class HermesParser:
         def take(block: re.Match[str]) -> str:
             found = read_calls(block["body"])
             calls.extend(found)
-            return "" if found else block[0]  # what cannot be read stays visible
+            return "" if found else block[0]  # a block that cannot be parsed stays in the text
 
         content = self._block.sub(take, text)
         return ParsedText(content.rstrip() if calls else text, calls)
@@ -91,11 +91,13 @@ class HermesParser:
     def certain_length(self, text: str) -> int:
         found = text.find(self._opening)
         end = found if found >= 0 else len(text) - overlap(text, self._opening)
-        return len(text[:end].rstrip())  # the space before a call is none of the content
+        return len(text[:end].rstrip())  # the space before a call is not content
 
 
 class JsonParser:
-    """A text that is one call or a list of calls in JSON, in a code fence or not, as Llama models write it."""
+    """Parser of a text that is one call or a list of calls in JSON, with or without a code fence: Llama models write
+    so.
+    """
 
     _fence = re.compile(r"\A```(?:json)?\s*(?P<body>.*?)\s*```\Z", re.DOTALL)
 
@@ -112,13 +114,13 @@ class JsonParser:
 
 
 class VllmParser:
-    """One of vLLM's own parsers."""
+    """Adapter for one of vLLM's own parsers: it passes the text on and converts the result."""
 
     def __init__(self, parser: Any) -> None:
         self._parser = parser
 
     def parse(self, text: str) -> ParsedText:
-        # Of the request parsers read these fields alone; vLLM's own class would load its whole web server.
+        # Parsers read only these fields of the request; vLLM's own class would load its whole web server.
         request = SimpleNamespace(messages=[], tools=None, tool_choice="auto")
         found = self._parser.extract_tool_calls(text, request)
         if not found.tools_called:
@@ -126,12 +128,12 @@ class VllmParser:
         calls = [ToolCall(FunctionCall(call.function.name, call.function.arguments)) for call in found.tool_calls]
         return ParsedText(found.content or "", calls)
 
-    def certain_length(self, text: str) -> int:  # noqa: ARG002 - where a call begins is that parser's secret
+    def certain_length(self, text: str) -> int:  # noqa: ARG002 - only that parser knows where a call begins
         return 0
 
 
 class ForeignParser:
-    """A parser object that an environment brought along: `parse(text)` gives content and calls."""
+    """Adapter for a parser object that an environment supplies: its `parse(text)` returns content and calls."""
 
     def __init__(self, parser: Any) -> None:
         self._parser = parser
@@ -140,7 +142,7 @@ class ForeignParser:
         content, calls = self._parser.parse(text)
         return ParsedText(content or "", [_as_call(call) for call in calls or []])
 
-    def certain_length(self, text: str) -> int:  # noqa: ARG002 - where a call begins is that parser's secret
+    def certain_length(self, text: str) -> int:  # noqa: ARG002 - only that parser knows where a call begins
         return 0
 
 
@@ -148,7 +150,7 @@ OWN_PARSERS: Mapping[str, type[HermesParser | JsonParser]] = {"hermes": HermesPa
 
 
 def tool_parser(wanted: Any, tokenizer: Any) -> ToolParser:
-    """A parser by name, ours before vLLM's, or around an object that parses."""
+    """Return a parser by name, ours before vLLM's, or an adapter around an object that parses."""
     if isinstance(wanted, HermesParser | JsonParser | VllmParser):
         return wanted
     if not isinstance(wanted, str):
@@ -167,12 +169,12 @@ def tool_parser(wanted: Any, tokenizer: Any) -> ToolParser:
 
 
 def overlap(text: str, mark: str) -> int:
-    """How many letters at the end of the text may be the beginning of `mark`."""
+    """Return how many characters at the end of the text may be the beginning of `mark`."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def read_calls(text: str) -> list[ToolCall]:
-    """The calls in a JSON text: one, several one after another, or a list; none where anything else is in it."""
+    """Return the calls in a JSON text: one, several in a row, or a list; an empty list if it holds anything else."""
     decoder = json.JSONDecoder()
     position, values = 0, []
     while position < len(text):
@@ -198,7 +200,7 @@ def _read_call(value: Any) -> ToolCall | None:
 
 
 def _as_call(call: Any) -> ToolCall:
-    """A call of any library: ours, a mapping, or an object with the attributes of OpenAI's."""
+    """Convert a call of any library: ours, a mapping, or an object with the attributes of OpenAI's."""
     if isinstance(call, ToolCall):
         return call
     if isinstance(call, Mapping):
@@ -214,12 +216,12 @@ def _as_call(call: Any) -> ToolCall:
 
 
 def expected_call(tool_choice: Any) -> bool:
-    """Whether the client insists on a call: "required", or a function named."""
+    """Return True if the client insists on a call: "required", or a named function."""
     return tool_choice == "required" or isinstance(tool_choice, Mapping)
 
 
 def with_parsed_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For chat templates, which want the arguments of calls as objects; OpenAI's form has them as text."""
+    """Return messages for chat templates, which take call arguments as objects; OpenAI's form has them as text."""
     return [
         {**message, "tool_calls": [_for_template(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")

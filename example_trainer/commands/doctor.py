@@ -1,6 +1,6 @@
-"""`atropos doctor`: whether this machine can train, and what stands in the way; thin, fast, nothing heavy imported.
+"""`atropos doctor` checks if this machine can train and what prevents it; it imports nothing heavy, so it is fast.
 
-`atropos doctor --layers MODEL`: the numbers that layer filters may name for a model, from its config.json alone.
+`atropos doctor --layers MODEL` prints the numbers that layer filters take for a model, from its config.json alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEEDED_FOR_TRAINING = ("torch", "transformers", "matplotlib")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at."""
+    """The result of one check."""
 
     verdict: Literal["ok", "note", "fault"]
     subject: str
@@ -40,7 +40,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything `atropos doctor` reports, in order."""
+    """Yield everything that `atropos doctor` reports, in order."""
     record = provenance()
     yield Finding("ok", "versions", ", ".join(f"{name} {version}" for name, version in record["versions"].items()))
     yield from _examine_packages()
@@ -80,7 +80,7 @@ _COUNTS = ("num_hidden_layers", "n_layer")
 
 
 def advise_on_layers(name: str) -> Iterator[str]:
-    """The lines of the report for a directory, or a Hugging Face id in the local cache; raises `ModelNotFound`."""
+    """Yield the lines of the report for a directory, or a Hugging Face id in the local cache, else `ModelNotFound`."""
     count = layer_count(name)
     filters = "--train-layer-indices and --lora-layer-indices"
     yield f"{name}: {count} transformer blocks; {filters} take {valid_range(count)}"
@@ -92,7 +92,7 @@ def advise_on_layers(name: str) -> Iterator[str]:
 
 
 def layer_count(name: str) -> int:
-    """How many transformer blocks the configuration of a model names."""
+    """Return the number of transformer blocks that a model's configuration names."""
     path = config_path(name, flag="--layers")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

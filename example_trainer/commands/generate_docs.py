@@ -1,7 +1,7 @@
-"""The reference pages that follow from the code: `python -m example_trainer.commands.generate_docs cli` (or `metrics`).
+"""Prints a reference page from the code: `python -m example_trainer.commands.generate_docs cli` (or `metrics`).
 
-What is printed is the whole page; docs/reference holds it as it was printed last, and a test compares the two. Nothing
-here says anything of an option or a metric that its own declaration does not.
+It prints the whole page; docs/reference holds the last printed one, and a test compares the two. The text on each
+option and each metric comes from its own declaration.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def cli_page() -> str:
-    """docs/reference/cli.md."""
+    """Return the text of docs/reference/cli.md."""
     launcher = [option for option in list_options(RunConfig) if option.path in LAUNCHER_FIELDS]
     blocks = [
         CLI_INTRODUCTION.rstrip() + "\n",
@@ -125,7 +125,7 @@ def cli_page() -> str:
 
 
 def metrics_page() -> str:
-    """docs/reference/metrics.md."""
+    """Return the text of docs/reference/metrics.md."""
     blocks = [METRICS_INTRODUCTION]
     for heading, metrics in metric_sections().items():
         rows = "".join(f"| `{name}` | {cell(text)} |\n" for name, text in metrics)
@@ -137,7 +137,7 @@ def metrics_page() -> str:
 
 
 def metric_sections() -> dict[str, list[tuple[str, str]]]:
-    """Name and meaning of every metric, under the heading that `metric_names` gives."""
+    """Return name and meaning of every metric, under the heading that `metric_names` gives."""
     path = Path(metric_names.__file__)
     source = path.read_text(encoding="utf-8")
     headings = {number: line[2:] for number, line in enumerate(source.splitlines(), 1) if line.startswith("# ")}
@@ -159,7 +159,7 @@ def _docstring(statement: ast.stmt | None) -> str:
 
 
 def _sections() -> Iterator[str]:
-    """The trainer's options, a block for each class that declares some."""
+    """Yield the trainer's options, a heading and a table for each class that declares some."""
     options = {option.path: option for option in list_options(TrainingConfig)}
     for section in reversed(TrainingConfig.__mro__[1:]):
         if issubclass(section, BaseModel) and section is not BaseModel and "__annotations__" in vars(section):
@@ -198,7 +198,7 @@ def _environment_block() -> str:
 
 
 def _plain(template: str) -> str:
-    """A sign's message with its fields as words."""
+    """Return a sign's message with its fields as words."""
     return template.replace("{metrics[", "{").replace("]:", ":")
 
 

@@ -1,4 +1,4 @@
-"""The `atropos` command: verbs that look at a run or at this machine. Each verb is loaded only when it is called."""
+"""The `atropos` command: it hands its arguments to a verb, whose module is imported only when the verb is called."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> NoReturn:
 
 
 def run(argv: list[str]) -> int:
-    """Hand the arguments to their verb."""
+    """Call the verb that the first argument names with the other arguments."""
     if not argv or argv[0] in {"-h", "--help"}:
         sys.stdout.write(_usage())
         return 0

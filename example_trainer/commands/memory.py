@@ -1,12 +1,11 @@
-"""How much GPU memory a training run takes, from the model's shape alone: pure arithmetic, nothing measured, no torch.
+"""Computes the GPU memory of a training run from the model's shape alone: pure arithmetic, nothing measured, no torch.
 
 Shared mode: the served weights exist once, inside vLLM's share of the GPU, and the trainer adds masters, gradients,
 optimizer states and activations. Adapter modes: trainer and vLLM each hold the frozen base.
 
-`atropos doctor --memory MODEL`: which settings fit a GPU, from arithmetic that it prints.
-
-A run that does not fit is answered with the nearest one that does: cheaper optimizer states first, then no fp32
-masters, masters on the host, fewer layers, and an adapter at last.
+`atropos doctor --memory MODEL` prints this arithmetic for each setting and says which fit a GPU. It advises the first
+that fits: it tries cheaper optimizer states first, then no fp32 masters, masters on the host, fewer layers, and an
+adapter last.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from pydantic import BaseModel, ConfigDict, Field
 from example_trainer.errors import ModelNotFound
 
 SERVED_BYTES = 2
-"""A served weight is bf16."""
+"""Bytes of a served weight, which is bf16."""
 
 OPTIMIZER_STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.02}
-"""Per trained parameter beside an fp32 master: two fp32 moments, two bytes, or a row and a column each matrix."""
+"""Bytes per trained parameter without its master: two fp32 moments, two of a byte, or a row and a column per matrix."""
 
 RUNTIME_BYTES = 3 * 2**30
-"""Two CUDA contexts, vLLM's graphs and workspaces, the trainer's allocator slack."""
+"""Bytes of two CUDA contexts, vLLM's graphs and workspaces, and the trainer's allocator slack."""
 
 KEPT_PER_LAYER = 1.0
-"""With activation checkpointing each layer keeps its input: hidden-size values a token."""
+"""Values per token that each layer keeps with activation checkpointing, in hidden sizes: its input."""
 
 WORKING_SET = 18.0
-"""Values a token that one recomputed layer holds, in hidden sizes beside its feed-forward's three."""
+"""Values per token that one recomputed layer holds, in hidden sizes; three intermediate sizes are added to them."""
 
 ROUNDED_AT_ONCE = 1 << 24
 """Weights that stochastic rounding holds in fp32 at one time, with their gradients; a larger tensor is held whole."""
 
 LOGIT_COPIES = 3
-"""fp32 arrays of the size chunk x vocabulary that the chunked head holds at its peak."""
+"""Number of fp32 arrays of the size chunk x vocabulary that the chunked head holds at its peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """What the arithmetic needs of a decoder with gated feed-forward and grouped key-value heads."""
+    """The sizes that the arithmetic needs, of a decoder with gated feed-forward and grouped key-value heads."""
 
     name: str
     hidden: int
@@ -107,7 +106,7 @@ REFERENCE_SHAPES: Mapping[str, ModelShape] = {
 
 
 def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a Hugging Face `config.json` describes; `KeyError` names a field it lacks."""
+    """Return the shape that a Hugging Face `config.json` describes; `KeyError` names a field it lacks."""
     text = config.get("text_config", config)
     heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
     return ModelShape(
@@ -125,7 +124,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One way to train, as flags of the trainer."""
+    """One way to train; `flags` returns it as flags of the trainer."""
 
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"]
     master_weights: Literal["fp32", "host", "none"] = "fp32"
@@ -154,7 +153,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """What runs at once: tokens in vLLM's cache, tokens of a micro-batch, tokens of a chunk of the head."""
+    """The tokens that are held at once: in vLLM's cache, in a micro-batch, and in a chunk of the head."""
 
     cached_tokens: int = 32 * 2048
     micro_batch_tokens: int = 2 * 2048
@@ -163,7 +162,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Bytes on the GPU, and those asked of the host beside it."""
+    """The bytes that a run needs on the GPU, by purpose, and those that it needs on the host (`host`)."""
 
     served: float
     cache: float
@@ -177,7 +176,7 @@ class Budget:
 
     @property
     def server(self) -> float:
-        """What vLLM's share, `--gpu-memory-utilization`, has to hold."""
+        """Bytes that vLLM's share, `--gpu-memory-utilization`, has to hold."""
         return self.served + self.cache
 
     @property
@@ -187,13 +186,13 @@ class Budget:
 
 
 def budget(shape: ModelShape, setting: Setting, load: Load) -> Budget:
-    """The bytes of one run: full weights through shared tensors, or an adapter beside a frozen base."""
+    """Compute the bytes of one run: full weights through shared tensors, or an adapter on a frozen base."""
     trained = setting.trained_parameters(shape)
     on_device, host = _trainer_bytes(trained, setting)
     activations = shape.hidden * load.micro_batch_tokens * SERVED_BYTES * shape.layers * KEPT_PER_LAYER
     activations += (WORKING_SET * shape.hidden + 3 * shape.intermediate) * load.micro_batch_tokens * SERVED_BYTES
     activations += LOGIT_COPIES * 4 * load.chunk_tokens * shape.vocabulary
-    if setting.master_weights == "none":  # the step comes when the activations are gone
+    if setting.master_weights == "none":  # the optimizer's step runs after the activations are freed
         activations = max(activations, 2.0 * 4 * max(ROUNDED_AT_ONCE, shape.vocabulary * shape.hidden))
     return Budget(
         served=SERVED_BYTES * shape.parameters,
@@ -209,10 +208,10 @@ def budget(shape: ModelShape, setting: Setting, load: Load) -> Budget:
 
 
 def _trainer_bytes(trained: int, setting: Setting) -> tuple[tuple[float, float, float], float]:
-    """(masters, gradients, states) on the GPU, and the sum of what lies on the host instead."""
+    """Return (masters, gradients, states) on the GPU, and the sum of those that are on the host instead."""
     states = OPTIMIZER_STATE_BYTES[setting.optimizer] * trained
     if setting.master_weights == "none":
-        # Stochastic rounding is of the weights: the states keep the precision that they have beside fp32 masters.
+        # Only the weights are rounded stochastically: the states keep the precision that they have with fp32 masters.
         return (0.0, SERVED_BYTES * trained, states), 0.0
     if setting.master_weights == "host":
         return (0.0, 0.0, 0.0), 4 * trained + 4 * trained + states
@@ -220,7 +219,7 @@ def _trainer_bytes(trained: int, setting: Setting) -> tuple[tuple[float, float, 
 
 
 USABLE_FRACTION = 0.97
-"""The driver keeps a little, and allocators do not fill the rest to the byte."""
+"""Share of the GPU's memory that can be used: the driver keeps a little, and allocators do not fill it to the byte."""
 
 SETTINGS: Sequence[Setting] = (
     Setting(optimizer="adamw"),
@@ -237,7 +236,7 @@ SETTINGS: Sequence[Setting] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentedRow:
-    """A row of the published table of recommended settings: model, card, what is recommended there."""
+    """A row of the published table of recommended settings: it names model, GPU memory, optimizer and utilization."""
 
     model: str
     gpu_gb: float
@@ -278,7 +277,7 @@ class MemoryOptions(BaseModel):
 
 
 def advise(options: MemoryOptions) -> Iterator[str]:
-    """The lines of the report."""
+    """Yield the lines of the report."""
     if options.memory == "table":
         for row in DOCUMENTED_ROWS:
             yield from _advise_row(row, options.load)
@@ -288,7 +287,7 @@ def advise(options: MemoryOptions) -> Iterator[str]:
 
 
 def find_shape(name: str) -> ModelShape:
-    """The shape behind a size, a directory or a Hugging Face id that is in the local cache."""
+    """Return the shape for a size, a directory or a Hugging Face id that is in the local cache."""
     if name.upper() in REFERENCE_SHAPES:
         return REFERENCE_SHAPES[name.upper()]
     path = config_path(name, flag="--memory")
@@ -299,12 +298,12 @@ def find_shape(name: str) -> ModelShape:
 
 
 def config_path(name: str, *, flag: str) -> Path:
-    """Where the config.json of a directory lies, or of a Hugging Face id in the local cache."""
+    """Return the path of the config.json of a directory, or of a Hugging Face id in the local cache."""
     return Path(name) / "config.json" if Path(name).is_dir() else _cached_config(name, flag)
 
 
 def nearest_fit(shape: ModelShape, gpu_gb: float, load: Load) -> Setting | None:
-    """The first of `SETTINGS`, from most exact to cheapest, that fits."""
+    """Return the first of `SETTINGS`, from most exact to cheapest, that fits; None if none does."""
     return next((setting for setting in SETTINGS if fits(budget(shape, setting, load), gpu_gb)), None)
 
 

@@ -1,8 +1,8 @@
-"""`atropos replay BATCH_FILE`: one saved batch through the trainer again, without broker, server or environment.
+"""`atropos replay BATCH_FILE` trains one saved batch again, without broker, server or environment.
 
-The settings are those of the run that the file lies in (its `config.json`), under whatever flags are given; the weights
-are those of the checkpoint before the batch. What is printed is the step's metrics but for times and rates, so that two
-replays of one batch print the same bytes, and a replay prints what the run itself logged.
+The settings are those in the `config.json` of the file's run, overridden by the flags that are given; the weights are
+those of the checkpoint before the batch. It prints the step's metrics without times and rates, so that two replays of
+one batch print the same bytes, and a replay prints the values that the run itself logged.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ DESCRIPTION = (
 )
 
 VARYING = ("time/", "perf/")
-"""Metrics that are not a function of batch, weights and settings."""
+"""Prefixes of the metrics that are not a function of batch, weights and settings."""
 
 NOT_A_REPLAY_S = frozenset({"run_dir", "save_path", "log_dir", "resume", "rollout_batch_size", "train_batch_size"})
-"""Settings of the run that say where it lives; its sizes stand there resolved."""
+"""Recorded settings that a replay ignores: where the run wrote, `resume`, and two sizes that are recorded resolved."""
 
 
 class ReplayOptions(TrainingConfig):
-    """The trainer's settings and where to begin."""
+    """The trainer's settings and the checkpoint to begin with."""
 
     checkpoint: str | None = Field(
         None,
@@ -49,7 +49,7 @@ class ReplayOptions(TrainingConfig):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Replay the file that `argv` names; 0 when it was trained."""
+    """Replay the file that `argv` names; return 0 once it is trained."""
     if {"-h", "--help"} & set(argv):
         load_config(ReplayOptions, ["--help"], prog=PROG, description=DESCRIPTION)
     if not argv or argv[0].startswith("-"):
@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def recorded_settings(run_dir: Path) -> dict[str, Any]:
-    """The trainer's settings as the run in this directory recorded them; none where there is no record."""
+    """Return the trainer's settings as the run in this directory recorded them; empty if there is no record."""
     path = run_dir / "config.json"
     if not path.exists():
         return {}
@@ -82,7 +82,7 @@ def recorded_settings(run_dir: Path) -> dict[str, Any]:
 
 
 def choose_checkpoint(options: ReplayOptions, root: Path, number: int) -> Path | None:
-    """The weights that batch `number` was trained from, or those that are asked for; None: the model's own."""
+    """Return the checkpoint that batch `number` was trained from, or the one asked for; None: the model itself."""
     from example_trainer.checkpointing import PREFIX, find_checkpoint
 
     if options.checkpoint is not None:
@@ -99,7 +99,7 @@ def choose_checkpoint(options: ReplayOptions, root: Path, number: int) -> Path |
 
 
 def replay(config: TrainingConfig, batch: Batch, checkpoint: Path | None) -> dict[str, float]:
-    """The metrics of training `batch` from `checkpoint`, those left out that vary between runs."""
+    """Train `batch` from `checkpoint` and return the metrics, without those that vary between runs."""
     import torch
 
     from example_trainer.checkpointing import read_state
@@ -124,12 +124,12 @@ def replay(config: TrainingConfig, batch: Batch, checkpoint: Path | None) -> dic
 
 
 def reproducible(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without what two runs of the same step may differ in."""
+    """Return `metrics` without those in which two runs of the same step may differ."""
     return {name: value for name, value in metrics.items() if not name.startswith(VARYING)}
 
 
 def _name_first_version(train_step: TrainStep, batch: Batch) -> None:
-    """The model itself is served under the run's first version: the lowest that its first batch was sampled under."""
+    """Record the version of the model itself, the run's first: the lowest that its first batch was sampled under."""
     spans = [span for group in batch.groups for row in group.policy_versions or () for span in row]
     versions = [version for _, _, version in spans if version is not None]
     if versions:

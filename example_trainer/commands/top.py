@@ -1,6 +1,6 @@
-"""A broker's status in words and figures: lines of name and value, and the panel of `atropos top`.
+"""`atropos top URL` shows a broker's status: a live panel on a terminal, plain lines elsewhere, once for scripts.
 
-`atropos top URL`: what a broker is doing, live on a terminal, as plain lines elsewhere, once for scripts.
+The status is rendered as lines of name and value, and as the panel.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COUNTED: Final = (
 
 
 def describe(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The state as names and values without spaces in the names."""
+    """Yield the state as pairs of name and value; no name contains a space."""
     run = status.get("run")
     if run is None:
         yield "run", "none"
@@ -76,7 +76,7 @@ def step_of(status: Mapping[str, Any]) -> int | None:
 
 
 def describe_event(event: ServerEvent) -> str:
-    """An event in one line: its type, and what it says as name=value."""
+    """Return an event as one line: its type, and its data as name=value."""
     said = (f"{name}={_plain(value)}" for name, value in event.data.items() if name != "time")
     return "  ".join((event.type, *said))
 
@@ -89,7 +89,7 @@ def render(
     rates: Sequence[float],
     lost: str,
 ) -> RenderableType:
-    """The whole panel."""
+    """Render the whole panel."""
     run = status.get("run") or {}
     head = Text.assemble((_plain(run.get("name", "no run")), "bold"), f"  {url}  ", (lost and f"lost: {lost}", "red"))
     parts: list[RenderableType] = [head]
@@ -126,7 +126,7 @@ def _environments(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _plain(value: object) -> str:
-    """Text that stays on its line and sets no colours."""
+    """Return `value` as text that stays on one line and sets no terminal colours."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if text.isprintable() else json.dumps(text)
 
@@ -146,11 +146,11 @@ KEPT_EVENTS: Final = 8
 KEPT_RATES: Final = 60
 
 TRUTH_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0", "t", "f", "y", "n"})
-"""What an option that is true or false takes as its value."""
+"""Values that an option of type bool takes."""
 
 
 class TopConfig(BaseModel):
-    """The options beside the URL."""
+    """The options in addition to the URL."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -165,16 +165,16 @@ class TopConfig(BaseModel):
 
 @dataclass(kw_only=True, slots=True)
 class Watched:
-    """A broker as it was last heard of."""
+    """The last known state of the watched broker."""
 
     url: str
     status: Mapping[str, Any] = field(default_factory=dict)
     last_id: int | None = None
     lost_because: str = ""
-    """Why nothing is heard now; empty while connected."""
+    """Reason for the lost connection; empty while connected."""
     events: deque[ServerEvent] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_RATES))
-    """Sequences received a second, from one status to the next."""
+    """Sequences received per second, from one status to the next."""
 
     def take(self, event: ServerEvent) -> None:
         self.last_id = event.id if event.id is not None else self.last_id
@@ -190,7 +190,7 @@ class Watched:
 
 
 class View(Protocol):
-    """Shows what is heard until it is closed."""
+    """Shows the broker's state and events until it is closed."""
 
     def update(self, watched: Watched, event: ServerEvent | None) -> None: ...
 
@@ -198,7 +198,7 @@ class View(Protocol):
 
 
 class PlainView:
-    """A line for each event, one for the state at each step and now and then."""
+    """Writes a line for each event, and one for the state at each new step and about every ten seconds."""
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out
@@ -223,7 +223,7 @@ class PlainView:
 
 
 class LiveView:
-    """A panel that is redrawn in place with each lot of events."""
+    """Redraws a panel in place at each status, and when the connection is lost."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False)
@@ -241,7 +241,7 @@ class LiveView:
 
 
 def run(arguments: Sequence[str], out: IO[str] = sys.stdout) -> int:
-    """Watch until the reader has seen enough."""
+    """Watch the broker until the output is closed, or print its state once."""
     url, rest = take_url(arguments)
     config = load_config(TopConfig, rest, prog="atropos top URL", description=DESCRIPTION)
     token = TokenSource.settle(config.token, config.token_file, os.environ)
@@ -251,13 +251,13 @@ def run(arguments: Sequence[str], out: IO[str] = sys.stdout) -> int:
             return print_once(watched, token, out)
         return follow(watched, token, LiveView(Console(file=out)) if out.isatty() else PlainView(out))
     except BrokenPipeError:
-        # Whoever read the lines has seen enough; nothing may be written at exit either.
+        # The reader of the lines has closed the pipe; the flush at exit must not fail on it either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def take_url(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The one argument that is an address, with a scheme, and the others."""
+    """Return the one argument that is an address, with a scheme, and the other arguments."""
     if {"-h", "--help"} & set(arguments):
         return "", list(arguments)
     values = set(_places_of_values(arguments))
@@ -273,7 +273,7 @@ def take_url(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _places_of_values(arguments: Sequence[str]) -> Iterator[int]:
-    """Where a value of an option stands; an option that is true or false takes one only if it is such a word."""
+    """Yield the positions of options' values; an option of type bool takes one only if it is in `TRUTH_WORDS`."""
     kinds = {flag: option.kind for option in list_options(TopConfig) for flag in option.flags}
     for index, (argument, following) in enumerate(pairwise([*arguments, ""]), 1):
         kind = kinds.get(argument)
@@ -293,7 +293,7 @@ def print_once(watched: Watched, token: TokenSource, out: IO[str]) -> int:
 
 
 def follow(watched: Watched, token: TokenSource, view: View) -> int:
-    """Show all that comes. A broker that never answered is an error, one that went away is waited for."""
+    """Show all events; a broker that never answered is an error, one that was lost is waited for."""
     try:
         for event in _listen(watched, token):
             if event is not None:
@@ -306,7 +306,7 @@ def follow(watched: Watched, token: TokenSource, view: View) -> int:
 
 
 def _listen(watched: Watched, token: TokenSource) -> Iterator[ServerEvent | None]:
-    """Events over as many connections as it takes; None each time that one is lost or cannot be had."""
+    """Yield events over as many connections as needed; None each time that one is lost or cannot be made."""
     while True:
         try:
             yield from watch_events(watched.url, token=token, after=watched.last_id)

@@ -1,6 +1,6 @@
 """Several processes as one trainer.
 
-In reading order: `ranks` (the processes and what they tell each other), `rank_shares` (which rank trains what),
-`rank0_proxy` (rank 0 speaks to broker and server for all). It may import `weights.base`, `objective`, `modeling`,
-`api` and all below.
+In reading order: `ranks` (the processes and their messages), `rank_shares` (which rank trains which rows),
+`rank0_proxy` (rank 0 calls broker and server for all). It may import `weights.base`, `objective`, `modeling`, `api`
+and all layers below.
 """

@@ -1,8 +1,8 @@
-"""Broker and weight bridge of a run with several ranks: rank 0 speaks for all, and each fetches its own share.
+"""Broker session and weight bridge of a run with several ranks: rank 0 makes the calls for all of them.
 
-The training loop is the same on every rank. What it asks the broker or the bridge is asked once, by rank 0, and all get
-the answer, so that they decide alike. Batches are the exception: each rank fetches the slice of whole groups that the
-broker keeps for it, in a thread of its own.
+The training loop is the same on every rank. Each call to the broker or the bridge is made once, by rank 0, and all
+ranks get the result, so that they decide alike. Batches are the exception: each rank fetches its own slice of whole
+groups from the broker, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankedSession(BrokerSession):
     """A `BrokerSession` shared by all ranks."""
 
     def __init__(self, client: BrokerClient, ranks: Ranks, *, all_see_whole: bool = False) -> None:
-        """With `all_see_whole` every rank fetches whole batches besides its share, not rank 0 alone."""
+        """Keep the arguments; with `all_see_whole` every rank, not only rank 0, fetches whole batches too."""
         super().__init__(client, rank=ranks.rank, world_size=ranks.world_size)
         self._ranks = ranks
         self._sees_whole = all_see_whole or ranks.is_main
@@ -60,7 +60,7 @@ class RankedSession(BrokerSession):
         self._ranks.lead(super().finish)
 
     def whole_batch(self, batch: Batch) -> Batch:
-        """The batch that `batch` is this rank's slice of; the slice itself where nobody needs to see more."""
+        """Return the whole batch of which `batch` is this rank's slice; the slice itself if this rank needs no more."""
         if not self._sees_whole:
             return batch
         whole = self._client.get_batch(
@@ -74,11 +74,11 @@ class RankedSession(BrokerSession):
 
 
 class RankedBridge(WeightBridge):
-    """Implements `WeightBridge` for all ranks: the one at rank 0 serves what they trained together."""
+    """A `WeightBridge` for several ranks: rank 0's bridge serves the weights that all of them train."""
 
     def __init__(self, inner: WeightBridge | None, options: PolicyOptions, ranks: Ranks) -> None:
         self._inner = inner
-        """None on the ranks that serve nothing."""
+        """The bridge of rank 0; None on the other ranks."""
         self._options = options
         self._ranks = ranks
         self._policy: Policy | None = None
@@ -92,7 +92,7 @@ class RankedBridge(WeightBridge):
         return self._policy
 
     def publish(self, version: int) -> PublishReport:
-        """Publish at rank 0; the other ranks wait, after giving it their part of the weights."""
+        """Publish at rank 0; the other ranks send it their shards of the weights and wait."""
         assert self._policy is not None, "prepare() comes first"
         with self._policy.gathered():
             return PublishReport(**self._led(lambda bridge: asdict(bridge.publish(version))))
@@ -104,7 +104,7 @@ class RankedBridge(WeightBridge):
         return self._led(lambda bridge: bridge.should_publish(steps_since_publish))
 
     def needs_publish(self) -> bool:
-        """Asked at rank 0 alone, while the others wait for its word."""
+        """Return the answer of rank 0's bridge; called on rank 0 only, while the other ranks wait for a message."""
         return self._main.needs_publish()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What the ranks of a run have to know of each other in a step: who trains what, what a token weighs, what all saw.
+"""Data that ranks exchange in a step: the rows of each optimizer step, loss weights, and values for metrics.
 
-Everything here is the same function of the whole batch however many ranks it is spread over, so that loss, gradients
-and metrics are as well. With one rank nothing is exchanged and nothing copied.
+Every result here is the same function of the whole batch for any number of ranks, so loss, gradients and metrics are
+too. With one rank nothing is exchanged or copied.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Seen:
-    """What the first pass over a batch saw, at each of its `[N]` trained tokens."""
+    """Values from the first pass over a batch, at each of its `[N]` trained tokens."""
 
     targets: Targets
     logprobs: Tensor
     entropies: Tensor
     first_logprobs: Tensor
-    """Of the tokens forwarded before any weight moved; NaN for the others."""
+    """Logprobs of the tokens computed before any weight changed; NaN for the others."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Unit:
-    """Rows that stay in one mini-batch; sorts by falling cost, then by content, which no rank's order changes."""
+    """Rows that stay in one mini-batch: sorted by falling cost, then by content, so independently of rank order."""
 
     falling_cost: int
     digest: bytes
@@ -46,10 +46,10 @@ class _Unit:
 
 
 def plan_mini_batches(rows: Sequence[Row], parts: int, ranks: Ranks) -> list[list[Row]]:
-    """The rows of this rank in each of `parts` optimizer steps: whole groups, balanced in tokens, in batch order.
+    """Return this rank's rows in each of `parts` optimizer steps: whole groups, balanced in tokens, in batch order.
 
-    There are fewer steps where all ranks together have fewer rows than `parts`, and none where they have none. Groups
-    are cut only where there are fewer of them than steps; their advantages are final by then.
+    There are fewer steps if all ranks together have fewer rows than `parts`, and none if they have no rows. Groups
+    are split only if there are fewer of them than steps; their advantages are final by then.
     """
     if parts == 1:
         return [list(rows)] if ranks.any(bool(rows)) else []
@@ -73,7 +73,7 @@ def step_weights(
     constant_length: int,
     ranks: Ranks,
 ) -> Tensor:
-    """`[total]` loss weights of one optimizer step, 0 outside `rows`; denominators are those of all ranks' rows."""
+    """Return `[total]` loss weights of one optimizer step, 0 outside `rows`; denominators count all ranks' rows."""
     shares = ranks.gather([len(row.targets) for row in rows])
     counts = torch.tensor([count for share in shares for count in share], dtype=torch.long)
     everyone = torch.split(token_weights(counts, aggregation, constant_length), counts.tolist())
@@ -85,7 +85,7 @@ def step_weights(
 
 
 def seen_by_all(own: Seen, ranks: Ranks) -> Seen:
-    """What all ranks saw together, without the teacher's columns, which only the loss needs."""
+    """Return the values of all ranks joined, without the teacher's columns, which only the loss needs."""
     if ranks.world_size == 1:
         return own
     lean = replace(own.targets, teacher_ids=None, teacher_logprobs=None)
@@ -116,13 +116,13 @@ def _unit(rows: Sequence[Row], chosen: Sequence[int], index: int, rank: int) -> 
 
 
 def _cut(unit: _Unit) -> Iterator[_Unit]:
-    """The single rows of a group, each with an equal part of its cost."""
+    """Split a group into units of one row, each with an equal part of its cost."""
     for number, at in enumerate(unit.rows):
         yield _Unit(unit.falling_cost // len(unit.rows), unit.digest, number, unit.rank, (at,))
 
 
 def _join(pieces: Sequence[Targets]) -> Targets:
-    """All ranks' targets one after the other; what some tokens lack is NaN at them."""
+    """Return all ranks' targets concatenated; a field that some ranks lack is NaN (or 0) at their tokens."""
     present = [piece for piece in pieces if len(piece)] or list(pieces[:1])
     joined: dict[str, Any] = {field.name: _join_field(present, field.name) for field in fields(present[0])}
     sizes = [0, *(int(piece.sequences[-1]) + 1 if len(piece) else 0 for piece in present[:-1])]
@@ -132,7 +132,7 @@ def _join(pieces: Sequence[Targets]) -> Targets:
 
 
 def sum_by_name(shares: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Sums of what each of `shares` counts under a name; not all know all names."""
+    """Return the sum of each name's values over `shares`; a name may be missing in some of them."""
     total: dict[str, float] = defaultdict(float)
     for share in shares:
         for name, value in share.items():

@@ -1,15 +1,12 @@
-"""What the ranks of a run tell each other, as bytes: JSON with the bytes of tensors behind it, and nothing that is run.
+"""The ranks of a training run: processes that train one policy together, each on whole groups of its own.
 
-A pickled message would let whoever reaches the port of the process group execute code in every rank.
+One process is the ordinary case and needs no `torch.distributed`: `Ranks` handles it, and every sum equals its input.
+`joined_ranks` makes `GroupRanks` for several processes. Ranks exchange decisions and measurements in small messages
+over gloo; gradients use the device's own backend. A message is JSON followed by the bytes of tensors, never pickle:
+with pickle, any process that reaches the group's port could execute code in every rank.
 
-The ranks of a training run: several processes that train one policy together, each on whole groups of its own.
-
-One process is the ordinary case and needs no `torch.distributed`: `Ranks` is its form, in which every sum is what went
-in. `joined_ranks` makes the form for several processes. Ranks agree on decisions and on what a step measured through
-small messages over gloo; gradients travel by the device's own backend.
-
-All ranks call the methods here in the same order, or wait for each other. What only one process can do (speak to the
-broker, own a server, write a file) is led by rank 0, and the others learn its outcome, an error included.
+All ranks must call the methods here in the same order, or they block. Work that only one process can do (call the
+broker, own a server, write a file) is done by rank 0 in `lead`, and the others get its result or its error.
 """
 
 from __future__ import annotations
@@ -37,14 +34,14 @@ _HEAD: Final = struct.Struct("<Q")
 
 
 def encode(value: Any) -> bytes:
-    """`value` as bytes: None, numbers, texts, bytes, paths, CPU tensors, and lists, tuples and mappings of them."""
+    """Encode `value` as bytes: None, numbers, texts, bytes, paths, CPU tensors, and lists, tuples, mappings of them."""
     tensors: list[Tensor] = []
     text = json.dumps(_pack(value, tensors)).encode()
     return b"".join([_HEAD.pack(len(text)), text, *map(_bytes_of, tensors)])
 
 
 def decode(message: bytes) -> Any:
-    """The value that `encode` was given; tuples, keys that are numbers, and each bit of a tensor included."""
+    """Return the value that `encode` was given; tuples, number keys and every bit of a tensor are preserved."""
     (length,) = _HEAD.unpack_from(message)
     start = _HEAD.size + length
     content = json.loads(message[_HEAD.size : start])
@@ -52,13 +49,13 @@ def decode(message: bytes) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
-    # An expanded tensor of one element counts as contiguous whatever its stride; a fresh one has the stride of its own.
+    # An expanded tensor of one element counts as contiguous for any stride, so copy it into one with a normal stride.
     fresh = torch.empty(tensor.numel(), dtype=tensor.dtype)
     return fresh.copy_(tensor.reshape(-1)).view(torch.uint8).numpy().tobytes()
 
 
 class _Blob:
-    """The bytes of the tensors, taken in the order in which they were packed."""
+    """The tensor bytes of a message: `take` reads the tensors in the order in which they were packed."""
 
     def __init__(self, message: bytes, start: int) -> None:
         self._message = message
@@ -119,45 +116,45 @@ _TORCHRUN_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class Ranks:
-    """One process, which is all ranks there are."""
+    """The ranks of a run with one process: this process is the only rank."""
 
     rank = 0
     world_size = 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks for all."""
+        """True if this process is rank 0, which acts for all ranks."""
         return self.rank == 0
 
     def gather(self, value: ValueT) -> list[ValueT]:
-        """Every rank's value, in rank order; small things only, of what `rank_messages` can carry."""
+        """Return every rank's value, in rank order; only small values of types that `encode` supports."""
         return [value]
 
     def lead(self, action: Callable[[], ValueT]) -> ValueT:
-        """What `action` gives at rank 0, where alone it runs; its error is raised everywhere."""
+        """Run `action` on rank 0 only and return its result on every rank; its error is raised on every rank."""
         return action()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up the gradients of parameters that each rank holds whole."""
+        """Sum over ranks the gradients of parameters that each rank holds whole."""
 
     def copy_from_main(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give parameters that each rank holds whole the values they have at rank 0."""
+        """Copy rank 0's values into parameters that each rank holds whole."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """The elementwise sum over ranks of a small tensor on the CPU."""
+        """Return the elementwise sum over ranks of a small tensor on the CPU."""
         return values
 
     def most(self, count: int) -> int:
-        """The largest of the ranks' counts."""
+        """Return the largest of the ranks' counts."""
         return count
 
     def any(self, flag: bool) -> bool:
-        """Whether one rank at least says yes."""
+        """Return True if `flag` is true on at least one rank."""
         return flag
 
 
 class GroupRanks(Ranks):
-    """One of several processes, over the process groups that `joined_ranks` has made."""
+    """The ranks of a run with several processes: it uses the process groups that `joined_ranks` has made."""
 
     def __init__(self, control: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank()
@@ -227,7 +224,7 @@ class GroupRanks(Ranks):
 def joined_ranks(
     rank: int, world_size: int, init_method: str, *, device: str, timeout_seconds: float
 ) -> Iterator[Ranks]:
-    """Join the `world_size` processes of a run while the context lasts; raises `RanksFailed` where they do not meet.
+    """Connect the `world_size` processes of a run during the context; raise `RanksFailed` if they do not connect.
 
     `init_method` is `env://` under torchrun and `accelerate launch`, else `tcp://host:port` or `file://path`. A rank
     waits for the others up to `timeout_seconds`, which has to cover the longest that rank 0 may be busy alone.
@@ -264,10 +261,10 @@ def joined_ranks(
 
 
 def _meeting_point(init_method: str) -> tuple[str, int | None]:
-    """Host of the meeting point, and the port at which a store of ours has to be there; None where it is another's."""
+    """Return the host of the rendezvous store, and its port if the ranks must create the store, else None."""
     try:
         if init_method.startswith("env://"):
-            # torchrun keeps the store in its own process, of which the ranks are clients.
+            # torchrun runs the store in its own process; the ranks are only clients.
             own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) if own else None
         parts = urlsplit(init_method)
@@ -284,7 +281,7 @@ def _as_tensor(message: bytes) -> Tensor:
 
 
 def _gpu(device: str, rank: int) -> int:
-    """The GPU of this process on its host: the one it names, else as the starter says, else one after the other."""
+    """Return this process's GPU index: the one in `device`, else `LOCAL_RANK`, else `rank` modulo the GPU count."""
     named = torch.device("cuda" if device == "auto" else device).index
     return int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())) if named is None else named
 

@@ -1,6 +1,6 @@
-"""The model that a run begins with: a directory, a name on the hub, or a base that is made on this machine.
+"""The base model that a run begins with: it is a directory, a Hugging Face id, or a tiny model made on this machine.
 
-Whether a model that is named, and not a directory, can be had: asked once, before four programs ask for it.
+A Hugging Face id is looked up once here, in the local cache and then on the hub, before four programs ask for it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LocalBase:
 
 
 def local_base(model_name: str) -> LocalBase | None:
-    """The locally made base that `model_name` means, if it means one."""
+    """Return the locally made base that `model_name` means, or None if it means none."""
     match = re.fullmatch(r"tiny/([a-z]+)(?::(\d+))?", model_name)
     if match is None or Path(model_name).exists():
         return None
@@ -47,7 +47,7 @@ def local_base(model_name: str) -> LocalBase | None:
 
 
 def require_model(model_name: str) -> str:
-    """`model_name`, made absolute if it is a directory; refuses a path at which there is no model."""
+    """Return `model_name`, made absolute if it is a directory; raise `ModelNotFound` for a path without a model."""
     path = Path(model_name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -62,7 +62,7 @@ ANSWER_SECONDS = 5.0
 
 
 def require_on_hub(name: str) -> None:
-    """Pass if `name` is in the local cache or the hub knows it; else `ModelNotFound` says which of the two failed."""
+    """Return if `name` is in the local cache or on the hub; else raise `ModelNotFound`, which says what failed."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -91,7 +91,7 @@ def _ask_hub(name: str) -> None:
             f"--model-name {name}: no such model on {_endpoint()}, or a private one (then set HF_TOKEN)"
         ) from None
     except HfHubHTTPError:
-        return  # it exists; whether these credentials may have it is told by the program that downloads it
+        return  # the model exists; if these credentials may not have it, the program that downloads it says so
     except Exception as error:  # noqa: BLE001 - the hub's client has changed its HTTP library, and with it the errors
         raise ModelNotFound(
             f"--model-name {name}: not a directory, not in the local cache, and {_endpoint()} does not answer ({error})"

@@ -1,6 +1,6 @@
-"""The addresses and ports of a run's programs, settled before any of them starts.
+"""The addresses, ports and tokens of a run's programs: all are settled before any program starts.
 
-The secrets of a launch: which tokens its programs share, and what of their settings may stand in no record.
+`differing` separates the settings that are secret from those that may be written to a record.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ THIS_HOST = frozenset({LOOPBACK, "localhost", "::1"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoints:
-    """Addresses and ports, settled before any program starts."""
+    """The addresses and ports of a run, settled before any program starts."""
 
     broker_url: str
     broker_port: int | None
-    """None: the broker is somebody else's."""
+    """None if this launch does not start the broker."""
     vllm_ports: tuple[int, ...]
-    """Of the inference servers on this host, whoever starts them."""
+    """Ports of the inference servers on this host, no matter which program starts them."""
     remote_urls: tuple[str, ...] = ()
-    """Of inference servers that are somebody else's."""
+    """Addresses of inference servers that this launch does not start."""
 
     @property
     def vllm_urls(self) -> tuple[str, ...]:
@@ -38,7 +38,9 @@ class Endpoints:
 
 
 def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> Endpoints:
-    """Ports for the programs we start: those asked for, if they are free, else free ones; held for the launch."""
+    """Choose the ports of the programs we start: those asked for (`PortTaken` if in use), or free ones; `held` keeps
+    them from other programs.
+    """
     config = settings.trainer
     given = config.model_fields_set
     broker_port = None if "atropos_url" in given else _broker_port(settings, held)
@@ -49,7 +51,7 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
 
 
 def remote_servers(config: RunConfig) -> tuple[str, ...]:
-    """The addresses of servers that are not the launcher's to start; none where it starts its own."""
+    """Return the addresses of the inference servers that the launcher does not start; none if it starts its own."""
     count = config.num_inference_nodes
     if not config.broadcasts:
         return (f"http://{config.vllm_host}:{config.vllm_port}",) if count else ()
@@ -67,7 +69,7 @@ def _broker_port(settings: RunSettings, held: ExitStack | None) -> int:
 
 
 def _vllm_ports(settings: RunSettings, held: ExitStack | None) -> tuple[int, ...]:
-    """Of as many servers as there are to be on this host: counted up from the one that is asked for, or any."""
+    """Return a port for each inference server on this host: counted up from the one asked for, or any free ones."""
     config = settings.trainer
     count = config.num_inference_nodes if config.broadcasts else 1
     asked, flag = settings.section("vllm").get("port"), "--vllm.port"
@@ -81,7 +83,7 @@ def _vllm_ports(settings: RunSettings, held: ExitStack | None) -> tuple[int, ...
 
 
 def broker_token(settings: RunSettings) -> TokenSource:
-    """The token by which the programs of this launch, and the launcher itself, speak to the broker."""
+    """Return the token with which the programs of this launch, and the launcher itself, authenticate to the broker."""
     config, api = settings.trainer, settings.section("api")
     if (
         config.atropos_token is None
@@ -94,20 +96,22 @@ def broker_token(settings: RunSettings) -> TokenSource:
 
 
 def token_variables(token: TokenSource) -> dict[str, str]:
-    """Either variable, the other one emptied: what this process inherited must not contradict it."""
+    """Return the token's variable, or its file's, and empty the other: an inherited value must not contradict it."""
     if token.file is not None:
         return {TOKEN_VARIABLE: "", f"{TOKEN_VARIABLE}_FILE": str(token.file.expanduser().absolute())}
     return {TOKEN_VARIABLE: token.value, f"{TOKEN_VARIABLE}_FILE": ""} if token.value else {}
 
 
 def bridge_token(settings: RunSettings) -> str:
-    """One token for all servers and the trainer: the one given to either, else the one inherited, else a new one."""
+    """Return one token for all servers and the trainer: the one given to either, else the inherited one, else a new
+    one.
+    """
     given = settings.trainer.bridge_token or settings.section("vllm").get("bridge_token")
     return str(given or os.environ.get("ATROPOS_BRIDGE_TOKEN") or secrets.token_hex(16))
 
 
 def differing(whole: Mapping[str, Any], public: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `whole` is not in `public` or is another there, so that it can be laid over it; lists are whole."""
+    """Return the entries of `whole` that `public` lacks or has differently, to be merged over it; lists are whole."""
     found: dict[str, Any] = {}
     for key, value in whole.items():
         shown = public.get(key)

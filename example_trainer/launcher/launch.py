@@ -1,4 +1,4 @@
-"""The course of one launch: base model, programs, training, final evaluation, end, summary."""
+"""Runs one launch from start to end: base model, programs, training, final evaluation, shutdown, summary."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ TICK_SECONDS = 0.1
 
 CACHE_LOOKUP_SECONDS = 2.0
 
-# Environments speak to the broker at least every ten seconds.
+# Environments contact the broker at least every ten seconds.
 SILENCE_SECONDS = 60.0
 
-# An environment that ended first has to be followed by the trainer, which still writes its last checkpoint.
+# After the environments have ended, the trainer may still write its last checkpoint; beyond this it waits in vain.
 TRAINER_LAG_SECONDS = 120.0
 
 SETTLED_HERE = ("model_name", "atropos_url", "vllm_port", "inference_urls")
-"""What the trainer is told that the launcher has found out."""
+"""Settings of the trainer whose values the launcher determines."""
 
 
 class Interrupted(TrainerError):
-    """The launch was told to stop."""
+    """Raised when a signal has asked the launch to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -52,14 +52,14 @@ class Interrupted(TrainerError):
 
 @dataclass(slots=True)
 class StopRequest:
-    """Remembers the first signal that asked for an end; acted on between two looks at the children."""
+    """Remembers the first signal that asks the launch to stop; `obey` acts on it between two checks of the children."""
 
     number: int | None = None
 
     @classmethod
     @contextlib.contextmanager
     def listening(cls) -> Iterator[StopRequest]:
-        """Take SIGINT, SIGTERM and SIGHUP over for the length of a block."""
+        """Handle SIGINT, SIGTERM and SIGHUP while the block runs, then restore the previous handlers."""
         request = cls()
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, request.note) for number in numbers}
@@ -80,7 +80,7 @@ class StopRequest:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """How long something has been so without a break."""
+    """Measures for how long a condition has held without a break."""
 
     since: float | None = None
 
@@ -91,19 +91,19 @@ class Stopwatch:
 
 @dataclass(kw_only=True, slots=True)
 class Launch:
-    """One launch from the resolved settings to the summary."""
+    """One launch: it takes the settings, runs the programs and returns the summary."""
 
     settings: RunSettings
     run: RunDir
     programs: Programs = field(default_factory=Programs)
     notes: list[str] = field(default_factory=list)
-    """Sentences for the end of the run."""
+    """Sentences to print at the end of the run."""
     pages: list[str] = field(default_factory=list)
-    """A line for each page of rollouts, once the run has ended."""
+    """One line for each page of rollouts; filled once the run has ended."""
     started_at: float = field(default_factory=lambda: psutil.Process().create_time())
 
     def go(self) -> Summary:
-        """Run everything; raises `ChildFailed` or `Interrupted` when that could not be brought to its end."""
+        """Run everything; raise `ChildFailed` or `Interrupted` if the run does not reach its end."""
         with contextlib.ExitStack() as ports:
             return self._go(settle_endpoints(self.settings, ports))
 
@@ -135,7 +135,7 @@ class Launch:
     def _make_base(
         self, base: LocalBase, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest
     ) -> str:
-        """Have the base model made, or found, and answer where it lies."""
+        """Run the program that finds or makes the base model, and return the model's path."""
         snapshot.milestones["base model"] = None
         begun = time.monotonic()
 
@@ -162,7 +162,7 @@ class Launch:
                 )
         snapshot.milestones |= dict.fromkeys(_milestones(plan))
         snapshot.phase = "starting"
-        # Before the children, so that a resumed run shows the new steps only.
+        # Opened before the children start, so that a resumed run shows the new steps only.
         tail = MetricsTail(self.run.metrics, from_end=True)
         for spec in plan.children:
             supervisor.start(spec)
@@ -174,7 +174,7 @@ class Launch:
         return self._conclude(plan.servers, supervisor, snapshot, stop)
 
     def _watch(self, plan: Plan, supervisor: Supervisor, feed: Feed, view: View, stop: StopRequest) -> None:
-        """Until the trainer and then the environments have come to their end."""
+        """Watch the programs until the trainer and then, within `wait_timeout`, the environments have ended."""
         snapshot = feed.snapshot
         waiting = {TRAINER, *plan.environments}
         trainer_alone, environments_alone = Stopwatch(), Stopwatch()
@@ -197,7 +197,7 @@ class Launch:
             time.sleep(TICK_SECONDS)
 
     def _revive(self, supervisor: Supervisor, snapshot: Snapshot, view: View) -> None:
-        """Start again what had come up, has died, and may be started again: the others go on meanwhile."""
+        """Restart failed programs that may be restarted, once all servers have been up; the others go on meanwhile."""
         if snapshot.milestones.get(VLLM) is None:
             return
         for told in supervisor.revive():
@@ -208,7 +208,7 @@ class Launch:
     def _conclude(
         self, servers: Sequence[str], supervisor: Supervisor, snapshot: Snapshot, stop: StopRequest
     ) -> Summary:
-        """Stop the servers, draw the picture meanwhile, sum up; a missing picture does not spoil a good run."""
+        """Stop the servers, draw the picture meanwhile, and summarise; a missing picture does not fail a good run."""
         command = (sys.executable, "-m", "example_trainer.launcher.summary", str(self.run.root))
         plot = ChildSpec(name="plot", command=command, environment={"PYTHONPATH": python_path()}, ends_by_itself=True)
         drawing = supervisor.start(plot)
@@ -234,21 +234,21 @@ class Launch:
 
 
 def plan_launch(settings: RunSettings) -> Launch:
-    """A launch for `settings`; nothing is written yet."""
+    """Return a launch for `settings`; nothing is written yet."""
     config = settings.trainer
     run = plan_run_dir(config.run_dir, name=config.name, log_dir=config.log_dir, resume=config.resume is not None)
     return Launch(settings=settings, run=run)
 
 
 def dry_plan(launch: Launch) -> Plan:
-    """What `launch` would do; of a base model not made yet only the name is known."""
+    """Return the plan of `launch`; a base model that is made on this machine appears by its name only."""
     name = launch.settings.trainer.model_name
     model = name if local_base(name) else require_model(name)
     return make_plan(launch.settings, launch.run, settle_endpoints(launch.settings), model=model)
 
 
 def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
-    """Everything that was settled, for `config.json`; no secrets."""
+    """Return all settled settings and commands for `config.json`, without secrets."""
     trainer = public_settings(settings.trainer, exclude=set(LAUNCHER_FIELDS))
     settled = plan.settings_of(TRAINER)[TRAINER]
     return {
@@ -286,13 +286,13 @@ def _phase(snapshot: Snapshot, waiting: set[str]) -> str:
 
 
 def silent_environments(snapshot: Snapshot) -> list[str]:
-    """Environments that are registered and have fallen silent: they run, but perhaps they hang."""
+    """Return the registered environments that the broker has not heard from for long: they run, but may be stuck."""
     known = [entry for entry in snapshot.status.get("environments", ()) if isinstance(entry, dict)]
     return [str(entry.get("name")) for entry in known if (entry.get("quiet_seconds") or 0.0) > SILENCE_SECONDS]
 
 
 def _note_engine_start(snapshot: Snapshot, supervisor: Supervisor, plan: Plan) -> None:
-    """The server starts its engine's process when it has imported everything; what follows is the engine's time."""
+    """Record when the server's imports ended: it starts its engine's process then; the time after is the engine's."""
     if snapshot.milestones.get("vllm") and "imports" not in snapshot.marks and plan.child(VLLM):
         born = [process.create_time() for process in supervisor[VLLM].descendants if is_alive(process)]
         if born:
@@ -300,7 +300,7 @@ def _note_engine_start(snapshot: Snapshot, supervisor: Supervisor, plan: Plan) -
 
 
 def _with_version(server: ChildSpec, snapshot: Snapshot) -> ChildSpec:
-    """`server` told which policy version the checkpoint it serves is, as the trainer last reported it."""
+    """Add to `server`'s command the policy version of the checkpoint it serves, as the trainer last reported it."""
     version = snapshot.rows[-1].get(metric_names.POLICY_VERSION) if snapshot.rows else None
     told = () if version is None else ("--policy-version", str(int(version)))
     return replace(server, command=(*server.command, *told))

@@ -1,4 +1,4 @@
-"""From what was asked for to what will run: ports, paths, and the command line and settings of each program.
+"""Makes the plan of a launch from its settings: ports, paths, and the command line and settings of each program.
 
 Nothing here starts or writes anything, so that `--dry-run` shows exactly what a launch would do.
 """
@@ -38,20 +38,20 @@ MANIFEST_NAME = "vllm_bridge_config.json"
 
 MANY_CORES = 8
 
-# Of each of several servers; one that dies more often has a reason that a restart does not take away.
+# For each server where there are several; one that fails more often has a fault that a restart does not cure.
 SERVER_RESTARTS = 3
 
-# Of each environment, in the run directory.
+# Newest groups of each environment that are kept in the run directory.
 GROUPS_TO_READ = 200
 
 
 class EnvironmentNotFound(TrainerError):
-    """The environment server named is neither a file nor a module here."""
+    """Raised if the file of an environment server is neither here nor among the environments of this package."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Programs:
-    """What Python is told to run for each part; tests put small stand-ins here."""
+    """The arguments with which Python starts each program; tests replace them with small stand-ins."""
 
     broker: tuple[str, ...] = ("-m", "atropos_api")
     vllm: tuple[str, ...] = ("-m", "example_trainer.vllm_api_server")
@@ -60,21 +60,21 @@ class Programs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a launch does, in the order in which it starts."""
+    """The plan of a launch: it lists the programs, in the order in which they start, and their settings."""
 
     model: str
     places: Endpoints
     children: tuple[ChildSpec, ...]
     files: Mapping[Path, Mapping[str, Any]]
-    """Settings of each program, by the path they are written to."""
+    """Settings of each program, by the path of the file they are written to."""
     environments: tuple[str, ...] = ()
     servers: tuple[str, ...] = ()
-    """The inference servers among the children."""
+    """Names of the inference servers among the children."""
     final_server: ChildSpec | None = None
-    """Serves the last checkpoint to the final evaluation where the trainer's own server ends with the trainer."""
+    """Server of the last checkpoint for the final evaluation, in modes whose own server ends with the trainer."""
 
     def settings_of(self, name: str) -> Mapping[str, Any]:
-        """What the program's settings file holds."""
+        """Return the content of the program's settings file."""
         stem = "api" if name == BROKER else name
         return next((content for path, content in self.files.items() if path.stem == stem), {})
 
@@ -85,7 +85,7 @@ class Plan:
 def make_plan(
     settings: RunSettings, run: RunDir, places: Endpoints, *, model: str, programs: Programs | None = None
 ) -> Plan:
-    """Every program of the run with its command line and its settings."""
+    """Plan every program of the run, with its command line and its settings."""
     builder = _Builder(
         settings=settings,
         run=run,
@@ -111,7 +111,7 @@ def make_plan(
 
 
 def server_name(index: int) -> str:
-    """`vllm`, `vllm-2`, `vllm-3`."""
+    """Return the name of the inference server with this index: `vllm`, `vllm-2`, `vllm-3`."""
     return VLLM if index == 0 else f"{VLLM}-{index + 1}"
 
 
@@ -124,10 +124,10 @@ class _Builder:
     programs: Programs
     files: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
     broker_token: Mapping[str, str] = field(default_factory=dict)
-    """The variables that tell every program the broker's token."""
+    """Environment variables that pass the broker's token to every program."""
     bridge_token: str = ""
     secret_settings: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What of each program's settings may stand in no file of the run directory."""
+    """Settings of each program that may not be written to any file of the run directory."""
 
     def broker(self) -> ChildSpec:
         flags = self.settings.flags["api"].without("port")
@@ -142,12 +142,12 @@ class _Builder:
         content = merge(self._vllm_defaults(index) | dict(self.settings.sections["vllm"]), flags.secret_values)
         path = self._write(name, {VLLM: content | {"model": self.model, "port": self.places.vllm_ports[index]}})
         command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(VLLM))
-        # One of several is missed by nobody for as long as it takes to start again; the bridge brings it up to date.
+        # The others serve while one of several restarts, and the bridge brings it up to date.
         restarts = SERVER_RESTARTS if len(self.places.vllm_ports) > 1 else 0
         return self._child(name, command, environment=self._server_environment(index), restarts=restarts)
 
     def final_server(self) -> ChildSpec:
-        """A plain server of the last checkpoint, under the names by which the environments know the model."""
+        """Plan a plain server of the last checkpoint, under the name by which the environments know the model."""
         config = self.settings.trainer
         checkpoint = (config.save_path or self.run.root).absolute() / LATEST_CHECKPOINT
         own: dict[str, Any] = {"model": str(checkpoint), "port": self.places.vllm_ports[0]}
@@ -173,7 +173,7 @@ class _Builder:
         env_flags, typed = self.settings.flags["env"].without("server"), self.settings.flags["openai"]
         servers = self._openai(entry.openai)
         if isinstance(servers, list) and not isinstance(entry.openai, list):
-            # A flag would be for none of several: those typed are meant for each.
+            # A flag cannot name one of several servers, so it applies to each.
             servers, typed = [server | dict(typed.values) for server in servers], SectionFlags()
         env = merge(env, env_flags.secret_values)
         path = self._write(entry.name, {"env": env, "openai": _with_secrets(servers, typed.secret_values)})
@@ -205,7 +205,7 @@ class _Builder:
             self._command(self.programs.trainer, path),
             environment=self._environment(),
             ends_by_itself=True,
-            # In the other modes it replaces its server by design, and W&B's service ends before it does.
+            # In the other modes the trainer replaces its server by design, and W&B's service ends before the trainer.
             watch_descendants=outlives and not config.use_wandb,
         )
 
@@ -247,7 +247,7 @@ class _Builder:
         }
 
     def _rollouts_to_read(self, entry: EnvironmentSettings) -> dict[str, Any]:
-        """Settings that keep the newest groups in the run directory; a file of the user's own is kept whole."""
+        """Return settings that keep the newest groups in the run directory; none if the user names a file for them."""
         if "data_path_to_save_groups" in {*entry.env, *self.settings.flags["env"].values}:
             return {}
         path = self.run.rollouts / f"{entry.name}.jsonl"
@@ -285,7 +285,7 @@ class _Builder:
 
 
 def _with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:
-    """The inference servers of an environment, with what was typed for the one that there is."""
+    """Merge the secret flags into an environment's inference server; raise `ConfigError` if there are several."""
     if not secret:
         return servers
     if isinstance(servers, list):
@@ -296,8 +296,8 @@ def _with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:
 
 
 def program_of(server: str) -> tuple[str, ...]:
-    """How to start an environment server: its file where it lies (`arithmetic_server.py` is ours), the name under
-    which an installed package offers it, or a module.
+    """Return the Python arguments that start an environment server, which is named by its file (`arithmetic_server.py`
+    is ours), by the name under which an installed package offers it, or as a module.
     """
     if not server.endswith(".py"):
         return ("-m", "environments.commands", server) if server in environment_names() else ("-m", server)

@@ -1,9 +1,9 @@
-"""What a running launch knows of itself: milestones, the steps trained so far, and the broker's own account.
+"""The progress of a running launch: `Feed` reads it into a `Snapshot`, and a `View` shows it.
 
-Everything is read from outside: health endpoints, the broker's `/v1/status`, and the lines the trainer appends to
-`metrics.jsonl`. One poll costs well under a millisecond, so that watching a run does not slow it down.
-
-One view of a running launch: live on a terminal, one plain line a milestone and a step elsewhere.
+A snapshot holds the milestones, the steps trained so far, and the broker's status. Everything is read from outside:
+health endpoints, the broker's `/v1/status`, and the lines that the trainer appends to `metrics.jsonl`. One poll costs
+well under a millisecond, so that watching a run does not slow it down. The view is a live panel on a terminal;
+elsewhere it is one plain line for each milestone and each step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STALLED_SECONDS = 30.0
 
 
 class Endpoint:
-    """One server asked again and again over one connection; silence and refusals are answers too."""
+    """Sends GET requests to one server over one kept connection; no answer is a result with status 0, not an error."""
 
     def __init__(self, url: str, *, token: TokenSource | None = None, timeout_seconds: float = 0.5) -> None:
         parts = urlsplit(url)
@@ -47,7 +47,7 @@ class Endpoint:
         self._token = token or TokenSource()
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body; status 0 if nobody answers."""
+        """Return status and body; the status is 0 if the server does not answer."""
         status, body = self._ask(path)
         return self._ask(path) if status == http.HTTPStatus.UNAUTHORIZED and self._token.reload() else (status, body)
 
@@ -62,7 +62,7 @@ class Endpoint:
             return 0, b""
 
     def get_json(self, path: str) -> dict[str, Any] | None:
-        """The object at `path`, or None."""
+        """Return the JSON object at `path`, or None."""
         status, body = self.get(path)
         return read_row(body) if status == 200 else None
 
@@ -72,7 +72,7 @@ class Endpoint:
 
 @dataclass(kw_only=True, slots=True)
 class Snapshot:
-    """The state of the run, for whoever shows it."""
+    """The state of the run as views show it."""
 
     name: str
     run_dir: Path
@@ -80,9 +80,9 @@ class Snapshot:
     started_at: float
     """Unix time at which the command was given."""
     milestones: dict[str, float | None] = field(default_factory=dict)
-    """What has to be reached before the first step, with its Unix time once it is."""
+    """Milestones before the first step: the Unix time at which each was reached, or None."""
     marks: dict[str, float] = field(default_factory=dict)
-    """Unix times of other events worth knowing afterwards."""
+    """Unix times of other events, for the run's timeline."""
     phase: str = "starting"
     rows: list[dict[str, Any]] = field(default_factory=list)
     status: Mapping[str, Any] = field(default_factory=dict)
@@ -97,14 +97,14 @@ class Snapshot:
 
     @property
     def drops(self) -> list[str]:
-        """Why groups do not reach the trainer, as their environments say, while no step is made."""
+        """Reasons why groups do not reach the trainer, as their environments report them, while no step is made."""
         last = self.rows[-1].get("timestamp") if self.rows else None
         if isinstance(last, int | float) and time.time() - last < STALLED_SECONDS:
             return []
         return list(explain_drops(self.status))
 
     def series(self, name: str) -> list[float]:
-        """All values of a metric so far, in the order of the steps."""
+        """Return all values of a metric so far, in the order of the steps."""
         return [float(row[name]) for row in self.rows if isinstance(row.get(name), int | float)]
 
     def reach(self, milestone: str) -> None:
@@ -126,7 +126,7 @@ class Feed:
         self._asked_at = 0.0
 
     def poll(self) -> list[dict[str, Any]]:
-        """Look at everything that is due; answers the rows of steps trained since the last call."""
+        """Query everything that is due; return the rows of the steps trained since the last call."""
         rows = self._metrics.read()
         self.snapshot.rows += rows
         now = time.monotonic()
@@ -170,19 +170,19 @@ class View(Protocol):
     """Shows a snapshot until it is closed."""
 
     def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
-        """Called often; `rows` are the steps trained since the last call."""
+        """Show the snapshot; called often, with the rows of the steps trained since the last call."""
 
     def close(self) -> None: ...
 
 
 def make_view(choice: str, out: IO[str] = sys.stdout) -> View:
-    """`live`, `plain`, or `auto`: live where somebody is looking at a terminal."""
+    """Make the view for `live`, `plain` or `auto`, which is live if `out` is a terminal."""
     live = choice == "live" or (choice == "auto" and out.isatty())
     return LiveView(Console(file=out)) if live else PlainView(out)
 
 
 class PlainView:
-    """Lines for a log file: each milestone once, each step once."""
+    """Writes lines for a log file: each milestone once, each step once."""
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out
@@ -205,7 +205,7 @@ class PlainView:
         self._tell_drops(snapshot)
 
     def _tell_drops(self, snapshot: Snapshot) -> None:
-        """Repeat why nothing arrives, when it is news and not more often than now and then."""
+        """Print why no groups arrive when the reason has changed, at most every `DROPS_INTERVAL_SECONDS`."""
         drops, now = snapshot.drops, time.monotonic()
         if drops and drops != self._drops and now - self._drops_told_at >= DROPS_INTERVAL_SECONDS:
             self._drops, self._drops_told_at = drops, now
@@ -221,10 +221,10 @@ class PlainView:
 
 
 class LiveView:
-    """A panel that redraws itself in place, at most twice a second."""
+    """Redraws a panel in place: after each step, and otherwise at most twice a second."""
 
     def __init__(self, console: Console) -> None:
-        # No refresh thread of its own: the launcher forks, and redraws when something has changed.
+        # Without rich's refresh thread, because the launcher forks; `update` redraws.
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
         self._drawn_at = 0.0
@@ -240,7 +240,7 @@ class LiveView:
 
 
 def render(snapshot: Snapshot) -> RenderableType:
-    """The whole view as it stands."""
+    """Render the whole view of the snapshot."""
     head = Text.assemble(
         (snapshot.name, "bold"), f"  {snapshot.run_dir}  ", (f"{snapshot.elapsed_seconds:.0f} s", "dim")
     )
@@ -250,14 +250,14 @@ def render(snapshot: Snapshot) -> RenderableType:
 
 
 def step_line(row: dict[str, Any], snapshot: Snapshot) -> str:
-    """One step in one line; what the trainer did not report is left out."""
+    """Return one step as one line; figures that the trainer did not report are left out."""
     parts = [f"step {row.get(names.STEP, '?')}/{snapshot.total_steps}"]
     parts += [f"{label} {value}" for label, value in figures(row, snapshot)]
     return "  ".join(parts)
 
 
 def figures(row: dict[str, Any], snapshot: Snapshot) -> list[tuple[str, str]]:
-    """Label and text of each figure worth a glance."""
+    """Return label and text of each figure that the view shows for a step."""
     wanted = (
         ("reward", names.REWARD_MEAN, "{:.3f}"),
         ("length", names.RESPONSE_LENGTH_MEAN, "{:.1f}"),
@@ -273,14 +273,14 @@ def figures(row: dict[str, Any], snapshot: Snapshot) -> list[tuple[str, str]]:
 
 
 def queued_sequences(snapshot: Snapshot) -> int | None:
-    """Sequences that wait at the broker, as it last said."""
+    """Return the number of sequences queued at the broker, from its last status."""
     queue = snapshot.status.get("queue")
     value = queue.get("sequences") if isinstance(queue, dict) else queue
     return value if isinstance(value, int) else None
 
 
 def sparkline(values: Sequence[float], *, low: float = 0.0, high: float = 1.0) -> str:
-    """The newest values as bars between `low` and `high`, which widen to hold them all."""
+    """Draw the newest values as bars between `low` and `high`, which are widened to include all of them."""
     recent = values[-SPARKLINE_WIDTH:]
     if not recent:
         return ""

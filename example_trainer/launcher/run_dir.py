@@ -1,4 +1,4 @@
-"""The directory of one run: where everything lies, and the record of what was run.
+"""The directory of one run: it defines the paths of all files, and keeps the record of what was run.
 
 `<run>/config.json` (resolved, with versions and git revision), `configs/` (one file per program), `logs/attempt_N/`
 with `logs/latest`, `metrics.jsonl`, `evals/step-N/`, `rollouts/`, `reward.png`, checkpoints. A second attempt in the
@@ -38,16 +38,16 @@ RECORDED_PACKAGES = (
 
 
 class RunDirectoryInUse(TrainerError):
-    """The directory holds another run that this one would mix with."""
+    """Raised if the directory holds the metrics of another run, with which those of this one would mix."""
 
 
 class DirectoryUnusable(TrainerError):
-    """A directory that a run writes into cannot be made or written."""
+    """Raised if a directory that a run writes into cannot be made or written."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of a run; `attempt` counts how often it was launched."""
+    """The paths of a run; `attempt` counts how often it was launched."""
 
     root: Path
     log_root: Path
@@ -71,7 +71,7 @@ class RunDir:
 
     @property
     def rollouts(self) -> Path:
-        """Groups to be read, a file for each environment, and batches that were saved."""
+        """Directory of the groups kept for reading, one file for each environment, and of saved batches."""
         return self.root / ROLLOUTS
 
     @property
@@ -104,7 +104,7 @@ class RunDir:
             fresh.replace(link)
 
     def write_record(self, resolved: Mapping[str, Any]) -> None:
-        """`config.json`: what was asked for, made of what, started how."""
+        """Write `config.json`: the settings, the command with its start time and attempt, and the provenance."""
         command = redact_arguments(sys.argv)
         record = {
             **redact(resolved),
@@ -118,7 +118,7 @@ class RunDir:
 
 
 def plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume: bool) -> RunDir:
-    """The directory for a run, nothing created yet; refuses one whose metrics another run has written."""
+    """Choose the directory of a run without creating it; refuse one with metrics of a run unless `resume` is set."""
     with telling(log_dir or root or Path(), "--log-dir" if log_dir else "--run-dir"):
         return _plan_run_dir(root, name=name, log_dir=log_dir, resume=resume)
 
@@ -134,7 +134,7 @@ def _plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume:
 
 
 def require_writable(directory: Path, flag: str) -> None:
-    """Make `directory` where it is missing; raises `DirectoryUnusable` if no file can be put there."""
+    """Make `directory` if it is missing; raise `DirectoryUnusable` if no file can be created in it."""
     with telling(directory, flag):
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -143,7 +143,7 @@ def require_writable(directory: Path, flag: str) -> None:
 
 @contextlib.contextmanager
 def telling(directory: Path, flag: str) -> Iterator[None]:
-    """Turn an error of the file system below `directory` into one line that names the flag."""
+    """Turn a file system error in the block into a `DirectoryUnusable` of one line that names the flag."""
     try:
         yield
     except OSError as error:
@@ -154,7 +154,7 @@ def telling(directory: Path, flag: str) -> Iterator[None]:
 
 
 def provenance() -> dict[str, Any]:
-    """Versions of what takes part and the git revision of this code."""
+    """Return the versions of the recorded packages, the git revision of this code, and facts about the host."""
     return {
         "versions": {"python": platform.python_version(), **_package_versions()},
         "git": git_revision(Path(__file__).parent),
@@ -163,23 +163,23 @@ def provenance() -> dict[str, Any]:
 
 
 def git_revision(folder: Path) -> dict[str, Any] | None:
-    """Commit and whether the tree differs from it; None outside a repository."""
+    """Return the commit and whether the tree differs from it; None outside a repository."""
     commit = _git(folder, "rev-parse", "HEAD")
     return {"commit": commit, "changed": bool(_git(folder, "status", "--porcelain", "-uno"))} if commit else None
 
 
 def write_json(path: Path, content: object) -> None:
-    """A record of the run, whole or not at all, for its owner's eyes."""
+    """Write a record of the run, whole or not at all, readable by its owner alone."""
     write_private(path, json.dumps(content, indent=2, default=str) + "\n")
 
 
 def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
-    """Settings of one program, for it and its owner to read."""
+    """Write the settings of one program, readable by their owner alone."""
     write_private(path, yaml.safe_dump(as_plain_data(content), sort_keys=False))
 
 
 def as_plain_data(content: Mapping[str, Any]) -> Any:
-    """Mappings, lists and scalars only: paths and tuples as text and lists."""
+    """Convert to mappings, lists and scalars only: paths become text, tuples become lists."""
     return json.loads(json.dumps(content, default=str))
 
 
@@ -213,17 +213,17 @@ OWN_PACKAGES = frozenset({"example_trainer", "atropos_api", "environments"})
 
 
 class ForeignPackage(TrainerError):
-    """Another distribution has installed modules under our names."""
+    """Raised if another distribution has installed modules under our names."""
 
 
 def require_own_package() -> None:
-    """Refuse to start where `atroposlib` has put its own `example_trainer` in the way of ours."""
+    """Raise `ForeignPackage` if the installed `atroposlib` brings packages with our names."""
     if conflict := shadowing():
         raise ForeignPackage(conflict)
 
 
 def shadowing() -> str | None:
-    """How the published `atroposlib` collides with this package, if it is installed and does."""
+    """Return a line about the installed `atroposlib` if it brings packages with our names, else None."""
     try:
         distribution = metadata.distribution("atroposlib")
     except metadata.PackageNotFoundError:
@@ -239,6 +239,6 @@ def shadowing() -> str | None:
 
 
 def _editable_copies(distribution: metadata.Distribution) -> list[str]:
-    """An editable installation lists only a finder; its top-level names stand in a file of their own."""
+    """Return the names of ours that an editable installation brings: it lists no files, but has `top_level.txt`."""
     names = set((distribution.read_text("top_level.txt") or "").split())
     return sorted(names & OWN_PACKAGES)

@@ -1,8 +1,8 @@
-"""What a launch is asked to do: run files and flags, sorted by the program they belong to.
+"""Reads run files and flags, and sorts the settings by the program they belong to.
 
-A run file has sections `trainer: api: vllm: env: openai:` (or `environments:`, a list), and `modes:`, which holds what
-of the trainer's settings is another under a weight bridge mode, as full weights and adapters learn at other rates. The
-trainer's flags stand bare on the command line; those of the other programs carry their section as a prefix
+A run file has sections `trainer: api: vllm: env: openai:` (or `environments:`, a list), and `modes:`, which holds the
+trainer's settings that differ in a weight bridge mode, since full weights and adapters need different learning rates.
+On the command line the trainer's flags have no prefix; those of the other programs have their section as a prefix
 (`--env.group_size 8`). Each program checks its own settings; only the trainer's and the launcher's are known here.
 """
 
@@ -58,10 +58,10 @@ LAUNCHER_FIELDS = frozenset(RunConfig.model_fields) - frozenset(TrainingConfig.m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SectionFlags:
-    """The flags of one program as they were typed, for its own parser to judge."""
+    """The flags of one program as they were typed; the program's own parser checks them."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Key (snake case) to text, list of texts or True, for what the launcher itself has to know."""
+    """Key (snake case) to text, list of texts, True or False, for the settings that the launcher itself reads."""
     groups: tuple[tuple[str, ...], ...] = ()
     """Each flag with its values as typed, section prefix included."""
 
@@ -70,13 +70,13 @@ class SectionFlags:
         return tuple(word for group in self.groups for word in group)
 
     def without(self, *keys: str) -> SectionFlags:
-        """These flags but for `keys`, which the launcher has dealt with."""
+        """Return these flags without `keys`, which the launcher handles itself."""
         kept = [group for group in self.groups if _key_of(group[0]) not in keys]
         return _section_flags([list(group) for group in kept])
 
     @property
     def secret_values(self) -> dict[str, Any]:
-        """The flags that no command line may show, as a settings file holds them."""
+        """Values of the flags that no command line may show, in the form of a settings file."""
         found: dict[str, Any] = {}
         for key, value in _section_flags([list(group) for group in self.groups if _is_secret(group)]).values.items():
             *parents, leaf = key.split(".")
@@ -90,41 +90,41 @@ class SectionFlags:
         return _section_flags([list(group) for group in self.groups if not _is_secret(group)])
 
     def unprefixed(self, section: str) -> tuple[str, ...]:
-        """For a program that has no sections of its own."""
+        """Return the arguments without the section prefix, for a program that has no sections."""
         bare = (argument.replace(f"--{section}.", "--", 1) for argument in self.arguments)
         return tuple(argument.replace(f"--no-{section}.", "--no-", 1) for argument in bare)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentSettings:
-    """One environment server to start."""
+    """The settings of one environment server to start."""
 
     name: str
     server: str
     env: Mapping[str, Any]
     openai: Any
     written_for: str | None = None
-    """The server that the file's settings are for, where a flag names another: that one passes over what it lacks."""
+    """The server that the file's settings are for, if a flag names another, which then ignores settings it lacks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """Everything asked for, nothing decided."""
+    """All settings as they were asked for; nothing is decided yet."""
 
     trainer: RunConfig
     sections: Mapping[str, Mapping[str, Any]]
     flags: Mapping[str, SectionFlags]
     environments: tuple[EnvironmentSettings, ...]
     reseeded: bool = False
-    """Whether `--seed` was given over the files: then it is meant for every program whose settings hold a seed."""
+    """True if `--seed` overrides the files: it then applies to every environment whose settings hold a seed."""
 
     def section(self, name: str) -> dict[str, Any]:
-        """A section with its flags laid over it."""
+        """Return a section, overridden by its flags."""
         return {**self.sections.get(name, {}), **self.flags[name].values}
 
 
 def read_settings(argv: Sequence[str]) -> RunSettings:
-    """Sort `argv` and the files it names; raises `ConfigError` with one line for anything that cannot be used."""
+    """Read `argv` and the files it names; raise `ConfigError` with one line for anything that cannot be used."""
     own, flags = split_section_flags(hand_on_environment_options(argv))
     trainer, own, paths = trainer_settings(own, default_mode=_DEFAULT_MODE)
     sections: dict[str, Any] = {}
@@ -141,7 +141,7 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
 
 
 def trainer_settings(argv: Sequence[str], *, default_mode: str = "none") -> tuple[dict[str, Any], list[str], list[str]]:
-    """What the files in `argv` say of the trainer in the mode that is asked for; the other arguments; the files."""
+    """Return the trainer's settings from the files in `argv` for the mode asked for, the other arguments, the files."""
     paths, own = _split_config_paths(argv)
     settings: dict[str, Any] = {}
     for path in paths:
@@ -154,7 +154,7 @@ def trainer_settings(argv: Sequence[str], *, default_mode: str = "none") -> tupl
 
 
 def _asked_mode(argv: Sequence[str]) -> str | None:
-    """The value of `--weight-bridge-mode`, the last one if there are several."""
+    """Return the value of `--weight-bridge-mode`, the last one if there are several."""
     asked = None
     for index, argument in enumerate(argv):
         flag, equals, value = argument.partition("=")
@@ -164,7 +164,7 @@ def _asked_mode(argv: Sequence[str]) -> str | None:
 
 
 def split_section_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, SectionFlags]]:
-    """The launcher's own arguments, and those with a section's prefix."""
+    """Split the arguments into the launcher's own and those with a section's prefix."""
     own: list[str] = []
     taken: dict[str, list[list[str]]] = {name: [] for name in PREFIXED_SECTIONS}
     current: list[str] | None = None
@@ -179,7 +179,7 @@ def split_section_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, Secti
 
 
 def read_sections(path: str) -> dict[str, Any]:
-    """The sections of a run file other than the trainer's; a file without sections has none."""
+    """Return the sections of a run file other than the trainer's; empty for a file without sections."""
     content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     if not set(SECTIONS) & set(content):
         return {}
@@ -198,12 +198,12 @@ def _is_mapping(value: Any) -> bool:
 
 
 def _is_server(value: Any) -> bool:
-    """One inference server, or several."""
+    """Return True if `value` has the form of one inference server or a list of them."""
     return _is_mapping(value) or (isinstance(value, list) and all(map(_is_mapping, value)))
 
 
 def _is_environments(value: Any) -> bool:
-    """A list of entries, each with settings of its own sections."""
+    """Return True if `value` is a list of entries whose `file`, `env` and `openai` have the right form."""
     return isinstance(value, list) and all(
         _is_mapping(entry)
         and isinstance(entry.get("env") or {}, Mapping)
@@ -222,11 +222,11 @@ _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "environments": (_is_environments, "a list of settings, each with file, env and openai"),
     "modes": (_is_modes, "settings by weight bridge mode"),
 }
-"""The form of each section that is not plainly settings, and its name."""
+"""Check of the form of each section that is more than settings, and the form's name in messages."""
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid on `base`, mappings merged key by key."""
+    """Return `base` overridden by `over`; nested mappings are merged key by key."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -235,13 +235,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written_out(argument: str) -> str:
-    """`--env my_env.py` is short for `--env.server my_env.py`."""
+    """Expand `--env`, which is short for `--env.server`."""
     name, equals, value = argument.partition("=")
     return f"--env.server{equals}{value}" if name == "--env" else argument
 
 
 def _section_of(argument: str, taken: Mapping[str, list[list[str]]]) -> list[str] | None:
-    """A new group for this flag in its section, None for a flag without a section."""
+    """Add a new group for this flag to its section and return it; None for a flag without a section."""
     section, dot, _ = argument[2:].removeprefix("no-").split("=", 1)[0].partition(".")
     if not dot:
         return None
@@ -265,7 +265,7 @@ def _is_secret(group: Sequence[str]) -> bool:
 
 
 def _parsed(value: Any) -> Any:
-    """A flag's value as a file would hold it: what is JSON on a command line is a mapping or list there."""
+    """Return a flag's value as a file would hold it: a JSON object or array becomes a mapping or list."""
     if isinstance(value, str) and value[:1] in {"{", "["}:
         with contextlib.suppress(ValueError):
             return json.loads(value)
@@ -273,7 +273,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _key_of(flag: str) -> str:
-    """`group_size` for `--env.group-size=8`."""
+    """Return a flag's key: `group_size` for `--env.group-size=8`."""
     return flag.partition("=")[0].partition(".")[2].replace("-", "_")
 
 
@@ -297,7 +297,7 @@ def _split_config_paths(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _environments(
     sections: Mapping[str, Any], flags: Mapping[str, SectionFlags], defaults: Mapping[str, Any]
 ) -> tuple[EnvironmentSettings, ...]:
-    """The environments that files or flags ask for; `defaults` lie under their settings."""
+    """Return the environments that files or flags ask for; their settings override `defaults`."""
     listed = sections.get("environments")
     if listed is None:
         wanted = sections.get("env") or flags["env"].values

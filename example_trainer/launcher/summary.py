@@ -1,10 +1,8 @@
-"""What a finished run achieved, read from its directory: the table at the end of a launch and of `atropos report`.
+"""Summarises a finished run from its directory: the table that a launch and `atropos report` print at the end.
 
-`python -m example_trainer.launcher.summary RUN`: draw reward, length and held-out accuracy into `RUN/reward.png`.
-
-A program of its own, so that the launcher never loads matplotlib.
-
-The rollouts of a run as pages for a browser, one for each environment, beside the groups that it kept.
+`python -m example_trainer.launcher.summary RUN` draws reward, length and held-out accuracy into `RUN/reward.png`; it
+runs as a program of its own, so that the launcher never loads matplotlib. `write_rollout_pages` writes the rollouts of
+each environment as a page for a browser, next to the file of kept groups.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ SUMMARY_NAME = "summary.json"
 
 
 class NoRun(TrainerError):
-    """The directory holds no metrics of a run."""
+    """Raised if the directory holds no metrics of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """The figures of one run; None where the run did not report it."""
+    """The figures of one run; a figure that the run did not report is None."""
 
     steps: int
     accuracy_base: float | None = None
@@ -96,7 +94,7 @@ def summarise(run_dir: Path, *, timeline: Mapping[str, float] | None = None) -> 
 
 
 def read_timeline(run_dir: Path) -> dict[str, float] | None:
-    """The milestones of the last launch in this directory, if one came to its end."""
+    """Return the milestones of the last launch in this directory that reached its end; None if none did."""
     try:
         return dict(json.loads((run_dir / TIMELINE_NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -104,13 +102,13 @@ def read_timeline(run_dir: Path) -> dict[str, float] | None:
 
 
 def read_signs(run_dir: Path) -> tuple[str, ...]:
-    """What `events.jsonl` holds, shortly; nothing where the run kept none."""
+    """Return each sign in `events.jsonl` with its step; empty if the run wrote none."""
     rows = MetricsTail(run_dir / EVENTS_FILE).read()
     return tuple(f"{row['sign']} (step {row['step']})" for row in rows if {"sign", "step"} <= row.keys())
 
 
 def read_accuracies(evals: Path) -> list[tuple[int, float]]:
-    """Step and greedy accuracy of each evaluation, in the order of the steps."""
+    """Return step and greedy accuracy of each evaluation, in the order of the steps."""
     found = []
     for path in evals.glob("step-*/metrics.json"):
         step = re.fullmatch(r"step-(\d+)", path.parent.name)
@@ -121,7 +119,7 @@ def read_accuracies(evals: Path) -> list[tuple[int, float]]:
 
 
 def first_good_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The step at which the mean reward over three steps first reached 0.9."""
+    """Return the row of the step at which the mean reward over three steps first reached 0.9; None if it never did."""
     rewards = _series(rows, names.REWARD_MEAN)
     for end in range(GOOD_REWARD_WINDOW_STEPS, len(rewards) + 1):
         if (_mean(rewards[end - GOOD_REWARD_WINDOW_STEPS : end]) or 0.0) >= GOOD_REWARD:
@@ -130,7 +128,7 @@ def first_good_row(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | Non
 
 
 def overall_rate(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Generated tokens of all trained batches over the time of all steps; a mean of rates would favour short ones."""
+    """Return all generated tokens that were trained over the time of all steps; a mean of rates favours short steps."""
     known = [row for row in rows if row.get(names.TOKENS_PER_SECOND) and row.get(names.TIME_STEP)]
     seconds = sum(float(row[names.TIME_STEP]) for row in known)
     tokens = sum(float(row[names.TOKENS_PER_SECOND]) * float(row[names.TIME_STEP]) for row in known)
@@ -138,7 +136,7 @@ def overall_rate(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def split_times(timeline: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Where the time went, from the command to its end, in consecutive stretches."""
+    """Split the time from the command to its end into consecutive phases; return the seconds of each."""
     marks: list[tuple[str, float | None]] = [
         ("base model", timeline.get("base model")),
         ("imports", timeline.get("imports")),
@@ -157,7 +155,7 @@ def split_times(timeline: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
 
 
 def as_table(summary: Summary) -> Table:
-    """The figures a reader looks for first."""
+    """Build the table of the figures that a reader looks for first."""
     table = Table(title="Summary", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -224,7 +222,7 @@ def _since(started_at: float, row: Mapping[str, Any] | None) -> float | None:
 
 
 def _find(content: Any, name: str) -> float | None:
-    """The first number called `name`, or by its last part, anywhere in nested mappings."""
+    """Return the first number called `name`, or the last part of `name`, anywhere in nested mappings."""
     if not isinstance(content, Mapping):
         return None
     for key in (name, name.rpartition("/")[2]):
@@ -237,7 +235,7 @@ REWARD_COLOUR, LENGTH_COLOUR, ACCURACY_COLOUR = "#1f77b4", "#b0b0b0", "#d62728"
 
 
 def draw(run_dir: Path) -> Path:
-    """The picture of a run; answers where it lies."""
+    """Draw the picture of a run and return its path."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -257,7 +255,7 @@ def draw(run_dir: Path) -> Path:
 
 
 def rolling_mean(values: Sequence[float], window: int = WINDOW_STEPS) -> list[float]:
-    """Mean over the last `window` values at each place, over fewer at the start."""
+    """Return the mean over the last `window` values at each position, over fewer at the start."""
     means = []
     for end in range(1, len(values) + 1):
         recent = values[max(0, end - window) : end]
@@ -288,7 +286,7 @@ def _draw_accuracies(axes: Any, accuracies: Sequence[tuple[int, float]]) -> None
 
 
 def write_rollout_pages(run_dir: Path) -> list[str]:
-    """Write the page of each file of groups in the run directory; a line about each, also where there can be none."""
+    """Write the page of each file of groups in the run directory; return one line about each, also if it failed."""
     lines: list[str] = []
     for groups in sorted((run_dir / ROLLOUTS).glob("*.jsonl")):
         try:

@@ -1,8 +1,8 @@
 """Starts the programs of a run, notices when one ends, and ends them all, leaving nothing behind.
 
-Each child gets a session and process group of its own, a log file as its output, and the kernel's promise to be
-killed when the launcher dies. Nothing is ever ended by name or port. `check` is called from the launcher's loop
-and raises `ChildFailed` as soon as a program, or a long-lived process of a program, has ended that should not have.
+Each child has a session and process group of its own and writes to a log file; the kernel kills it when the launcher
+ends. No process is ever ended by name or port. `check` is called from the launcher's loop and raises `ChildFailed` as
+soon as a program, or a long-lived process of a program, has ended that should be running.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from example_trainer.processes.tree import (
 )
 
 TOLD_IN_ONE_LINE = frozenset({2, 3})
-"""Exit codes of a program whose last line says all: a refusal, and the trainer's end at a sign of trouble."""
+"""Exit codes of a program whose last line is enough: 2, a refusal, and 3, the trainer's stop at a sign of trouble."""
 
 STOP_GRACE_SECONDS = 10.0
 
@@ -59,12 +59,12 @@ OBSERVE_INTERVAL_SECONDS = 1.0
 # vLLM appends 37 characters for a socket, whose whole path the kernel limits to 107.
 LONGEST_SCRATCH = 70
 
-# A process of a child that has lived this long is part of how the child works.
+# A child's own process that has run this long is needed by the child, so its end is a failure.
 SETTLED_AFTER_SECONDS = 3.0
 
 
 class Supervisor:
-    """The children of one launcher; a context manager whose end is their end."""
+    """Starts, watches and ends the children of one launcher; leaving its context ends them all."""
 
     def __init__(self, log_dir: Path, *, guarded: bool = True) -> None:
         self._log_dir = log_dir
@@ -119,7 +119,7 @@ class Supervisor:
     def check(self) -> None:
         """Raise `ChildFailed` if a child, or a long-lived process of one, ended that should be running."""
         if any(child.has_failed for child in self):
-            time.sleep(0.3)  # what failed because of the first failure is told in the same message
+            time.sleep(0.3)  # failures that follow from the first one are reported in the same message
             raise self._failure([child for child in self if child.has_failed])
         self._note_shared_memory()
         now = time.monotonic()
@@ -130,7 +130,7 @@ class Supervisor:
             raise self._failure(broken)
 
     def revive(self) -> list[str]:
-        """End what is left of each failed program that may be started again, and start it; what happened to each."""
+        """End what is left of each failed program that may be restarted, and restart it; return how each failed."""
         now = time.monotonic()
         failed = [child for child in self if child.spec.restarts and (child.has_failed or child.is_broken(now))]
         told = [f"{child.name} {_end_of(child)}" for child in failed]
@@ -140,7 +140,7 @@ class Supervisor:
         return told
 
     def wait_for_end(self, child: Child, on_tick: Callable[[], None]) -> None:
-        """Until a program that comes to an end has done so well, calling `on_tick` meanwhile."""
+        """Wait until a program ends, calling `on_tick` meanwhile; raise `ChildFailed` if it or another one fails."""
         while child.exit_code is None:
             on_tick()
             self.check()
@@ -148,7 +148,7 @@ class Supervisor:
         self.check()
 
     def forget(self, name: str) -> None:
-        """Stop watching a program that has come to its end."""
+        """Stop watching a program that has ended."""
         del self._children[name]
 
     def stop(self, name: str, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
@@ -159,11 +159,11 @@ class Supervisor:
         child.process.poll()
 
     def close(self, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
-        """End every process of the run, remove what they left, dismiss the guardian. May be called again."""
+        """End every process of the run, remove what they left and dismiss the guardian; may be called again."""
         self._note_shared_memory()
         end_processes(self._living, grace_seconds=grace_seconds)
         for child in self:
-            child.process.poll()  # one that died after the last look is a zombie, which is not among the living
+            child.process.poll()  # reaps one that ended after the last look: `_living` does not return zombies
         self._children.clear()
         self._shared_memory.sweep()
         shutil.rmtree(self._temporary_dir, ignore_errors=True)
@@ -179,7 +179,7 @@ class Supervisor:
         return find_tree(roots, self._mark)
 
     def _command(self, spec: ChildSpec) -> tuple[str, ...]:
-        """The command line, with a last file of settings for what is secret: it lies over the others."""
+        """Return the command line; secret settings are in a last settings file, which overrides the others."""
         if not spec.secret_settings:
             return spec.command
         path = Path(self._temporary_dir) / f"{spec.name}-secrets.yaml"
@@ -198,7 +198,7 @@ class Supervisor:
         return {**os.environ, **own, **spec.environment}
 
     def _observe(self, now: float) -> None:
-        """Look at the children's own processes: note new ones, miss those that vanished."""
+        """Look at the children's own processes: note new ones, and record the loss of those that have ended."""
         table = children_by_parent()
         self._reap(table)
         for child in self:
@@ -244,7 +244,7 @@ def _is_errand(process: psutil.Process, child: Child) -> bool:
 
 
 def _make_scratch() -> str:
-    """A new temporary directory, with the door left open to what torch compiles and wants to find again."""
+    """Make a temporary directory, with a link to torch's compile cache, so that compiled code is found again."""
     scratch = tempfile.mkdtemp(prefix="atropos-")
     if len(scratch) > LONGEST_SCRATCH:
         Path(scratch).rmdir()
@@ -256,7 +256,7 @@ def _make_scratch() -> str:
 
 
 def _refusal(child: Child) -> str:
-    """The one line with which a program turned down what it was asked to do, or said why it stopped."""
+    """Return a program's last log line, in which it says what it refuses or why it stopped."""
     lines = [line for line in child.last_lines() if line.strip()]
     return f"{child.name}: {lines[-1] if lines else f'exited {child.exit_code} without a message'}"
 
@@ -269,7 +269,7 @@ def _report(child: Child) -> str:
 
 
 def _end_of(child: Child) -> str:
-    """How a program came to its end, or to a state that is no better."""
+    """Describe how a program ended, or which process it lost, and after how many seconds."""
     code = child.exit_code
     seconds = time.monotonic() - child.started_at
     if code is None and child.loss is not None:

@@ -1,5 +1,5 @@
-"""The policy as torch: loaded, adapted, sharded, packed, and its logprobs.
+"""The policy in torch: loading, adapters, sharding, packing, logprobs and optimizers.
 
 In reading order: `policy`, `loading`, `lora`, `layer_filter`, `fsdp`; `micro_batches`, `attention`, `model_support`
-(which layout a model computes right), `logprobs`, `optimizers`. It may import `config`, `options` and `errors`.
+(the choice of a layout), `logprobs`, `optimizers`. It may import `config`, `options` and `errors`.
 """

@@ -1,12 +1,12 @@
-"""Attention over a packed micro-batch: every token once, in one flat row, without a padded token.
+"""Attention over a packed micro-batch: all tokens are in one flat row, without padding.
 
-A micro-batch is one row of tokens made of segments. A segment is a run of tokens that attends to itself
-causally and, where its prompt was laid down once for a whole group, to that prompt as well. Linear layers see
-the flat row as it is. Attention gathers segments of similar size into buckets, so that a dense mask over the
-whole row (quadratic in the row) is never built.
+A micro-batch is one row of tokens made of segments. A segment is a contiguous run of tokens that attends to itself
+causally and, if its prompt is stored once for a whole group, also to that prompt. Linear layers work on the flat row
+directly. Attention gathers segments of similar size into buckets, so that a dense mask over the whole row (quadratic in
+its length) is never built.
 
-The function is registered with transformers' `AttentionInterface`; a call without a layout falls through to SDPA,
-so the same module still takes ordinary padded batches.
+`packed_attention` is registered with transformers' `AttentionInterface`; a call without a layout uses SDPA, so the same
+module still accepts ordinary padded batches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXPLICIT_SCORES_AREA = 1 << 14  # rows up to this query x key size are faster wi
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`length` tokens from flat row index `start`, seeing `prefix_length` tokens from `prefix_start` before them."""
+    """A segment: `length` tokens from flat index `start` that also attend to `prefix_length` from `prefix_start`."""
 
     start: int
     length: int
@@ -46,7 +46,7 @@ class Segment:
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Segments of similar size as rectangles of flat indices: queries `[B, Lq]`, keys `[B, P + Lq]`.
+    """Segments of similar size as rectangles of flat indices: queries are `[B, Lq]`, keys `[B, P + Lq]`.
 
     Prefixes are padded on the left and segments on the right; `key_start[b]` is the first real key column.
     """
@@ -62,7 +62,7 @@ class Bucket:
         return self.prefix_columns == 0 and (window is None or window >= self.queries.shape[1])
 
     def allowed(self, window: int | None) -> Tensor:
-        """Boolean mask `[B or 1, Lq, P + Lq]`: causal, inside the window, not a padded prefix column."""
+        """Return the Boolean mask `[B or 1, Lq, P + Lq]`: causal, inside the window, not a padded prefix column."""
         if window not in self._masks:
             self._masks[window] = self._build_mask(window)
         return self._masks[window]
@@ -82,9 +82,9 @@ class Bucket:
 
 @dataclass(slots=True, eq=False)
 class AttentionLayout:
-    """How one packed row attends: buckets, and where each flat token lies in their concatenated outputs.
+    """The attention layout of one packed row: its buckets, and each token's index in their concatenated outputs.
 
-    `varlen` holds cumulative lengths instead, for devices with a variable-length kernel.
+    On devices with a variable-length kernel, `varlen` holds cumulative lengths and the longest length instead.
     """
 
     buckets: list[Bucket]
@@ -95,7 +95,7 @@ class AttentionLayout:
 def build_layout(
     segments: Sequence[Segment], total_tokens: int, device: torch.device, *, varlen: bool = False
 ) -> AttentionLayout:
-    """Lay out `segments`, which together cover each of the `total_tokens` flat indices once."""
+    """Return the layout of `segments`, which together cover each of the `total_tokens` flat indices once."""
     if varlen and not any(segment.prefix_length for segment in segments):
         return AttentionLayout([], torch.empty(0), _cumulative(segments, device))
     planned = _plan_buckets(segments)
@@ -110,20 +110,20 @@ def build_layout(
 
 
 def install(module: Any) -> bool:
-    """Let a Hugging Face model attend through packed layouts; False when its attention cannot be replaced."""
+    """Make a Hugging Face model use packed attention; return False if its attention cannot be replaced."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    if not module._can_set_attn_implementation():  # noqa: SLF001 - the only way to ask
+    if not module._can_set_attn_implementation():  # noqa: SLF001 - no public method tells this
         return False
     module.set_attn_implementation(ATTENTION_NAME)
     return True
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """A four-dimensional stand-in: transformers hands such a mask on as it is, instead of building one."""
+    """Return an empty four-dimensional mask: transformers passes such a mask on instead of building one."""
     return torch.empty(0, 0, 0, 0, device=device)
 
 
@@ -166,7 +166,7 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
 
 
 def _attend_bucket(rows: list[Tensor], bucket: Bucket, scaling: float, window: int | None) -> Tensor:
-    """The outputs of a bucket's rectangle, flattened to `[B * Lq, heads * dim]`."""
+    """Return the outputs of a bucket's rectangle, flattened to `[B * Lq, heads * dim]`."""
     batch, width = bucket.queries.shape
     query = _gather(rows[0], bucket.queries)
     key, value = _gather(rows[1], bucket.keys), _gather(rows[2], bucket.keys)
@@ -175,20 +175,20 @@ def _attend_bucket(rows: list[Tensor], bucket: Bucket, scaling: float, window: i
 
 
 def _gather(rows: Tensor, index: Tensor) -> Tensor:
-    """`[T, H, D]` rows by `[B, L]` index as `[B, L, H, D]`; index_select because its backward is the fast one."""
+    """Gather `[T, H, D]` rows by `[B, L]` index into `[B, L, H, D]`; index_select has the fastest backward."""
     flat = rows.reshape(rows.shape[0], -1)
     return flat.index_select(0, index.reshape(-1)).view(*index.shape, *rows.shape[1:])
 
 
 def _explicit(query: Tensor, key: Tensor, value: Tensor, bucket: Bucket, scaling: float, window: int | None) -> Tensor:
-    """Scores written out: for many short rows two batched products beat the fused kernel by a third on a CPU."""
+    """Attend with explicit scores: for many short rows on a CPU, two batched products beat SDPA by a third."""
     batch, width, heads, dim = query.shape
     kv_heads, columns = key.shape[2], key.shape[1]
     shared = heads // kv_heads
     folded = query.view(batch, width, kv_heads, shared, dim).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(batch, kv_heads, shared * width, dim) * scaling
     scores = torch.matmul(folded, key.permute(0, 2, 3, 1)).view(batch, kv_heads, shared, width, columns)
-    # In place: nothing needs the product itself again, and a copy of the scores is the largest tensor here.
+    # In place: the scores are not needed again, and a copy of them would be the largest tensor here.
     weights = scores.masked_fill_(~bucket.allowed(window)[:, None, None], float("-inf"))
     weights = weights.softmax(-1, dtype=torch.float32).to(value.dtype)
     mixed = torch.matmul(weights.view(batch, kv_heads, shared * width, columns), value.transpose(1, 2))
@@ -215,7 +215,7 @@ def _varlen(rows: list[Tensor], lengths: tuple[Tensor, int], scaling: float, win
     cumulative, longest = lengths
     left = -1 if window is None else window - 1
     value = rows[2]
-    # Rotary embedding leaves queries and keys in fp32 under autocast; the kernel wants one half-precision dtype.
+    # Rotary embedding leaves queries and keys in fp32 under autocast; the kernel needs one half-precision dtype.
     query, key = (tensor.to(value.dtype) for tensor in rows[:2])
     options: dict[str, Any] = {"scale": scaling, "window_size": (left, 0)}
     shared = query.shape[1] // key.shape[1]
@@ -236,7 +236,7 @@ def _cumulative(segments: Sequence[Segment], device: torch.device) -> tuple[Tens
 
 @dataclass(slots=True)
 class _OpenBucket:
-    """A bucket being filled, with the running figures that decide whether one more segment fits."""
+    """A bucket being filled, with the running sizes that decide if one more segment fits."""
 
     members: list[Segment]
     width: int = 0
@@ -256,7 +256,7 @@ class _OpenBucket:
 
 
 def _plan_buckets(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Segments sorted by size and cut wherever padding them to one rectangle would waste too much."""
+    """Sort segments by size and split them wherever padding them to one rectangle would waste too much."""
     planned: list[_OpenBucket] = []
     for segment in sorted(segments, key=lambda item: (-item.prefix_length, -item.length, item.start)):
         if not (planned and planned[-1].take(segment)):

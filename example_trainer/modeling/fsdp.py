@@ -1,10 +1,10 @@
-"""A policy whose weights, gradients and optimizer state are spread over the ranks: FSDP2, a group a transformer layer.
+"""A policy whose weights, gradients and optimizer state are sharded over the ranks with FSDP2.
 
-Masters are fp32 `DTensor`s, a slice of each weight on every rank. Rank 0 reads the model and hands the others their
-slices, one weight at a time: no other rank ever holds more than one whole weight. A forward gathers one layer's weights
-at a time, in the served dtype; the backward sums its gradients over the ranks in fp32, where the loss weights are
-already those of the whole step, so nothing is averaged. What only whole weights can do (a checkpoint, a publish)
-happens at rank 0 inside `ShardedPolicy.gathered`.
+Each transformer layer is one FSDP group. Masters are fp32 `DTensor`s, a slice of each weight on every rank. Rank 0
+reads the model and sends the others their slices, one weight at a time: no other rank ever holds more than one whole
+weight. A forward gathers one layer's weights at a time, in the served dtype; the backward sums gradients over the ranks
+in fp32 and does not average, since the loss weights are already those of the whole step. Work that needs whole weights
+(a checkpoint, a publish) runs on rank 0 inside `ShardedPolicy.gathered`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ FORWARD_METHOD = "atropos_compute"
 
 
 class ShardedPolicy(Policy):
-    """A `Policy` spread over the ranks of the default process group; all of them call its methods together."""
+    """A `Policy` sharded over the ranks of the default process group: all ranks must call its methods together."""
 
     def __init__(self, module: nn.Module, *, reshard_after_forward: bool, **settings: Any) -> None:
-        """`module` has no values yet (it is on the device `meta`); `fill` gives it some."""
+        """Shard `module`, which is on the device `meta` and has no values yet; `fill` sets them."""
         super().__init__(module, **settings)
         self._whole: dict[str, torch.Tensor] | None = None
         _shard(module, self.device, self.dtype, reshard_after_forward=reshard_after_forward)
@@ -48,7 +48,7 @@ class ShardedPolicy(Policy):
 
     @torch.no_grad()
     def fill(self, source: nn.Module | None) -> None:
-        """Take the values of `source`, which rank 0 has and loses weight by weight; None on the other ranks."""
+        """Copy the values of rank 0's `source`, freeing its weights one by one; `source` is None on the other ranks."""
         given = {} if source is None else dict(source.named_parameters())
         for name, parameter in self.module.named_parameters():
             if source is None:
@@ -71,13 +71,13 @@ class ShardedPolicy(Policy):
         module: Any = self.module
         result: ResultT = getattr(module, FORWARD_METHOD)(function, *arguments)
         if not torch.is_grad_enabled():
-            # A backward would let go of what was gathered; without one the next forward would find it, however old.
+            # A backward frees the gathered weights; without one the next forward would reuse them, even if outdated.
             module.reshard()
         return result
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, rank 0 has the whole weights in host memory, so that `checkpoint_tensors` works there."""
+        """Gather whole weights into rank 0's host memory during the context, so `checkpoint_tensors` works there."""
         is_main = dist.get_rank() == 0
         self._whole = {}
         try:
@@ -89,7 +89,7 @@ class ShardedPolicy(Policy):
 
     @contextmanager
     def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """As `Policy.with_weights`, but in the masters themselves, for as long as the context lasts."""
+        """Run forwards as `Policy.with_weights` does, but by overwriting the masters during the context."""
         kept = {name: self.masters[name].detach().to_local().clone() for name in weights}  # type: ignore[attr-defined]
         try:
             with torch.no_grad():
@@ -111,7 +111,7 @@ class ShardedPolicy(Policy):
 
 
 class WholeState:
-    """An optimizer's state as one process would have it, in the host memory of rank 0: what a checkpoint holds."""
+    """An optimizer's state for a checkpoint: gathered from all ranks into rank 0's host memory."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._state: dict[str, Any] = whole(optimizer.state_dict(), keep=dist.get_rank() == 0)
@@ -121,7 +121,7 @@ class WholeState:
 
 
 def whole(value: Any, *, keep: bool) -> Any:
-    """`value` with every sharded tensor in it gathered by all ranks together, into host memory where it is kept."""
+    """Return `value` with its sharded tensors gathered by all ranks: on the CPU with `keep`, else replaced by None."""
     if isinstance(value, DTensor):
         gathered = value.full_tensor()
         return gathered.cpu() if keep else None
@@ -131,14 +131,14 @@ def whole(value: Any, *, keep: bool) -> Any:
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The slice of a whole tensor, which every rank has, that falls to this one if it is spread as `like` is."""
+    """Return this rank's slice of a whole tensor, which every rank holds, sharded as `like` is."""
     if not isinstance(like, DTensor):
         return tensor
     return _sliced(tensor.to(device=like.device, dtype=like.dtype), like, source_rank=None)
 
 
 def shard_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of a checkpoint, with what belongs to a parameter element by element spread as the parameter is."""
+    """Return a checkpoint's optimizer state with tensors of a parameter's shape sharded as the parameter is."""
     spread: dict[Any, Any] = {}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
@@ -154,7 +154,7 @@ def shard_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optim
 def load_spread(
     options: PolicyOptions, stored: Any, *, served_dtype: torch.dtype, device: torch.device
 ) -> ShardedPolicy:
-    """The policy that `options` describe; rank 0 alone reads it, into host memory and as it is stored."""
+    """Load the sharded policy that `options` describe; only rank 0 reads it, into host memory in its stored dtype."""
     assert options.sharding is not None, "nothing says how it is spread"
     module = load_module(options, stored, torch.float32, torch.device("meta"))
     policy = ShardedPolicy(
@@ -171,12 +171,12 @@ def load_spread(
 
 
 def _sliced(tensor: torch.Tensor, like: Any, *, source_rank: int | None) -> DTensor:
-    """A whole tensor spread as `like` is, from one rank's values, or with None from every rank's own."""
+    """Shard a whole tensor as `like` is, from the values of `source_rank`, or with None from every rank's own."""
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=source_rank)
 
 
 def _refuse_unfilled(module: nn.Module) -> None:
-    """A tensor that a module keeps beside its parameters and buffers has no value where none was computed."""
+    """Raise `UnsupportedModel` for a tensor that is no parameter or buffer: `fill` cannot give it a value."""
     for path, owner in module.named_modules():
         for name, value in vars(owner).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
@@ -187,8 +187,10 @@ def _refuse_unfilled(module: nn.Module) -> None:
 
 
 def _shard(module: Any, device: torch.device, dtype: torch.dtype, *, reshard_after_forward: bool) -> None:
-    """Shard `module` in place: a group for each transformer layer, one for the rest, which stays whole until the end
-    of the backward, since embedding, head and final norm are needed at both of its ends.
+    """Shard `module` in place: one group for each transformer layer and one for the rest.
+
+    The rest stays gathered until the end of the backward, since embedding, head and final norm are needed at both its
+    ends.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -206,14 +208,14 @@ def _call(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> A
 
 
 def _sum_gradients(group: Any, mesh: DeviceMesh) -> None:
-    """Add gradients up over the ranks instead of averaging them: denominators are those of the whole step."""
+    """Make `group` sum gradients over the ranks instead of averaging: denominators are those of the whole step."""
     group.set_gradient_divide_factor(1.0)
     if mesh.device_type == "cpu":
-        group.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+        group.set_force_sum_reduction_for_comms(True)  # gloo has no scaling reduction
 
 
 def _layers(module: Any) -> list[nn.Module]:
-    """The transformer layers, by the class names that the model itself says must not be split."""
+    """Return the transformer layers, found by the class names in the model's `_no_split_modules`."""
     names = set(getattr(module, "_no_split_modules", None) or ())
     found = [each for each in module.modules() if type(each).__name__ in names]
     if not found:

@@ -1,9 +1,9 @@
-"""Layer filters: which transformer blocks are trained or get an adapter, for any naming of the block list.
+"""Layer filters: they select the transformer blocks that are trained or get an adapter.
 
-Blocks are recognised by their path: `model.layers.N.` (Llama, Qwen, Gemma, Phi, Mistral) and
-`transformer.h.N.` (GPT-2, Falcon) among them. A filter is a comma-separated list of block numbers,
-ranges (`20-31`, `0-3,28-31`) and shares counted from the output end (`top-25%`, `last-12`). With a
-filter everything outside the named blocks, embeddings and head included, stays as it was loaded.
+Blocks are recognised by their path, for example `model.layers.N.` (Llama, Qwen, Gemma, Phi, Mistral) or
+`transformer.h.N.` (GPT-2, Falcon). A filter is a comma-separated list of block numbers, ranges (`20-31`, `0-3,28-31`)
+and shares counted from the output end (`top-25%`, `last-12`). With a filter everything outside the named blocks,
+including embeddings and head, stays as it was loaded.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _LAST = re.compile(r"last-(\d+)")
 
 
 def block_index(parameter_name: str) -> int | None:
-    """The number of the transformer block that a parameter lies in; None outside the blocks."""
+    """Return the number of the transformer block that a parameter belongs to; None outside the blocks."""
     found = _BLOCK.search(parameter_name)
     return int(found.group(2)) if found else None
 
 
 def block_list_name(parameter_name: str) -> str | None:
-    """What the list of blocks is called on the way to a parameter: `layers` or `h`; None outside the blocks."""
+    """Return the name of the block list in a parameter's path: `layers` or `h`; None outside the blocks."""
     found = _BLOCK.search(parameter_name)
     return found.group(1) if found else None
 
 
 def valid_range(layer_count: int) -> str:
-    """The block numbers of a model, as messages name them."""
+    """Return the block numbers of a model as a range for error messages."""
     return f"0-{layer_count - 1}"
 
 
 def parse_layer_indices(text: str, layer_count: int, *, flag: str = TRAIN_FLAG) -> frozenset[int]:
-    """The blocks that a filter names in a model of `layer_count` blocks; `flag` is for messages.
+    """Return the blocks that a filter names in a model of `layer_count` blocks; `flag` is for error messages.
 
-    Raises `BadLayerFilter`, which names the valid range, for what is not a filter or names no such block.
+    Raises `BadLayerFilter`, which names the valid range, for an invalid filter or a block that does not exist.
     """
     chosen: set[int] = set()
     for part in (each.strip() for each in text.split(",")):
@@ -65,7 +65,7 @@ def parse_layer_indices(text: str, layer_count: int, *, flag: str = TRAIN_FLAG) 
 
 
 def chosen_blocks(names: Iterable[str], layer_indices: str, *, flag: str = TRAIN_FLAG) -> frozenset[int]:
-    """The blocks that a filter names in the model that these parameters or modules belong to."""
+    """Return the blocks that a filter names in the model with these parameter or module names."""
     blocks = {index for name in names if (index := block_index(name)) is not None}
     if not blocks:
         raise BadLayerFilter(
@@ -75,7 +75,7 @@ def chosen_blocks(names: Iterable[str], layer_indices: str, *, flag: str = TRAIN
 
 
 def trained_parameters(parameter_names: Iterable[str], layer_indices: str | None) -> frozenset[str]:
-    """The names of the parameters to train: all, or those of the blocks that the filter names."""
+    """Return the names of the parameters to train: all, or those of the blocks that the filter names."""
     names = list(parameter_names)
     if layer_indices is None:
         return frozenset(names)
@@ -84,11 +84,11 @@ def trained_parameters(parameter_names: Iterable[str], layer_indices: str | None
 
 
 def _bounds(part: str, layer_count: int) -> tuple[int, int] | None:
-    """First and last block of one part of a filter, unchecked; None where it has no known form."""
+    """Return first and last block of one part of a filter, without range check; None if it cannot be parsed."""
     if match := _RANGE.fullmatch(part):
         return int(match.group(1)), int(match.group(2) or match.group(1))
     if match := _SHARE.fullmatch(part):
-        # From int((1 - share) * N) on, as the published presets count it.
+        # The first block is int((1 - share) * N), as in the published presets.
         return (100 - int(match.group(1))) * layer_count // 100, layer_count - 1
     if match := _LAST.fullmatch(part):
         return layer_count - int(match.group(1)), layer_count - 1

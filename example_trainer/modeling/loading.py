@@ -1,19 +1,14 @@
-"""Loading of a Hugging Face model for training: where, in which dtype, without dropout and without a cache.
+"""Loading of a Hugging Face model for training: device, dtype, quantisation, tensor places and checkpoint names.
 
-A frozen base in four bits (nf4, bitsandbytes), for QLoRA: how it is loaded and read back.
+The model is loaded without dropout and without a cache. For QLoRA the frozen base has four bits (nf4, bitsandbytes): a
+quantised weight is a packed uint8 tensor with separate scales. The forward dequantises it into the served dtype;
+`dequantised` returns exactly the matrix that the forward multiplies with, so a server that loads those values computes
+the same as the trainer.
 
-A quantised weight is a packed uint8 tensor with its scales beside it. The forward dequantises it
-into the served dtype; `dequantised` gives exactly what the forward multiplies with, so a server that
-loads those values computes what the trainer does.
-
-Where the tensors of a module hang, and how they are moved one by one: `Module.to` would move all of them.
-
-Checkpoint names against module names: the one place that knows that the two may differ.
-
-The server's manifest, safetensors files and the masters speak of tensors as the checkpoint on disk
-does. Transformers renames some of them while loading (Mixtral's `block_sparse_moe` is `mlp` in the
-module) and merges others (per-expert matrices into one). The renaming is asked of transformers
-itself, by running its own save conversion over tensors without data.
+The server's manifest, safetensors files and the masters use the tensor names of the checkpoint on disk. Transformers
+renames some tensors while loading (Mixtral's `block_sparse_moe` is `mlp` in the module) and merges others (per-expert
+matrices into one). Only this module handles the difference: it gets the names by running transformers' own save
+conversion over tensors without data.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device that `auto`, `cpu`, `cuda` or `cuda:N` means on this machine."""
+    """Return the torch device that `auto`, `cpu`, `cuda` or `cuda:N` means on this machine."""
     if name == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -51,7 +46,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
-    """The dtype a name means; `auto` is the checkpoint's, and float32 where it does not say."""
+    """Return the dtype for a name; `auto` is the checkpoint's dtype, or float32 if its configuration has none."""
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
@@ -60,7 +55,7 @@ def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
 
 
 def stored_config(options: PolicyOptions) -> Any:
-    """The configuration of the checkpoint as it is on disk; raises `ModelNotFound`."""
+    """Return the configuration of the checkpoint as it is on disk; raise `ModelNotFound` if it cannot be read."""
     from transformers import AutoConfig
 
     try:
@@ -70,9 +65,9 @@ def stored_config(options: PolicyOptions) -> Any:
 
 
 def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model in training mode, by transformers' own loading; raises `ModelNotFound` where that cannot.
+    """Load the model with transformers and return it in training mode; raise `ModelNotFound` if that fails.
 
-    It is on the CPU, but for a quantised one, which is made on `device`; on the device `meta` it has no values.
+    The model is on the CPU, but a quantised one is made on `device`; on the device `meta` it has no values.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -98,11 +93,11 @@ def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device:
 
 
 def _for_training(stored: Any) -> Any:
-    """The checkpoint's configuration without what has no place in training; checkpoints keep the original."""
+    """Return the checkpoint's configuration without cache and dropout; written checkpoints keep the original."""
     config = deepcopy(stored)
     config.use_cache = False
     for name, value in vars(config).items():
-        # The server samples without dropout; with it here, ratios to the sampled logprobs mean nothing.
+        # The server samples without dropout; with dropout here, ratios to the sampled logprobs would be meaningless.
         if name.endswith(("dropout", "_pdrop")) and isinstance(value, float):
             setattr(config, name, 0.0)
     return config
@@ -115,9 +110,9 @@ def _not_found(model_name: str, error: Exception) -> str:
 
 
 def quantisation_config(served_dtype: torch.dtype) -> Any:
-    """What transformers' loading takes for an nf4 base that computes in `served_dtype`.
+    """Return transformers' quantisation settings for an nf4 base that computes in `served_dtype`.
 
-    Raises `AdapterUnavailable` where bitsandbytes cannot be imported or has no kernels for this machine.
+    Raises `AdapterUnavailable` if bitsandbytes cannot be imported or has no kernels for this machine.
     """
     try:
         import bitsandbytes
@@ -139,13 +134,13 @@ def quantisation_config(served_dtype: torch.dtype) -> Any:
 
 
 def is_quantised(weight: torch.Tensor) -> bool:
-    """Whether a parameter is packed 4-bit data."""
+    """Return True if a parameter is packed 4-bit data."""
     return getattr(weight, "quant_state", None) is not None
 
 
 @torch.no_grad()
 def dequantised(weight: torch.Tensor) -> torch.Tensor:
-    """The matrix that forwards multiply with, in the dtype they compute in; a plain weight as it is."""
+    """Return the matrix that forwards multiply with, in the dtype they compute in; a plain weight unchanged."""
     if not is_quantised(weight):
         return weight
     import bitsandbytes
@@ -156,7 +151,7 @@ def dequantised(weight: torch.Tensor) -> torch.Tensor:
 
 
 def places_by_name(module: nn.Module, names: Mapping[str, str]) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Where each parameter hangs in the module; tied ones hang in several places."""
+    """Return by checkpoint name the modules and attributes that hold each parameter; tied ones have several."""
     name_of = {id(parameter): names[name] for name, parameter in module.named_parameters()}
     places: dict[str, list[tuple[nn.Module, str]]] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
@@ -166,7 +161,7 @@ def places_by_name(module: nn.Module, names: Mapping[str, str]) -> dict[str, lis
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers follow the forward; `Module.to` would take masters along that live in host memory."""
+    """Move the buffers to the forward's device; `Module.to` would also move masters that must stay in host memory."""
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
             if buffer.device.type != device.type:
@@ -174,24 +169,24 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a checkpoint holds."""
+    """Return the buffers that a checkpoint holds."""
     stored = module.state_dict()
     return {name: buffer for name, buffer in module.named_buffers() if name in stored}
 
 
 def cast_floating(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """The tensor in `dtype`, if one is given and the tensor holds no integers."""
+    """Return the tensor in `dtype`, if one is given and the tensor is floating-point; else unchanged."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def pin(masters: Iterable[torch.Tensor]) -> None:
-    """Keep host memory in place, so that a GPU reads it without a copy in between."""
+    """Pin the masters' host memory, so that a GPU reads it without an intermediate copy."""
     for master in masters:
         master.data = master.data.pin_memory()
 
 
 def checkpoint_name(model: Any, parameter_name: str, shape: torch.Size) -> str | None:
-    """What a checkpoint calls this parameter; None when it is not stored as one tensor of this shape."""
+    """Return a parameter's name in the checkpoint; None if it is not stored as one tensor of this shape."""
     empty = torch.empty(shape, device="meta")
     stored: dict[str, torch.Tensor] = revert_weight_conversion(model, {parameter_name: empty})
     if len(stored) != 1:
@@ -201,19 +196,19 @@ def checkpoint_name(model: Any, parameter_name: str, shape: torch.Size) -> str |
 
 
 def checkpoint_names(model: Any) -> dict[str, str]:
-    """Module parameter name to checkpoint name, tied parameters once; those stored otherwise keep their own name."""
+    """Map module parameter names to checkpoint names, tied parameters once; merged ones keep their own name."""
     return {name: checkpoint_name(model, name, parameter.shape) or name for name, parameter in model.named_parameters()}
 
 
 def merged_parameters(model: Any) -> frozenset[str]:
-    """Parameters that a checkpoint stores as several tensors, or in another shape."""
+    """Return the parameters that a checkpoint stores as several tensors, or in another shape."""
     return frozenset(
         name for name, parameter in model.named_parameters() if checkpoint_name(model, name, parameter.shape) is None
     )
 
 
 def to_checkpoint_layout(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a state dict under the names and in the shapes that a checkpoint has."""
+    """Convert the tensors of a state dict to the names and shapes of a checkpoint."""
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
     return converted
 
@@ -223,26 +218,26 @@ MasterWeights = Literal["fp32", "host", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """How weights are spread over several ranks."""
+    """The settings for sharding weights over several ranks."""
 
     reshard_after_forward: bool = True
-    """Let go of a layer's gathered weights between forward and backward: less memory, one more gathering."""
+    """True frees a layer's gathered weights between forward and backward: less memory, one more gather."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyOptions:
-    """How a policy is loaded; a torch-level extract of the trainer's configuration."""
+    """The options for loading a policy, extracted from the trainer's configuration."""
 
     model_name: str
     dtype: str = "bfloat16"
-    """Dtype the policy is served in: float32, bfloat16, or auto for that of the checkpoint."""
+    """Dtype of the served weights: float32, bfloat16, or auto for that of the checkpoint."""
     device: str = "auto"
     master_weights: MasterWeights = "fp32"
     train_layer_indices: str | None = None
     adapter: AdapterOptions | None = None
-    """Train an adapter beside the frozen weights; None trains the weights."""
+    """Options of the adapter to train on the frozen weights; None trains the weights themselves."""
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
     sharding: Sharding | None = None
-    """Spread the weights over the ranks of the default process group; None keeps them whole here."""
+    """Settings for sharding over the ranks of the default process group; None keeps the weights whole."""
     debug_loading: bool = False

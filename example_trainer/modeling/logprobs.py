@@ -1,8 +1,8 @@
-"""Logprobs and entropies of trained tokens from hidden states, without ever holding all logits.
+"""Logprobs and entropies of trained tokens, computed from hidden states without storing all logits.
 
-The head works through the trained positions in chunks: product with the output matrix, division by the token's
-temperature, normalisation, all in fp32. The backward recomputes each chunk, so that peak memory depends on the
-chunk and not on vocabulary times tokens; when everything is small the probabilities are kept instead.
+The head processes the trained positions in chunks: product with the output matrix, division by the token's
+temperature, normalisation, all in fp32. The backward recomputes each chunk, so that peak memory depends on the chunk
+and not on vocabulary times tokens; if everything is small, the probabilities are kept instead.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def token_logprobs(
     bias: Tensor | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs of `labels[i]` under the state `hidden[index[i]]` at `temperatures[i]`, and the entropy there.
+    """Return logprobs of `labels[i]` from the state `hidden[index[i]]` at `temperatures[i]`, and the entropy there.
 
-    `hidden` is `[T, H]`, `weight` `[V, H]`, `labels` `[N]` or, for several tokens at each place, `[N, K]`, the rest
+    `hidden` is `[T, H]`, `weight` `[V, H]`, `labels` `[N]` or, for several tokens at each position, `[N, K]`, the rest
     `[N]`. Logprobs have the shape of `labels`, entropies are `[N]`, both fp32; gradients flow from both to hidden,
-    weight and bias. A result that no loss uses costs no backward.
+    weight and bias. A result that no loss uses adds no cost to the backward.
     """
     head: Any = _ChunkedHead
     logprobs, entropies = head.apply(hidden, weight, bias, index, labels, temperatures, chunk_tokens)
@@ -41,7 +41,7 @@ def token_logprobs(
 
 
 def head_of(module: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the output head."""
+    """Return weight and bias of the output head."""
     head = module.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         raise TypeError(f"the output head is a {type(head).__name__}; only a plain linear head can be trained")
@@ -49,7 +49,7 @@ def head_of(module: Any) -> tuple[Tensor, Tensor | None]:
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """See `token_logprobs`."""
+    """The autograd function behind `token_logprobs`."""
 
     @staticmethod
     def forward(
@@ -67,7 +67,8 @@ class _ChunkedHead(torch.autograd.Function):
         logprobs = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         entropies = torch.empty(count, dtype=torch.float32, device=hidden.device)
         keep = count * vocabulary <= KEEP_PROBABILITIES_BELOW and any(ctx.needs_input_grad)
-        # A large vocabulary costs no more memory: the bound is on logits, and larger where small products are slow.
+        # Bound the logits of a chunk, so that a large vocabulary needs no more memory; the bound is larger on a GPU,
+        # where small products are slow.
         chunk_tokens = max(1, min(chunk_tokens, MOST_CHUNK_LOGITS[hidden.device.type] // vocabulary))
         kept: list[Tensor] = []
         head = weight.to(compute)
@@ -77,9 +78,9 @@ class _ChunkedHead(torch.autograd.Function):
             normaliser = logits.logsumexp(1, keepdim=True)
             logprobs[part] = (logits.gather(1, _columns(labels[part])) - normaliser).view(labels[part].shape)
             probabilities = (logits - normaliser).exp_()
-            # A logit of -inf has probability 0 and no entropy, where 0 * -inf would be NaN.
+            # A logit of -inf has probability 0 and adds no entropy, but 0 * -inf would be NaN.
             logits.clamp_(min=torch.finfo(logits.dtype).min)
-            expected = torch.bmm(probabilities[:, None], logits[:, :, None])  # a sum of products without the products
+            expected = torch.bmm(probabilities[:, None], logits[:, :, None])  # avoids an array of products
             entropies[part] = (normaliser - expected[:, 0]).squeeze(1)
             if keep:
                 kept.append(probabilities)
@@ -114,13 +115,13 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype the server multiplies in: autocast's where it is on, else that of the states."""
+    """Return the dtype that the server multiplies in: autocast's if it is on, else that of the states."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> Tensor:
-    """fp32 tempered logits `[n, V]`."""
+    """Return the fp32 logits `[n, V]` divided by the temperatures."""
     logits = _product(states, weight.t())
     if bias is not None:
         logits += bias.float()
@@ -128,7 +129,7 @@ def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperatures: T
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """The product in fp32; one of half-precision matrices accumulates into fp32 without rounding between."""
+    """Return the product in fp32; half-precision matrices on a GPU accumulate in fp32 without rounding in between."""
     with torch.autocast(left.device.type, enabled=False):
         if left.is_cuda and left.dtype == right.dtype != torch.float32:
             return torch.mm(left, right, out_dtype=torch.float32)
@@ -136,7 +137,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`, in fp32."""
+    """Compute `total += left @ right` in fp32."""
     if left.is_cuda and left.dtype != torch.float32:
         total += _product(left, right)
     else:
@@ -147,13 +148,13 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _logits_gradient(
     probabilities: Tensor, labels: Tensor, logprob_gradient: Tensor | None, entropy_gradient: Tensor | None
 ) -> Tensor:
-    """`[n, V]` gradient of the tempered logits: g * (1_label - p) of logprobs, -g * p * (log p + H) of the entropy.
+    """Return the `[n, V]` gradient of the tempered logits, in the memory of `probabilities`, which it overwrites.
 
-    It is written over `probabilities`, which nothing needs any more.
+    The logprobs contribute g * (1_label - p), the entropy -g * p * (log p + H).
     """
     terms: Tensor | None = None
     if entropy_gradient is not None:
-        terms = torch.xlogy(probabilities, probabilities)  # 0 where the probability is
+        terms = torch.xlogy(probabilities, probabilities)  # 0 where the probability is 0
         terms -= probabilities * terms.sum(1, keepdim=True)
     if logprob_gradient is None:
         gradient = probabilities.zero_()
@@ -167,7 +168,7 @@ def _logits_gradient(
 
 
 def _tempered(gradient: Tensor | None, part: slice, temperatures: Tensor) -> Tensor | None:
-    """A chunk's upstream gradient, through the division of the logits by their temperature."""
+    """Return a chunk's upstream gradient, divided by the temperatures as the logits were."""
     if gradient is None:
         return None
     own = temperatures[part]

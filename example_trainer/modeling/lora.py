@@ -1,9 +1,9 @@
-"""LoRA adapters: small trained matrices beside a frozen base, built and named as PEFT does.
+"""LoRA adapters: small trained matrices added to a frozen base, built and named as PEFT does.
 
-`inject` puts adapter layers into a loaded module and answers an `Adapter`, which knows where their
-parameters hang, what PEFT calls them in `adapter_model.safetensors`, and what `adapter_config.json`
-says, so that PEFT and vLLM load what is written here. Dropout acts on forwards with gradients only:
-logprobs that are compared with the sampler's (scores, proofs, references) are computed without it.
+`inject` puts adapter layers into a loaded module and returns an `Adapter`, which gives the location of their
+parameters, their PEFT names in `adapter_model.safetensors`, and the content of `adapter_config.json`, so that PEFT and
+vLLM can load the written files. Dropout acts only on forwards with gradients: logprobs that are compared with the
+sampler's (alignment, logprob parity checks, references) are computed without it.
 
 Formula: y = W x + (alpha / r) B A dropout(x), A is r x in, B is out x r and starts at zero (Hu et al. 2021).
 """
@@ -30,7 +30,7 @@ ADAPTER_NAME = "default"
 DEFAULT_TARGETS = ("q_proj", "v_proj")
 
 PRESETS = ("all-linear", "attention", "mlp")
-"""Target sets by role, for any family's module names; each means modules inside the blocks only."""
+"""Target sets by role, for any model family's module names; each covers only modules inside the blocks."""
 
 LAYER_FLAG = "--lora-layer-indices"
 
@@ -41,7 +41,7 @@ _MATRICES = ("lora_A", "lora_B")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterOptions:
-    """What an adapter is like and what it hangs on."""
+    """The options of an adapter: its size and the modules it is added to."""
 
     r: int = 16
     alpha: float = 32
@@ -50,11 +50,11 @@ class AdapterOptions:
     """Module names (`q_proj`), path endings (`attn.c_proj`), or presets."""
     layer_indices: str | None = None
     quantise: Literal["nf4"] | None = None
-    """Hold the frozen base in 4 bits (QLoRA, Dettmers et al. 2023); None keeps it in the served dtype."""
+    """Quantisation of the frozen base to 4 bits (QLoRA, Dettmers et al. 2023); None keeps the served dtype."""
 
 
 def adapter_options(config: TrainingConfig) -> AdapterOptions | None:
-    """What of the trainer's configuration concerns adapters; None in modes that train full weights."""
+    """Return the adapter options of the trainer's configuration; None in modes that train full weights."""
     if not config.trains_adapter:
         return None
     return AdapterOptions(
@@ -68,7 +68,7 @@ def adapter_options(config: TrainingConfig) -> AdapterOptions | None:
 
 
 class Adapter:
-    """The adapter layers inside one module; made by `inject`."""
+    """The adapter layers inside one module: `inject` makes this object."""
 
     def __init__(self, module: nn.Module, peft_config: Any) -> None:
         self._peft_config = peft_config
@@ -81,11 +81,11 @@ class Adapter:
 
     @property
     def has_dropout(self) -> bool:
-        """Whether forwards with gradients differ from those without."""
+        """True if dropout makes forwards with gradients differ from those without."""
         return bool(self._peft_config.lora_dropout)
 
     def places(self) -> dict[str, tuple[nn.Module, str]]:
-        """PEFT's checkpoint name of each trained matrix, with the module and attribute that hold it."""
+        """Return PEFT's checkpoint name of each trained matrix, with the module and attribute that hold it."""
         return {
             f"{_PREFIX}{path}.{matrix}.weight": (getattr(layer, matrix)[ADAPTER_NAME], "weight")
             for path, layer in self._layers.items()
@@ -94,7 +94,7 @@ class Adapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Forwards in this context compute the base alone."""
+        """Disable the adapter during the context, so that forwards compute the base alone."""
         for layer in self._layers.values():
             layer.enable_adapters(False)
         try:
@@ -104,14 +104,14 @@ class Adapter:
                 layer.enable_adapters(True)
 
     def config(self, base_model: str) -> dict[str, Any]:
-        """The content of `adapter_config.json`, for inference on `base_model`."""
+        """Return the content of `adapter_config.json`, for inference on `base_model`."""
         written = self._peft_config.to_dict() | {"base_model_name_or_path": base_model, "inference_mode": True}
         readable: dict[str, Any] = json.loads(json.dumps(written, default=_as_json))
         return readable
 
     @torch.no_grad()
     def merged(self, weight_name: str, base: torch.Tensor, masters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The base weight plus its adapter, in fp32; the base itself where none hangs on it."""
+        """Return the base weight plus its adapter, in fp32; the base weight itself if it has no adapter."""
         path, _, attribute = weight_name.rpartition(".")
         if attribute != "weight" or path not in self._layers:
             return base
@@ -124,8 +124,8 @@ class Adapter:
 def inject(module: nn.Module, options: AdapterOptions) -> Adapter:
     """Freeze `module` and put adapter layers into it.
 
-    Raises `AdapterUnavailable` without peft, or for targets that the model does not have (the message
-    lists those it has), and `BadLayerFilter` for layers outside the model.
+    Raises `AdapterUnavailable` if peft is not installed or the model lacks the targets (the message
+    lists those it has), and `BadLayerFilter` for layers that the model does not have.
     """
     peft = _import_peft()
     linear = _linear_modules(module)
@@ -151,7 +151,7 @@ def inject(module: nn.Module, options: AdapterOptions) -> Adapter:
 
 
 def resolve_targets(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:
-    """The path endings that `wanted` (names, endings, presets) means among a model's linear modules."""
+    """Return the path endings of the model's linear modules that `wanted` (names, endings, presets) selects."""
     endings: set[str] = set()
     for target in wanted:
         if target in PRESETS:
@@ -170,9 +170,10 @@ def resolve_targets(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:
 
 
 class _DropoutWithGradients(nn.Dropout):
-    """Dropout of forwards that gradients are taken of; asked of torch per thread, since a publish may score meanwhile.
+    """Dropout that acts only on forwards with gradients: torch's per-thread gradient mode decides.
 
-    A forward that is computed again for its gradients draws the same mask: torch restores the generator for it.
+    The check is per thread because a publish may score in another thread meanwhile. A forward that is recomputed for
+    its gradients draws the same mask, since torch restores the generator for it.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
@@ -191,7 +192,7 @@ def _import_peft() -> Any:
 
 
 def _linear_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """The matrices inside the blocks: plain, quantised, and GPT-2's transposed ones."""
+    """Return the linear modules inside the blocks by path: plain, quantised, and GPT-2's transposed ones."""
     return {
         path: layer
         for path, layer in module.named_modules()
@@ -205,7 +206,7 @@ def _has_role(path: str, preset: str) -> bool:
 
 
 def _shortest_ending(path: str, chosen: set[str], linear: Sequence[str]) -> str:
-    """The module's name, or that with its parent's where another role has modules of that name too."""
+    """Return the module's name, with its parent's if modules of that name outside `chosen` exist too."""
     parts = path.split(".")
     alike = {other for other in linear if other.endswith("." + parts[-1])}
     return parts[-1] if alike <= chosen else ".".join(parts[-2:])

@@ -1,8 +1,8 @@
-"""Micro-batches packed to a token budget, and the forward that gives hidden states at trained positions.
+"""Micro-batches packed to a token budget, and the forward that computes hidden states at trained positions.
 
-Rows of one group share their prompt: it is laid down once and every answer attends to it, which is the same
-function of the same numbers. What no trained token depends on (the last token, a tail that is masked) is left
-out. Packing is a pure function of rows and budget, so a resumed run packs as the uninterrupted one did.
+Rows of one group share their prompt: it is stored once and every answer attends to it, which computes the same
+function. Tokens that no trained token depends on (the last token, masked tokens at the end) are left out. Packing
+is a pure function of rows and budget, so a resumed run packs in the same way as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ PAIRS_PER_TOKEN = 6 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Row:
-    """One sequence of a batch as the forward sees it."""
+    """One sequence of a batch: the input of the forward."""
 
     tokens: IntArray
     """[L] token ids."""
     targets: IntArray
     """[N] ascending positions of trained tokens, each at least 1."""
     first_target: int
-    """Where this row's N entries begin in arrays over all trained tokens of the batch."""
+    """Index of this row's first entry in arrays over all trained tokens of the batch."""
     group: int
 
     @property
     def forward_length(self) -> int:
-        """Tokens that must be forwarded: the state at t - 1 predicts token t, so the last target itself is not."""
+        """Number of tokens to forward: the state at t - 1 predicts token t, so the last target is not forwarded."""
         return int(self.targets[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedMicroBatch:
-    """Tokens of one forward and where the state that predicts each trained token is found."""
+    """The tokens of one forward, and the index of the state that predicts each trained token."""
 
     tokens: Tensor
-    """[1, T] packed, or [B, L] as padded rows."""
+    """[1, T] packed tokens, or [B, L] padded rows."""
     positions: Tensor
-    """Same shape: position of each token inside its own sequence."""
+    """Position of each token inside its own sequence, in the same shape."""
     layout: AttentionLayout | None
-    """None for padded rows."""
+    """Attention layout of packed tokens; None for padded rows."""
     hidden_index: Tensor
     """[N] flat index of the predicting state."""
     target_index: Tensor
     """[N] index into arrays over all trained tokens of the batch."""
     useful_tokens: int
-    """Tokens without padding, prompts counted once per copy computed."""
+    """Number of tokens without padding; a prompt counts once per computed copy."""
 
     @property
     def computed_tokens(self) -> int:
@@ -71,19 +71,19 @@ class PackedMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Rows packed together because they share `prefix` leading tokens."""
+    """Rows that are packed together because they share `prefix` leading tokens."""
 
     rows: tuple[Row, ...]
     prefix: int
 
     @property
     def cost(self) -> int:
-        """Tokens computed."""
+        """Number of computed tokens."""
         return self.prefix + sum(row.forward_length - self.prefix for row in self.rows)
 
     @property
     def attended_pairs(self) -> int:
-        """Query-key pairs under the causal mask."""
+        """Number of query-key pairs under the causal mask."""
         own = [row.forward_length - self.prefix for row in self.rows]
         return (self.prefix**2 + sum(length * (2 * self.prefix + length) for length in own)) // 2
 
@@ -91,9 +91,9 @@ class _Unit:
 def plan_micro_batches(
     rows: Sequence[Row], token_budget: int, *, share_prefixes: bool = True, pairs_per_token: int = PAIRS_PER_TOKEN
 ) -> list[list[_Unit]]:
-    """As few micro-batches of at most `token_budget` tokens as first-fit decreasing finds, then of balanced work.
+    """Plan as few micro-batches of at most `token_budget` tokens as first-fit decreasing finds, then balance the work.
 
-    A row longer than the budget gets one of its own.
+    A row longer than the budget gets a micro-batch of its own.
     """
     units = [unit for group in _by_group(rows) for unit in _units_of_group(group, token_budget, share_prefixes)]
     order = sorted(range(len(units)), key=lambda index: (-units[index].cost, index))
@@ -112,10 +112,10 @@ def plan_micro_batches(
 
 
 def _balance(units: Sequence[_Unit], count: int, token_budget: int, pairs_per_token: int) -> list[list[int]] | None:
-    """As many micro-batches, of like work: the heaviest unit first, each to where least is done so far.
+    """Spread the units over `count` micro-batches of similar work: heaviest unit first, each to the lightest so far.
 
-    Long sequences spend more on attention than on their tokens, and with several ranks the heaviest micro-batch is
-    what all wait for. None where this order does not keep to the budget.
+    Long sequences spend more on attention than on their tokens, and with several ranks all wait for the heaviest
+    micro-batch. Returns None if this order exceeds the budget.
     """
     work = [unit.cost + unit.attended_pairs / pairs_per_token for unit in units]
     bins: list[list[int]] = [[] for _ in range(count)]
@@ -141,10 +141,10 @@ def pack_rows(
     pad_to: int = ROW_MULTIPLE,
     pairs_per_token: int = PAIRS_PER_TOKEN,
 ) -> list[PackedMicroBatch]:
-    """All micro-batches of one optimizer step, in a fixed order.
+    """Return all micro-batches of one optimizer step, in a fixed order.
 
-    `pad_to` is the multiple that padded rows are filled up to; `pairs_per_token` how many query-key pairs cost as much
-    as one token in the linear layers, about six times the hidden size.
+    The length of padded rows is a multiple of `pad_to`. `pairs_per_token` is the number of query-key pairs that cost
+    as much as one token in the linear layers, about six times the hidden size.
     """
     if layout == "rows":
         return [_pad(chunk, device, pad_to) for chunk in _row_chunks(rows, token_budget, pad_to)]
@@ -153,7 +153,7 @@ def pack_rows(
 
 
 def empty_micro_batch(device: torch.device, *, layout: LayoutKind = "shared", varlen: bool = False) -> PackedMicroBatch:
-    """One token that nothing is trained on: its forward and backward go through the whole model and add nothing."""
+    """Return a micro-batch of one untrained token: its forward and backward run the whole model but add nothing."""
     nothing = torch.zeros(0, dtype=torch.long, device=device)
     tokens = torch.zeros(1, 1, dtype=torch.long, device=device)
     return PackedMicroBatch(
@@ -167,7 +167,7 @@ def empty_micro_batch(device: torch.device, *, layout: LayoutKind = "shared", va
 
 
 def forward_hidden(module: Any, batch: PackedMicroBatch) -> Tensor:
-    """`[T, H]` final hidden states of every computed token, before the output head."""
+    """Return the `[T, H]` final hidden states of every computed token, before the output head."""
     backbone = find_backbone(module)
     if batch.layout is None:
         states = backbone(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False).last_hidden_state
@@ -184,7 +184,7 @@ def forward_hidden(module: Any, batch: PackedMicroBatch) -> Tensor:
 
 
 def find_backbone(module: Any) -> Any:
-    """The transformer under the output head, with adapters in place where the model is wrapped by PEFT."""
+    """Return the transformer below the output head; of a PEFT model, the one with the adapters in place."""
     inner = module.get_base_model() if hasattr(module, "get_base_model") else module
     return getattr(inner, inner.base_model_prefix)
 
@@ -214,7 +214,7 @@ def _units_of_group(rows: Sequence[Row], token_budget: int, share_prefixes: bool
 
 
 def _shared_prefix(rows: Sequence[Row]) -> int:
-    """Leading tokens that all rows have in common and none of them trains."""
+    """Return the number of leading tokens that all rows share and none of them trains."""
     limit = min(min(int(row.targets[0]), row.forward_length) for row in rows)
     first = rows[0].tokens[:limit]
     for row in rows[1:]:
@@ -262,7 +262,7 @@ def _pack(units: Sequence[_Unit], device: torch.device, *, varlen: bool) -> Pack
 
 
 def _row_chunks(rows: Sequence[Row], token_budget: int, pad_to: int) -> Iterable[list[Row]]:
-    """Rows of similar length together, so that padding them to the longest wastes little."""
+    """Yield chunks of rows of similar length, so that padding them to the longest wastes little."""
     chunk: list[Row] = []
     for row in sorted(rows, key=lambda row: (-row.forward_length, row.first_target)):
         width = _round_up(chunk[0].forward_length if chunk else row.forward_length, pad_to)

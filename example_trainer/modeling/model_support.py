@@ -1,4 +1,4 @@
-"""Which layout of a micro-batch a model computes right: found by comparing hidden states with those of padded rows."""
+"""Choice of the micro-batch layout that a model computes correctly, by comparing hidden states with padded rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HALF_PRECISION_TOLERANCE = 5e-2
 
 
 def choose_layout(policy: Policy, *, padded: bool = False) -> LayoutKind:
-    """The densest layout that this model computes right, found by comparing it with ordinary rows; or these at once."""
+    """Return the densest layout that gives the same hidden states as padded rows; with `padded`, return "rows"."""
     _refuse_scaled_logits(policy.hf_config)
     if padded:
         return "rows"
@@ -40,7 +40,7 @@ def choose_layout(policy: Policy, *, padded: bool = False) -> LayoutKind:
 
 
 def _refuse_scaled_logits(hf_config: Any) -> None:
-    """Some families change the logits after the head; the chunked head here does not, so logprobs would be wrong."""
+    """Raise for models that change the logits after the head: the chunked head does not, so logprobs would be wrong."""
     text = hf_config.get_text_config()
     for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
         value = getattr(text, name, neutral)
@@ -49,7 +49,7 @@ def _refuse_scaled_logits(hf_config: Any) -> None:
 
 
 def _packing_difference(policy: Policy, layout: LayoutKind) -> float:
-    """Largest difference of hidden states between `layout` and padded rows, relative to the largest state."""
+    """Return the largest difference of hidden states between `layout` and padded rows, over the largest state."""
     module: Any = policy.module
     vocabulary = module.get_input_embeddings().weight.shape[0]
     tokens = np.random.default_rng(0).integers(0, vocabulary, size=(3, 24))

@@ -1,17 +1,14 @@
-"""Training of bf16 weights without fp32 masters: each new value is rounded up or down at random, right on average.
+"""Optimizers over the master weights, stochastic rounding for bf16 masters, and the learning-rate schedule.
 
-Rounding to the nearest bf16 number loses every update below half the spacing of its weight, which at
-usual learning rates is most of them. Rounded stochastically an update of a tenth of the spacing
-moves the weight one time in ten, so that the sum over steps is that of the exact run in expectation
-(Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"). A single run carries the
-variance of that: masters in fp32 are better wherever there is memory for them.
+An optimizer whose package is missing, or has no kernel for this device, is an error that names the install command: a
+silent fallback would train another run than requested. Weight decay leaves out norms and biases, as Hugging Face's
+`Trainer` does.
 
-Optimizers over the master weights, and the learning-rate schedule.
-
-An optimizer whose package is missing, or has no kernel for this device, is an error with the line that
-installs it: a quiet fallback would train another run than the one asked for. Masters in bf16
-(`--master-weights none`) are stepped with stochastic rounding, whichever optimizer it is. Weight
-decay leaves out norms and biases, as Hugging Face's `Trainer` does.
+Masters in bf16 (`--master-weights none`) are stepped with stochastic rounding under every optimizer. Rounding to the
+nearest bf16 number loses every update below half the spacing at its weight, which at usual learning rates is most of
+them. With stochastic rounding an update of a tenth of the spacing moves the weight one time in ten, so the sum over
+steps equals the exact one in expectation (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"). A
+single run has the variance of this rounding: fp32 masters are better if there is memory for them.
 """
 
 from __future__ import annotations
@@ -29,21 +26,21 @@ from example_trainer.config import TrainingConfig
 from example_trainer.errors import OptimizerUnavailable
 
 CHUNK_ELEMENTS = 1 << 24
-"""Weights held in fp32 while a step is computed, and their gradients (128 MiB); a larger tensor is held whole."""
+"""Number of weights kept in fp32, with their gradients, during a step (128 MiB); a larger tensor is kept whole."""
 
 PIECE_ELEMENTS = 1 << 22
-"""Weights rounded at one time, which takes some four arrays of that size (64 MiB)."""
+"""Number of weights rounded at one time, which needs about four arrays of that size (64 MiB)."""
 
 _LOW_BITS = 16
 
 _SPREAD = (0x9E3779B1, 0x85EBCA77)
-"""Odd numbers that carry seed and step into all 32 bits that torch's generator on the CPU takes."""
+"""Odd numbers that mix seed and step into all 32 bits of the seed that torch's CPU generator uses."""
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """fp32 to bf16: up with the probability of the part that bf16 cannot hold; non-finite values stay.
+    """Round fp32 to bf16, up with a probability equal to the fraction that truncation drops; non-finite values stay.
 
-    A bf16 number is the upper half of an fp32 one; noise in the lower half carries over with that probability.
+    A bf16 number is the upper half of an fp32 one; noise added to the lower half carries over with that probability.
     """
     noise = torch.randint(0, 1 << _LOW_BITS, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     bits = (values.contiguous().view(torch.int32) + noise) & -(1 << _LOW_BITS)
@@ -51,11 +48,10 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class StochasticRounding(torch.optim.Optimizer):
-    """Steps bf16 parameters as another optimizer steps fp32 ones, and rounds the results stochastically.
+    """An optimizer for bf16 parameters: it steps them with another, fp32 optimizer and rounds stochastically.
 
-    The other optimizer works on fp32 stand-ins that hold values during a step only; its states stay
-    in fp32. The noise is a function of `seed` and the number of the step, so a resumed run draws the
-    same.
+    The inner optimizer works on fp32 copies that exist only during a step; its states stay in fp32. The noise is a
+    function of `seed` and the step number, so a resumed run draws the same noise.
     """
 
     def __init__(
@@ -73,7 +69,7 @@ class StochasticRounding(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         if closure is not None:
             raise ValueError("a closure cannot be evaluated between rounding and step; compute the gradients before")
         self._steps += 1
@@ -115,7 +111,7 @@ class StochasticRounding(torch.optim.Optimizer):
         return torch.Generator(device).manual_seed(mixed & 0xFFFFFFFF)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the other optimizer, and the number of the step."""
+        """Return the state of the inner optimizer, and the step number."""
         return {"inner": self._inner.state_dict(), "rounding_steps": self._steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -124,7 +120,7 @@ class StochasticRounding(torch.optim.Optimizer):
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Views of a tensor, some rows each; the same rows for tensors of one shape."""
+    """Split a tensor into views of some rows each, the same rows for all tensors of one shape."""
     rows = tensor if tensor.ndim else tensor.view(1)
     pieces: tuple[Tensor, ...] = torch.split(rows, max(1, PIECE_ELEMENTS * len(rows) // max(1, rows.numel())))
     return pieces
@@ -132,7 +128,10 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings:
-    """Of `adafactor` only rate and decay are its own: it keeps no first moment, and decays the second by its rule."""
+    """The settings of an optimizer: `adafactor` uses only `lr` and `weight_decay`.
+
+    It keeps no first moment, and decays the second by its own rule.
+    """
 
     name: Literal["adamw", "adamw_8bit", "adafactor"]
     lr: float
@@ -140,7 +139,7 @@ class OptimizerSettings:
     eps: float = 1e-8
     weight_decay: float = 0.01
     seed: int = 0
-    """Of stochastic rounding."""
+    """Seed of stochastic rounding."""
 
 
 def optimizer_settings(config: TrainingConfig) -> OptimizerSettings:
@@ -155,9 +154,9 @@ def optimizer_settings(config: TrainingConfig) -> OptimizerSettings:
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """The named optimizer; its states live on the device of the parameters.
+    """Return the named optimizer; its states are on the device of the parameters.
 
-    Raises `OptimizerUnavailable` where its package cannot be imported or cannot step on that device.
+    Raises `OptimizerUnavailable` if its package cannot be imported or cannot step on that device.
     """
     trained = list(parameters)
     groups = _decay_groups(trained, settings.weight_decay)
@@ -169,9 +168,9 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], settings: Optimizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearningRate:
-    """The rate of each optimizer step: linear from 0 over the warmup, then as the schedule says.
+    """The learning-rate schedule: the rate rises linearly from 0 over the warmup, then follows `schedule`.
 
-    `linear` and `cosine` would reach 0 one step after the last of `total_steps`, so every step moves the weights.
+    `linear` and `cosine` would reach 0 one step after the last of `total_steps`, so every step changes the weights.
     """
 
     peak: float
@@ -180,7 +179,7 @@ class LearningRate:
     total_steps: int = 0
 
     def at(self, update: int) -> float:
-        """The rate of optimizer step `update`; the first is 1."""
+        """Return the rate of optimizer step `update`; the first is 1."""
         if update < self.warmup_steps:
             return self.peak * update / self.warmup_steps
         return self.peak * self._remaining(update)
@@ -208,7 +207,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def _decay_groups(parameters: list[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, norms and biases (everything of one dimension) do not."""
+    """Return parameter groups in which matrices decay, and norms and biases (of fewer than two dimensions) do not."""
     groups = [
         {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": weight_decay},
         {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
@@ -221,10 +220,10 @@ def _adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.o
 
 
 def _adafactor(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """With an absolute rate, as Hugging Face's `Trainer` sets it up.
+    """Return Adafactor with an absolute rate, as Hugging Face's `Trainer` sets it up.
 
-    Torch's form and the paper's have rates relative to each tensor's own size, which leave an
-    adapter's zero matrices where they are.
+    In torch's and the paper's forms the rate is relative to each tensor's own scale, which leaves an adapter's zero
+    matrices unchanged.
     """
     from transformers.optimization import Adafactor
 
@@ -254,7 +253,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> to
 
 
 def _step_once(make: Any, device: torch.device) -> None:
-    """A step over a block that is large enough for 8-bit states: a missing kernel shows here, not after a batch."""
+    """Take a step on a block large enough for 8-bit states, so that a missing kernel fails here, not after a batch."""
     probe = torch.nn.Parameter(torch.zeros(4096, device=device))
     probe.grad = torch.ones_like(probe)
     make([probe]).step()

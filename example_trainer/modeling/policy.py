@@ -1,4 +1,4 @@
-"""The policy under training: a Hugging Face causal language model and the weights the optimizer steps."""
+"""The policy under training: a Hugging Face causal language model and the master weights that the optimizer steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Policy:
-    """A causal language model with its master weights; see the module's docstring for the layouts."""
+    """A causal language model with its master weights: `example_trainer.model` explains the layouts."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Policy:
         self.forwards_from_masters = True
         self.served: Mapping[str, torch.Tensor] = {}
         self.changing: Callable[[], AbstractContextManager[None]] = nullcontext
-        """The context in which masters may change; a bridge whose server reads them puts its fence here."""
+        """The context in which masters may change; a bridge whose server reads the masters sets its fence here."""
         self._has_no_other_masters = options.master_weights == "none" and options.adapter is None
         self._copies: dict[str, nn.Parameter] = {}
         self._quantised = any(is_quantised(parameter) for parameter in module.parameters())
@@ -80,7 +80,7 @@ class Policy:
 
     @property
     def parameter_names(self) -> Mapping[str, str]:
-        """Module parameter name (of the base, before adapters) to checkpoint name, tied parameters once."""
+        """Map from module parameter name (of the base, before adapters) to checkpoint name, tied parameters once."""
         return self._names
 
     @property
@@ -89,40 +89,40 @@ class Policy:
 
     @property
     def has_quantised_base(self) -> bool:
-        """Whether forwards compute with other base weights than those of the checkpoint that was loaded."""
+        """True if the base is quantised, so forwards use other base weights than those of the loaded checkpoint."""
         return self._quantised
 
     @property
     def has_dropout(self) -> bool:
-        """Whether forwards with gradients differ from those without, which alone agree with the sampler."""
+        """True if forwards with gradients differ by dropout from those without; only the latter match the sampler."""
         return self._adapter is not None and self._adapter.has_dropout
 
     @property
     def is_sharded(self) -> bool:
-        """Whether weights are spread over several ranks, so that all of them have to take part in a forward."""
+        """True if weights are sharded over several ranks, so that all ranks must take part in a forward."""
         return False
 
     def compute(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
-        """`function(module, *arguments)` as one forward of the module."""
+        """Run `function(module, *arguments)` as one forward of the module and return its result."""
         with self.autocast():
             return function(self.module, *arguments)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, rank 0 can read whole weights; all ranks enter together. Nothing to do where they are whole."""
+        """Give rank 0 access to whole weights during the context; all ranks enter together. Here they already are."""
         yield
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """The context of every forward: the module computes in the served dtype from the masters as they are now."""
+        """Update the served-dtype copies from the current masters; every forward runs in this context."""
         with torch.no_grad():
             for name, copy in self._copies.items():
-                # Through .data: a graph of an earlier micro-batch may still hold the copy, with these values.
+                # Through .data: the graph of an earlier micro-batch may still use the copy, with these same values.
                 copy.data.copy_(self.masters[name])
         yield
 
     def compute_in_served_dtype(self) -> None:
-        """Give the module weights of its own in the served dtype, where the masters have another."""
+        """Give the module copies of the weights in the served dtype and on its device, where the masters differ."""
         for name in self._places:
             weight = self._current(name)
             differs = weight.dtype != self.dtype or weight.device.type != self.device.type
@@ -133,10 +133,11 @@ class Policy:
         move_buffers(self.module, self.device)
 
     def attach(self, served: Mapping[str, torch.Tensor], *, forwards_from_masters: bool) -> None:
-        """Take the server's tensors, by checkpoint name; called again after the server has restarted.
+        """Attach the server's tensors, by checkpoint name; called again after the server has restarted.
 
-        Weights that are not trained exist once, at the server. Trained ones are read from there only when the forward
-        does not run from the masters. If they are the masters, those that differ become so with `write_served` only.
+        Untrained weights exist only once, at the server. Trained ones are read from there only if the forward does not
+        run from the masters. If the served tensors are to be the masters, each becomes one here if its values are equal
+        and otherwise in `write_served`.
         """
         self.served = served
         self.forwards_from_masters = forwards_from_masters
@@ -151,30 +152,30 @@ class Policy:
 
     @property
     def steps_served(self) -> bool:
-        """Whether the optimizer steps the very tensors that the server reads."""
+        """True if the optimizer steps the same tensors that the server reads."""
         return self._has_no_other_masters and bool(self.served) and not self.forwards_from_masters
 
     @property
     def is_served(self) -> bool:
-        """Whether every master is the server's own tensor by now."""
+        """True if every master is already the server's own tensor."""
         return all(master.data_ptr() == self.served[name].data_ptr() for name, master in self.masters.items())
 
     @torch.no_grad()
     def write_served(self) -> None:
-        """Give the served tensors the masters' values, inside a publish; they become the masters if `steps_served`."""
+        """Copy the masters into the served tensors, inside a publish; these become the masters if `steps_served`."""
         for name, master in self.masters.items():
             view = self.served[name]
             if view.data_ptr() == master.data_ptr():
                 continue
-            view.copy_(master.to(view.device, non_blocking=True))  # pinned memory travels as it is, cast over there
+            view.copy_(master.to(view.device, non_blocking=True))  # pinned memory is copied as is, cast on the device
             if self.steps_served:
                 master.data = view
 
     def collect_gradients(self) -> None:
-        """Move gradients from the module's parameters to the masters; nothing to do where they are the same.
+        """Move gradients from the module's parameters to the masters, if they are different tensors.
 
-        Hooks do it already during backward, in the masters' precision, so that many micro-batches
-        add up without rounding. This sweeps up gradients that were assigned rather than accumulated.
+        Hooks already do this during backward, in the masters' precision, so that many micro-batches
+        add up without rounding. This call moves gradients that were assigned rather than accumulated.
         """
         for name, master in self.masters.items():
             if (parameter := self._current(name)) is not master:
@@ -186,7 +187,7 @@ class Policy:
         return parameter
 
     def _install(self, name: str, weight: torch.Tensor) -> nn.Parameter:
-        """Let the forward read `weight`, and send its gradients to the master."""
+        """Make the forward read `weight`, and add its gradients to the master."""
         parameter = nn.Parameter(weight, requires_grad=name in self.masters)
         if parameter.requires_grad:
             register: Any = parameter.register_post_accumulate_grad_hook
@@ -207,7 +208,7 @@ class Policy:
 
     @torch.no_grad()
     def stale_weights(self) -> list[str]:
-        """Trained weights that the forward would read with other values than the masters have."""
+        """Return the names of trained weights whose values in the forward differ from the masters."""
         return [
             name
             for name, master in self.masters.items()
@@ -216,7 +217,7 @@ class Policy:
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """A copy of the trained weights as a publish would write them now."""
+        """Return a copy of the trained weights as a publish would write them now."""
         return {
             name: master.detach().to(device=self.device, dtype=self.dtype, copy=True)
             for name, master in self.masters.items()
@@ -224,9 +225,9 @@ class Policy:
 
     @contextmanager
     def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Run forwards on other weights, a snapshot for instance, without gradients.
+        """Run forwards on other weights, such as a snapshot, without gradients.
 
-        Masters and served tensors are not touched, so a publish may go on meanwhile.
+        Masters and served tensors do not change, so a publish may run at the same time.
         """
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         try:
@@ -253,14 +254,15 @@ class Policy:
 
     @torch.no_grad()
     def adapter_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """The adapter as `adapter_model.safetensors` holds it: PEFT's names, contiguous; in the masters' dtype unless
-        `dtype` says otherwise. Live tensors where no cast was needed.
+        """Return the adapter's tensors for `adapter_model.safetensors`: contiguous, under PEFT's names.
+
+        They are in `dtype`, or else in the masters' dtype; tensors that needed no cast share the masters' memory.
         """
         self._required_adapter()
         return {name: master.detach().to(dtype or master.dtype).contiguous() for name, master in self.masters.items()}
 
     def adapter_config(self) -> dict[str, Any]:
-        """The content of the adapter's `adapter_config.json`."""
+        """Return the content of the adapter's `adapter_config.json`."""
         return self._required_adapter().config(self.tokenizer_name)
 
     def _required_adapter(self) -> Adapter:
@@ -270,7 +272,7 @@ class Policy:
 
     @torch.no_grad()
     def load_masters(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the masters, by checkpoint name, for instance when a run is resumed."""
+        """Overwrite the masters with tensors given by checkpoint name, for instance when a run is resumed."""
         missing = sorted(self.masters.keys() - tensors.keys())
         if missing:
             raise CheckpointError(
@@ -292,17 +294,17 @@ class Policy:
 
     @torch.no_grad()
     def checkpoint_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """All weights as a Hugging Face checkpoint holds them: contiguous, unfused, tied ones once.
+        """Return all weights in the layout of a Hugging Face checkpoint: contiguous, unfused, tied ones once.
 
-        Trained weights come from the masters, in their precision unless `dtype` says otherwise. An
-        adapter is merged into the base, and a quantised base is given as the values it computes with.
-        They are the live tensors where no cast was needed: write them before the next step.
+        Trained weights come from the masters, in their precision unless `dtype` says otherwise. An adapter is merged
+        into the base, and a quantised base is returned as the values it computes with. Tensors that needed no cast
+        share the policy's memory: write them before the next step.
         """
         return self._as_checkpoint({place: self._stored(place, name) for place, name in self._names.items()}, dtype)
 
     @torch.no_grad()
     def base_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """As `checkpoint_tensors`, but without the adapter: the weights that an adapter is served on."""
+        """Return the tensors of `checkpoint_tensors` without the adapter: the base that an adapter is served on."""
         return self._as_checkpoint(
             {place: dequantised(self._current(name)) for place, name in self._names.items()}, dtype
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from statistics import fmean, median
 from typing import Any, Protocol, TextIO
 
 from atropos_api.common import metric_names as names
+from atropos_api.common.files import write_whole
 from example_trainer.errors import TrainerError
 from example_trainer.monitoring.health import HealthEvent
 
@@ -226,9 +226,7 @@ def _open_lines(path: Path, resumed_step: int | None) -> TextIO:
 
 def _keep_steps_up_to(path: Path, step: int) -> None:
     kept = [line for line in read_metrics(path) if line.get(names.STEP, 0) <= step]
-    beside = path.with_suffix(".jsonl.part")
-    beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    os.replace(beside, path)  # noqa: PTH105 - the atomic one, by its name
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 class MetricsTail:

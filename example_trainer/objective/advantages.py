@@ -1,12 +1,10 @@
-"""Advantages from rewards: a baseline by group, a scale by group, batch or not at all.
+"""Advantages from rewards (a baseline per group; a scale per group, per batch or none) and length penalties.
 
-A group is all answers to one prompt. Its mean is the baseline; groups whose rewards are all alike carry
+A group is all answers to one prompt. Its mean is the baseline; groups whose rewards are all equal carry
 no signal and are left out before the forward, so that they cost nothing and dilute no denominator.
 
-Answers that ran into the length limit: which they are, and a penalty that grows as they come near it.
-
-After DAPO (Yu et al. 2025, section 3.4): an answer that was cut off says little about its reasoning, so it is either
-left out of the loss or, before that, made a little worse the longer it is.
+Overlong answers follow DAPO (Yu et al. 2025, section 3.4): a truncated answer says little about its reasoning, so it is
+left out of the loss, or its reward gets a penalty that grows with length as the answer nears the limit.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ EQUAL_REWARDS_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdvantageSettings:
-    """`baseline` none leaves the raw rewards; `std` picks between two published forms of the scale.
+    """The settings of advantages: `baseline` none keeps raw rewards, `std` selects one of two published scales.
 
     sample: the std with n - 1 plus 1e-4, as TRL divides; for a batch, of the rewards as they are. population: the std
     with n and a floor of 1e-8, as Atropos' trainer divides; for a batch, of the centred rewards.
@@ -39,12 +37,12 @@ class AdvantageSettings:
 
 
 def is_zero_variance(rewards: Sequence[float]) -> bool:
-    """Whether all rewards agree within float noise; by range, since a computed std is never exactly 0."""
+    """Return True if all rewards are equal within float noise; uses the range, as a computed std is never exactly 0."""
     return len(rewards) == 0 or max(rewards) - min(rewards) <= EQUAL_REWARDS_TOLERANCE
 
 
 def has_signal(rewards: Sequence[float], settings: AdvantageSettings) -> bool:
-    """Whether a group can move the policy: under a group baseline only when its rewards differ."""
+    """Return True if a group can change the policy; with a group baseline only if its rewards differ."""
     if settings.baseline == "none":
         return any(reward != 0.0 for reward in rewards)
     return not is_zero_variance(rewards)
@@ -53,9 +51,9 @@ def has_signal(rewards: Sequence[float], settings: AdvantageSettings) -> bool:
 def compute_advantages(
     groups: Sequence[Sequence[float]], settings: AdvantageSettings, *, batch: Sequence[Sequence[float]] | None = None
 ) -> list[Tensor]:
-    """Per group a float32 tensor `[G]`; a group of one, or of equal rewards, gets zeros under a group baseline.
+    """Return a float32 tensor `[G]` per group; with a group baseline, a group of one or of equal rewards gets zeros.
 
-    `batch` are the rewards of all its groups where `groups` are the share of one rank: a batch's std is theirs.
+    If `groups` are one rank's share, `batch` holds the rewards of all groups; the std over the batch is taken of it.
     """
     centred = _centre_all(groups, settings)
     if settings.norm == "none" or not centred:
@@ -68,7 +66,7 @@ def compute_advantages(
 
 
 def shuffle(advantages: Tensor, generator: torch.Generator) -> Tensor:
-    """The same values `[R]` handed to other sequences of the batch: the control that must not learn."""
+    """Return the values `[R]` randomly permuted over the batch's sequences: a control run that must not learn."""
     return advantages[torch.randperm(len(advantages), generator=generator)]
 
 
@@ -98,24 +96,24 @@ def _scale(values: Tensor, population: Tensor, form: str) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlongSettings:
-    """`limit` is the longest answer in tokens; without one nothing is overlong."""
+    """The settings for overlong answers: `limit` is the longest answer in tokens; without it none is overlong."""
 
     limit: int | None = None
     buffer: int = 0
-    """Tokens before the limit over which the penalty grows from 0 to its whole."""
+    """Number of tokens before the limit over which the penalty grows from 0 to its full value."""
     penalty: float = 0.0
-    """Taken from the reward at the limit; 0: none."""
+    """Amount subtracted from the reward at the limit; 0: none."""
     mask: bool = False
-    """Whether answers at the limit are left out of forward and denominators."""
+    """True if answers at the limit are left out of forward and denominators."""
 
 
 def is_truncated(length: int, settings: OverlongSettings) -> bool:
-    """Whether an answer of `length` tokens reached the limit; one that ended just there cannot be told apart."""
+    """Return True if an answer reached the limit; one that ended exactly there cannot be distinguished."""
     return settings.limit is not None and length >= settings.limit
 
 
 def overlong_penalty(length: int, settings: OverlongSettings) -> float:
-    """What is added to the reward of an answer of `length` tokens: 0 down to -`penalty` (DAPO's equation 13)."""
+    """Return the value added to the reward of an answer of `length` tokens: 0 to -`penalty` (DAPO's equation 13)."""
     if settings.limit is None or not settings.penalty:
         return 0.0
     beyond = length - (settings.limit - settings.buffer)

@@ -25,11 +25,11 @@ RewardFunction = Callable[[str, str], Mapping[str, float]]
 def tokenize_prompt_and_output(
     prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer: Any
 ) -> dict[str, Tensor]:
-    """Prompts and outputs as rows of tokens, with a mask of what the model would have sampled.
+    """Tokenise prompts and outputs into rows of tokens, with a mask of the output tokens.
 
-    Each is tokenised by itself and joined, so that no token spans the seam; rows are padded on the right. Gives
-    `input_ids` (the last token sliced off), `labels` (the first one) and `response_mask` (True where the label is a
-    token of the output), all `[batch, longest - 1]`.
+    Prompt and output are tokenised separately and then joined, so that no token spans both; rows are padded on the
+    right. Returns `input_ids` (without the last token), `labels` (without the first one) and `response_mask` (True
+    where the label is a token of the output), all `[batch, longest - 1]`.
     """
     prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompt_strs]
     outputs = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in output_strs]
@@ -52,10 +52,10 @@ def compute_group_normalized_rewards(
     advantage_eps: float,
     normalize_by_std: bool,
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Rewards less their group's mean, over its std (n - 1 form) plus `advantage_eps` if asked for.
+    """Return rewards minus their group's mean, divided if asked for by its std (n - 1 form) plus `advantage_eps`.
 
-    Consecutive `group_size` responses are one group; their number has to be a multiple of it. Gives advantages and raw
-    rewards `[n]`, and the mean, std and extremes of the raw ones.
+    Each `group_size` consecutive responses are one group; the number of responses must be a multiple of it. Returns
+    advantages and raw rewards `[n]`, and the mean, std, min and max of the raw rewards.
     """
     if len(rollout_responses) % group_size:
         raise ValueError(f"{len(rollout_responses)} responses do not split into groups of {group_size}")
@@ -76,7 +76,7 @@ def compute_group_normalized_rewards(
 
 
 def compute_entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats over the last dimension of `logits`."""
+    """Return the entropy in nats over the last dimension of `logits`."""
     logs = logits.log_softmax(-1)
     return -torch.xlogy(logs.exp(), logs.exp()).sum(-1)
 
@@ -84,9 +84,9 @@ def compute_entropy(logits: Tensor) -> Tensor:
 def get_response_log_probs(
     model: torch.nn.Module, input_ids: Tensor, labels: Tensor, return_token_entropy: bool
 ) -> dict[str, Tensor]:
-    """`log_probs` `[batch, length]` of each label after the inputs up to it, and `token_entropy` there if asked for.
+    """Return `log_probs` `[batch, length]` of each label given the inputs up to it, and `token_entropy` if asked for.
 
-    Nothing is masked: padded and prompt positions are the caller's to leave out.
+    Nothing is masked: the caller must leave out padded and prompt positions.
     """
     logits = model(input_ids).logits
     found = {"log_probs": logits.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)}
@@ -96,14 +96,14 @@ def get_response_log_probs(
 
 
 def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor) -> Tensor:
-    """REINFORCE, a token: -A * log pi, `[batch, length]` from `[batch, 1]` and `[batch, length]`."""
+    """Return the REINFORCE loss per token: -A * log pi, `[batch, length]` from `[batch, 1]` and `[batch, length]`."""
     return naive_losses(policy_log_probs, raw_rewards_or_advantages)
 
 
 def compute_grpo_clip_loss(
     advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped loss, a token: `[batch, length]`, without dual clip; and where the clipped side was the smaller."""
+    """Return PPO's clipped loss per token, `[batch, length]`, without dual clip; and a mask of the clipped tokens."""
     ratios = (policy_log_probs - old_log_probs).exp()
     settings = LossSettings(clip_eps_low=cliprange, clip_eps_high=cliprange, dual_clip=None)
     losses = clipped_losses(ratios, advantages, settings)
@@ -118,7 +118,7 @@ def compute_policy_gradient_loss(
     old_log_probs: Tensor | None = None,
     cliprange: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss that `loss_type` names, `[batch, length]`, and its facts; what it does not need may be None."""
+    """Return the loss `loss_type`, `[batch, length]`, and its metadata; arguments that it does not need may be None."""
     if loss_type == "no_baseline":
         return compute_naive_policy_gradient_loss(_given(raw_rewards, "raw_rewards", loss_type), policy_log_probs), {}
     wanted = _given(advantages, "advantages", loss_type)
@@ -131,7 +131,7 @@ def compute_policy_gradient_loss(
 
 
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean over `dim` (all of them for None) of the elements where `mask` is true; NaN where none is."""
+    """Return the mean over `dim` (None: all) of the elements where `mask` is true; NaN if there are none."""
     kept = mask.to(tensor.dtype)
     if dim is None:
         return (tensor * kept).sum() / kept.sum()
@@ -139,7 +139,7 @@ def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_normalize(tensor: Tensor, mask: Tensor, dim: int | None = None, normalize_constant: float = 1.0) -> Tensor:
-    """Sum over `dim` (all of them for None) of the elements where `mask` is true, over a constant (as Dr. GRPO)."""
+    """Return the sum over `dim` (None: all) of the elements where `mask` is true, divided by a constant (Dr. GRPO)."""
     kept = tensor * mask.to(tensor.dtype)
     return (kept.sum() if dim is None else kept.sum(dim)) / normalize_constant
 
@@ -154,9 +154,9 @@ def grpo_microbatch_train_step(
     old_log_probs: Tensor | None = None,
     cliprange: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of a micro-batch and its backward: means over responses, averaged over sequences and micro-batches.
+    """Run the backward of a micro-batch's loss: means over responses, averaged over sequences and micro-batches.
 
-    Gives the loss that was propagated, as a detached scalar, and the facts of its kind of loss.
+    Returns the loss that was back-propagated, as a detached scalar, and the metadata of its loss type.
     """
     losses, facts = compute_policy_gradient_loss(
         policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange

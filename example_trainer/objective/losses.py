@@ -1,8 +1,8 @@
 """Policy-gradient losses over a flat list of trained tokens.
 
-Each loss gives one value a token; the step's loss is their sum under `token_weights`, which hold the
-denominators of the whole optimizer step. So a micro-batch can be split anywhere and gradients stay the same, as long
-as the tokens of one sequence stay together. Probabilities, ratios and losses are fp32.
+Each loss gives one value per token; the step's loss is their sum weighted by `token_weights`, which contain the
+denominators of the whole optimizer step. So the rows can be split into micro-batches anywhere and gradients stay the
+same, as long as the tokens of one sequence stay together. Probabilities, ratios and losses are fp32.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ CLIPPED_LOSSES = frozenset({"grpo", "dr_grpo", "dapo", "gspo"})
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossInputs:
-    """What a loss sees of some trained tokens, whole sequences of them: `[N]` tensors on one device."""
+    """The inputs of a loss: `[N]` tensors on one device over the trained tokens of some whole sequences."""
 
     logprobs: Tensor
-    """Under the policy in training, with gradient, at the temperature of sampling."""
+    """Logprobs under the policy in training, with gradient, at the sampling temperature."""
     entropies: Tensor
-    """Of the whole distribution at each token, in nats, with gradient."""
+    """Entropies of the whole distribution at each token, in nats, with gradient."""
     rollout_logprobs: Tensor
-    """Under the policy that sampled, as the sampler computed them."""
+    """Logprobs under the policy that sampled, as the sampler computed them."""
     advantages: Tensor
     sequences: Tensor
-    """Which sequence a token belongs to; any integers."""
+    """Sequence number of each token; any integers."""
     proximal_logprobs: Tensor | None = None
-    """Under the weights the batch began with; None where these are still in place."""
+    """Logprobs under the weights before the batch's first update; None if these weights are still current."""
     reference_logprobs: Tensor | None = None
     truncated_sampling: Tensor | None = None
-    """Boolean: where top-p or the like made the sampled distribution another than the policy's own."""
+    """Boolean: True where the sampled distribution was truncated (top-p or similar), so not the policy's own."""
     teacher_logprobs: Tensor | None = None
-    """`[N, K]` of the teacher's tokens; -inf where there is none."""
+    """`[N, K]` logprobs of the teacher's tokens; -inf where there is none."""
     student_logprobs: Tensor | None = None
-    """`[N, K]` of the same tokens under the policy in training, with gradient."""
+    """`[N, K]` logprobs of the same tokens under the policy in training, with gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossSettings:
-    """Which terms a token's loss has, and their bounds; the fields are those of the options with the same names."""
+    """The terms of a token's loss and their bounds: each field has the meaning of the option with the same name."""
 
     loss_type: str = "grpo"
     own_loss: OwnLoss | None = None
-    """Replaces the surrogate of `loss_type`."""
+    """User-defined loss that replaces the surrogate of `loss_type`."""
     importance_sampling: Literal["clip", "truncated", "masked"] = "clip"
-    """How rollouts of an older policy are corrected by one ratio, policy to sampler."""
+    """Form of the off-policy correction by one ratio, policy to sampler."""
     clip_eps_low: float = 0.2
     clip_eps_high: float = 0.2
     dual_clip: float | None = 3.0
@@ -73,9 +73,9 @@ class LossSettings:
     tis_floor: float = 0.0
     log_ratio_clamp: float = 20.0
     old_logprobs: Literal["rollout", "recomputed"] = "rollout"
-    """The denominator of the surrogate's ratio: the sampler's numbers, or the trainer's before the first update."""
+    """The denominator of the surrogate's ratio: the sampler's logprobs, or the trainer's before the first update."""
     mismatch_correction: MismatchCorrection = "none"
-    """With recomputed old logprobs: the weight for proximal against sampler."""
+    """With recomputed old logprobs: form of the weight from the ratio proximal policy to sampler."""
     off_policy_threshold: float | None = None
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k3"
@@ -86,21 +86,21 @@ class LossSettings:
 
     @property
     def weighs_sampler(self) -> bool:
-        """Whether every token is weighed by a bounded ratio to the sampler anyway."""
+        """True if every token is already weighted by a bounded ratio to the sampler."""
         return self.importance_sampling != "clip" or self.mismatch_correction != "none"
 
 
 OwnLoss: TypeAlias = Callable[[LossInputs, LossSettings], Tensor]
-"""A user's loss: `[N]` values with gradient, one a trained token; denominators are the trainer's."""
+"""A user-defined loss: it returns `[N]` values with gradient, one per trained token; the trainer averages them."""
 
 
 def token_losses(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """`[N]` loss of each trained token: the sum of its `loss_terms`."""
+    """Return the `[N]` loss of each trained token: the sum of its `loss_terms`."""
     return torch.stack(list(loss_terms(inputs, settings).values())).sum(0)
 
 
 def loss_terms(inputs: LossInputs, settings: LossSettings) -> dict[str, Tensor]:
-    """`[N]` losses by term: `policy` always; `kl`, `entropy` and `distill` where they have a coefficient."""
+    """Return `[N]` losses by term: `policy` always; `kl`, `entropy` and `distill` if enabled and their inputs exist."""
     terms = {"policy": policy_losses(inputs, settings)}
     if settings.kl_coef and inputs.reference_logprobs is not None:
         divergence = kl_estimates(
@@ -117,7 +117,7 @@ def loss_terms(inputs: LossInputs, settings: LossSettings) -> dict[str, Tensor]:
 
 
 def policy_losses(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """`[N]` surrogate of the loss type, under the weights for the sampler's mismatch and the off-policy mask."""
+    """Return the `[N]` surrogate of the loss type, times the mismatch weights and the off-policy mask."""
     surrogate = settings.own_loss or _surrogate
     losses = surrogate(inputs, settings)
     if inputs.truncated_sampling is not None and not settings.weighs_sampler:
@@ -137,20 +137,20 @@ def policy_losses(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
 
 def surrogate_log_ratios(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """`[N]` log-ratio that the surrogate clips or weighs by: of the token, or for GSPO of its sequence."""
+    """Return the `[N]` log-ratios that the surrogate clips or weights by: per token, or for GSPO per sequence."""
     logs = log_ratios(inputs.logprobs, old_logprobs(inputs, settings), settings.log_ratio_clamp)
     return sequence_means(logs, inputs.sequences) if settings.loss_type == "gspo" else logs
 
 
 def old_logprobs(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """The denominator of the surrogate's ratio."""
+    """Return the logprobs in the denominator of the surrogate's ratio."""
     if settings.old_logprobs == "rollout":
         return inputs.rollout_logprobs
     return inputs.logprobs.detach() if inputs.proximal_logprobs is None else inputs.proximal_logprobs
 
 
 def mismatch_of(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """`[N]` weights of the trainer's own old logprobs against the sampler's."""
+    """Return `[N]` weights from the ratio of the trainer's own old logprobs to the sampler's."""
     return mismatch_weights(
         old_logprobs(inputs, settings),
         inputs.rollout_logprobs,
@@ -175,7 +175,7 @@ def _surrogate(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
 
 def _weighed_by_sampler(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """The loss where the ratio to the sampler is off by what its sampling left out: weighed, never clipped."""
+    """Return the loss for truncated sampling, which biases the ratio to the sampler: weighted, never clipped."""
     ratios = log_ratios(inputs.logprobs, inputs.rollout_logprobs, settings.log_ratio_clamp).exp()
     return weighted_losses(
         inputs.logprobs, truncated_weights(ratios, settings.tis_floor, settings.tis_cap), inputs.advantages
@@ -183,7 +183,7 @@ def _weighed_by_sampler(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
 
 def clipped_losses(ratios: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:
-    """PPO's pessimistic minimum for both signs of the advantage, bounded below for negative ones (dual clip).
+    """Return PPO's clipped loss: the pessimistic minimum, bounded below for negative advantages (dual clip).
 
     A > 0: no gradient once the ratio is above 1 + high. A < 0: none once it is below 1 - low, and none above
     `dual_clip`, where a single stale token could otherwise dominate the step (Schulman et al. 2017; Ye et al. 2020).
@@ -197,25 +197,25 @@ def clipped_losses(ratios: Tensor, advantages: Tensor, settings: LossSettings) -
 
 
 def weighted_losses(logprobs: Tensor, weights: Tensor, advantages: Tensor) -> Tensor:
-    """Importance-weighted policy gradient: -w * A * grad log pi, whatever the ratio does to the value.
+    """Return the importance-weighted policy-gradient loss; its gradient is -w * A * grad log pi.
 
-    The value equals the clipped loss at ratio 1.
+    Its value is -w * A; at ratio 1 that is the clipped loss.
     """
     return -(weights * advantages) * (logprobs - logprobs.detach() + 1.0)
 
 
 def cispo_losses(logprobs: Tensor, ratios: Tensor, advantages: Tensor, cap: float) -> Tensor:
-    """CISPO: the weight is cut, not the token (MiniMax-M1, 2025): -min(r, cap) * A * log pi, the weight held fixed."""
+    """Return the CISPO loss (MiniMax-M1, 2025): -min(r, cap) * A * log pi; no gradient flows through the weight."""
     return -ratios.detach().clamp(max=cap) * advantages * logprobs
 
 
 def naive_losses(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """REINFORCE: -A * log pi, without correction for the age of the rollout."""
+    """Return the REINFORCE loss: -A * log pi, without correction for staleness."""
     return -advantages * logprobs
 
 
 def is_clipped(ratios: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:
-    """Which tokens the correction bounded: no gradient under clip, a cut weight under truncation, none under a mask."""
+    """Return a mask of the bounded tokens: clip and mask remove their gradient, truncation bounds their weight."""
     if settings.importance_sampling != "clip":
         below = ratios < settings.tis_floor
         return below | (ratios > settings.tis_cap)
@@ -232,7 +232,7 @@ def is_clipped(ratios: Tensor, advantages: Tensor, settings: LossSettings) -> Te
 def token_weights(
     trained_counts: Tensor, aggregation: Literal["token", "sequence", "constant"], constant_length: int
 ) -> Tensor:
-    """The weight of each trained token in the step's loss, given how many tokens each sequence trains.
+    """Return the weight of each trained token in the step's loss, given each sequence's number of trained tokens.
 
     token: 1 / all trained tokens of the step. sequence: each sequence's mean, averaged over sequences. constant:
     each sequence's sum over a fixed length, averaged (Dr. GRPO). Counts are those left after every mask and drop.
@@ -258,19 +258,19 @@ class Targets:
     sequences: Tensor
     """Index of the token's row."""
     versions: Tensor
-    """Policy version the token was sampled under; -1 where the group does not say."""
+    """Policy version the token was sampled under; -1 if the group does not say."""
     version_bounds: Tensor
-    """The same, with the version at arrival at the broker for unknown ones: a bound of the token's age."""
+    """The same, but for unknown versions the one at arrival at the broker: a bound on the token's staleness."""
     reference_logprobs: Tensor | None = None
-    """Of the reference policy; NaN where nobody has said them yet, None where none is needed or known."""
+    """Logprobs under the reference policy; NaN where not yet computed, None if not needed or not known."""
     proximal_logprobs: Tensor | None = None
-    """Under the weights the batch began with, once the learner has scored them."""
+    """Logprobs under the weights before the batch's first update, once the learner has computed them."""
     truncated_sampling: Tensor | None = None
-    """Boolean, where a group was sampled with top-p or the like; None where none was."""
+    """Boolean, True where a group was sampled with top-p or similar; None if no group was."""
     teacher_ids: Tensor | None = None
-    """[N, K] tokens that a teacher names; None where no sequence has one."""
+    """[N, K] token ids named by a teacher; None if no sequence has a teacher."""
     teacher_logprobs: Tensor | None = None
-    """[N, K], -inf where there are fewer than K."""
+    """[N, K] logprobs of these tokens, -inf if there are fewer than K."""
 
     def to(self, device: torch.device) -> Targets:
         tensors = {name: getattr(self, name) for name in self.__slots__}

@@ -1,8 +1,8 @@
-"""What a step did, computed once from arrays over all its trained tokens.
+"""Metrics of the objective, computed once per step from arrays over all its trained tokens.
 
-Ratios are reported as they are, before any clip or truncation, so that the correction does not hide what it
-corrects. Alignment compares logprobs under the very weights a token was sampled with; anything but noise there
-means that trainer and server hold different weights or count positions differently.
+Ratios are reported before any clip or truncation, so that the correction does not hide the mismatch it corrects.
+Alignment compares logprobs under exactly the weights a token was sampled with; anything but noise there
+means that trainer and server have different weights or count positions differently.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from example_trainer.objective.ratios import kl_estimates, log_ratios, off_polic
 
 
 def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, float]:
-    """Ratio, clip, entropy, divergence and logprob statistics over `[N]` trained tokens."""
+    """Return ratio, clip, entropy, divergence and logprob statistics over `[N]` trained tokens."""
     logprobs, rollout, advantages = inputs.logprobs, inputs.rollout_logprobs, inputs.advantages
     logs = log_ratios(logprobs, rollout, settings.log_ratio_clamp)
     ratios = logs.exp()
     clipped = is_clipped(surrogate_log_ratios(inputs, settings).exp(), advantages, settings)
-    # A truncated weight is still one; the clip and the mask leave no gradient.
+    # A truncated weight still leaves a gradient; the clip and the mask leave none.
     weighed = settings.importance_sampling == "truncated" or settings.loss_type == "cispo"
     silenced = torch.zeros_like(clipped) if weighed else clipped
     found = {
@@ -52,7 +52,7 @@ def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, floa
 
 
 def _mismatch_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, float]:
-    """How far trainer and sampler are apart before any weight is cut, and what the masks silence."""
+    """Return the ratios of trainer to sampler before any bound, and the fractions that bounds and masks affect."""
     found: dict[str, float] = {}
     if settings.old_logprobs == "recomputed":
         gap = log_ratios(old_logprobs(inputs, settings), inputs.rollout_logprobs, settings.log_ratio_clamp)
@@ -84,7 +84,10 @@ def _reference_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, 
 
 
 def alignment_metrics(differences: Tensor) -> dict[str, float]:
-    """Trainer minus sampler logprob, of tokens whose own weights were used; nothing when there are none."""
+    """Return statistics of trainer minus sampler logprobs, each under the weights that sampled the token.
+
+    Without any token only their number, 0, is returned.
+    """
     if not len(differences):
         return {names.ALIGNMENT_TOKENS: 0.0}
     return {
@@ -96,7 +99,7 @@ def alignment_metrics(differences: Tensor) -> dict[str, float]:
 
 
 def reward_metrics(rewards: Sequence[float], response_lengths: Sequence[int]) -> dict[str, float]:
-    """Over every sequence of the batch, those included that teach nothing."""
+    """Return reward and length statistics over all sequences of the batch, including those left out of training."""
     values = torch.tensor(list(rewards), dtype=torch.float64)
     lengths = torch.tensor(list(response_lengths), dtype=torch.float64)
     return {
@@ -107,7 +110,7 @@ def reward_metrics(rewards: Sequence[float], response_lengths: Sequence[int]) ->
 
 
 def staleness_metrics(versions: Tensor, steps_by_version: Mapping[int, int], weights_step: int) -> dict[str, float]:
-    """Age of trained tokens in trainer steps, with its histogram; of unknown versions only the share is known."""
+    """Return the staleness of trained tokens in trainer steps, its histogram, and the share of unknown versions."""
     if not len(versions):
         return {}
     seen, counts = torch.unique(versions, return_counts=True)
@@ -127,7 +130,7 @@ def staleness_metrics(versions: Tensor, steps_by_version: Mapping[int, int], wei
 
 
 def age_class(steps: int) -> str:
-    """The class of an age in the histogram: 0, 1, 2, 3, 4_to_7, 8_or_more."""
+    """Return the histogram class of an age in steps: 0, 1, 2, 3, 4_to_7, 8_or_more."""
     if steps < 4:
         return str(steps)
     return "4_to_7" if steps < 8 else "8_or_more"

@@ -1,23 +1,19 @@
-"""The reference policy that the divergence is measured from, without a second model in memory.
+"""The objective of a run: it joins the package's pure functions with the options, a reference policy and saved state.
 
-It is the policy at the run's start, kept as a copy of the trained weights; under adapters the base with the adapter
-off, at no cost; or another checkpoint of the same architecture. A swap takes the policy as it is now. Reference
-logprobs are scored before a batch's first update, by the same forward as the policy's own.
+The reference policy needs no second model in memory. It is the policy at the run's start, kept as a copy of the trained
+weights; with adapters the base with the adapter off, at no cost; or another checkpoint of the same architecture. A swap
+makes the current policy the reference. Reference logprobs are computed before a batch's first update, by the same
+forward as the policy's own. The state kept between batches is the KL coefficient and a swapped-in reference.
 
-A loss of the user's own, named by where it is imported from.
+A user-defined loss is named by its import path:
 
     # my_pkg/my_module.py
     def my_loss(inputs: LossInputs, settings: LossSettings) -> Tensor:
         ratios = (inputs.logprobs - inputs.rollout_logprobs).exp()
         return -ratios * inputs.advantages
 
-`--loss-type my_pkg.my_module:my_loss` takes it in place of the surrogate. It gives `[N]` fp32 values with gradient, one
-a trained token; averaging, the reference's divergence, entropy and masks are the trainer's.
-
-The objective of a run, as the learner asks for it: what is scored before a batch, losses, what a batch showed.
-
-The pure functions are in `example_trainer.objective`; here they get the options, the reference policy and the state
-that lasts from batch to batch (the coefficient of the divergence, a reference that was swapped in).
+`--loss-type my_pkg.my_module:my_loss` uses it instead of the surrogate. It returns `[N]` fp32 values with gradient, one
+per trained token; the trainer adds averaging, KL and entropy terms, and masks.
 """
 
 from __future__ import annotations
@@ -46,17 +42,17 @@ if TYPE_CHECKING:
     from example_trainer.objective.losses import Targets
 
 Score = Callable[[Sequence[Row], "Targets"], Tensor]
-"""`[N]` logprobs of rows under the weights in place, NaN outside them."""
+"""A function that returns `[N]` logprobs of rows under the current weights, NaN outside these rows."""
 
 
 class Reference:
-    """Frozen weights to score under; None while the base alone, with adapters off, is the reference."""
+    """The reference policy: frozen weights, or None as long as the base with adapters off is the reference."""
 
     def __init__(self, policy: Policy, *, model_name: str | None = None, update_interval: int = 0) -> None:
         self._policy = policy
         self._interval = update_interval
         self.swapped = False
-        """Whether the weights are no longer those that a new run would begin with."""
+        """True if the weights are no longer those that a new run would begin with."""
         self.weights: dict[str, Tensor] | None = None
         if model_name is not None:
             self.weights = _load_weights(policy, model_name)
@@ -64,28 +60,28 @@ class Reference:
             self.weights = policy.snapshot()
 
     def logprobs(self, rows: Sequence[Row], targets: Targets, score: Score) -> Tensor:
-        """`[N]` reference logprobs: those the environment gave, and for rows that lack them, scored ones."""
+        """Return `[N]` reference logprobs: those from the environment, and computed ones for rows without them."""
         given = targets.reference_logprobs
         if given is None:
             given = torch.full((len(targets),), torch.nan, device=targets.labels.device)
         missing = [row for row in rows if bool(given[row.first_target].isnan())]
-        # Also where nothing is missing here: with several ranks a forward takes part in those of the others.
+        # Called even if nothing is missing here: with sharded weights the other ranks' forwards need this rank.
         with self._in_place(), torch.no_grad():
             scored = score(missing, targets)
         return torch.where(given.isnan(), scored, given)
 
     def after_step(self, step: int) -> None:
-        """Take the policy as the new reference where an interval of batches says so."""
+        """Make the policy the new reference if the update interval ends at this step."""
         if self._interval and step % self._interval == 0:
             self.swap()
 
     def swap(self) -> None:
-        """From now on the policy as it is now is the reference."""
+        """Make a copy of the current policy the reference from now on."""
         self.weights = self._policy.snapshot()
         self.swapped = True
 
     def restore(self, weights: dict[str, Tensor]) -> None:
-        """Take the weights of a reference that an earlier part of the run had swapped in."""
+        """Load the weights of a reference that was swapped in before the resume."""
         self.weights = {name: _held(self._policy, name, weight) for name, weight in weights.items()}
         self.swapped = True
 
@@ -96,7 +92,7 @@ class Reference:
 
 
 def _held(policy: Policy, name: str, weight: Tensor) -> Tensor:
-    """What this process keeps of a whole weight: its slice where the policy is spread over ranks."""
+    """Return the part of a whole weight that this process keeps: its shard if the policy is sharded."""
     if not policy.is_sharded:
         return weight.to(policy.device)
     from example_trainer.modeling.fsdp import shard_like
@@ -105,7 +101,7 @@ def _held(policy: Policy, name: str, weight: Tensor) -> Tensor:
 
 
 def _load_weights(policy: Policy, model_name: str) -> dict[str, Tensor]:
-    """The trained weights of another checkpoint, by the policy's own names and in its served dtype."""
+    """Return the trained weights of another checkpoint, by the policy's own names and in its served dtype."""
     from example_trainer.model import load_policy
     from example_trainer.modeling.loading import PolicyOptions, Sharding
 
@@ -129,7 +125,7 @@ def _load_weights(policy: Policy, model_name: str) -> dict[str, Tensor]:
 
 
 def load_own_loss(name: str) -> OwnLoss:
-    """Import `package.module:function` and try it on three tokens; raises `UnusableLoss` when that does not work."""
+    """Import `package.module:function` and try it on three tokens; raise `UnusableLoss` if either fails."""
     module_name, _, function_name = name.partition(":")
     try:
         loss: OwnLoss = getattr(importlib.import_module(module_name), function_name)
@@ -164,7 +160,7 @@ def _try(name: str, loss: OwnLoss) -> None:
 
 
 def loss_settings(config: TrainingConfig) -> LossSettings:
-    """The options of the loss; imports a loss of the user's own."""
+    """Return the loss settings of `config`; import a user-defined loss."""
     return LossSettings(
         loss_type=config.loss_type,
         own_loss=load_own_loss(config.loss_type) if config.has_own_loss else None,
@@ -189,7 +185,7 @@ def loss_settings(config: TrainingConfig) -> LossSettings:
 
 
 class Objective:
-    """What a batch is trained towards."""
+    """The objective of a run as the learner uses it: preparation of a batch, loss terms, metrics and saved state."""
 
     def __init__(
         self,
@@ -205,7 +201,7 @@ class Objective:
         self._scores_proximal = settings.old_logprobs == "recomputed" and several_updates
 
     def prepare(self, rows: Sequence[Row], targets: Targets, score: Score) -> Targets:
-        """`targets` with all that has to be known before the batch's first update: one forward each at most."""
+        """Return `targets` with the arrays needed before the batch's first update; each costs at most one forward."""
         self.settings = replace(self.settings, kl_coef=self.kl.coefficient)
         if self.reference is not None:
             targets = replace(targets, reference_logprobs=self.reference.logprobs(rows, targets, score))
@@ -220,14 +216,14 @@ class Objective:
         return targets
 
     def labels(self, targets: Targets, at: Tensor) -> Tensor:
-        """The tokens whose logprobs the loss needs at `at`: `[n]`, or `[n, 1 + K]` with the teacher's behind."""
+        """Return the tokens whose logprobs the loss needs at `at`: `[n]`, or `[n, 1 + K]` with the teacher's last."""
         own = targets.labels[at]
         if self.settings.distill != "forward_kl" or targets.teacher_ids is None:
             return own
         return torch.cat([own[:, None], targets.teacher_ids[at]], dim=1)
 
     def terms(self, targets: Targets, at: Tensor, logprobs: Tensor, entropies: Tensor) -> dict[str, Tensor]:
-        """`[n]` losses by term of the tokens `at`, from their logprobs (of `labels`) and entropies."""
+        """Return `[n]` losses by term for the tokens `at`, from their logprobs (of `labels`) and entropies."""
         student = None if logprobs.ndim == 1 else logprobs[:, 1:]
         inputs = LossInputs(
             logprobs=logprobs if student is None else logprobs[:, 0],
@@ -244,7 +240,7 @@ class Objective:
         return loss_terms(inputs, self.settings)
 
     def metrics(self, targets: Targets, logprobs: Tensor, entropies: Tensor) -> dict[str, float]:
-        """What the batch showed, from `[N]` arrays over all its trained tokens."""
+        """Return the metrics of a batch, from `[N]` arrays over all its trained tokens."""
         found = policy_metrics(
             LossInputs(
                 logprobs=logprobs,
@@ -262,20 +258,20 @@ class Objective:
         return found
 
     def after_batch(self, number: int, metrics: dict[str, float]) -> None:
-        """Let what lasts from batch to batch follow: the divergence's coefficient, and the reference."""
+        """Update the state kept between batches: the KL coefficient, and the reference if its interval is over."""
         if names.TRAIN_KL_REFERENCE in metrics:
             self.kl.observe(metrics[names.TRAIN_KL_REFERENCE])
         if self.reference is not None:
             self.reference.after_step(number)
 
     def state(self) -> ObjectiveState:
-        """What a checkpoint has to remember, as `torch.save` takes it."""
+        """Return the state that a checkpoint must hold, in a form that `torch.save` accepts."""
         reference = self.reference
         swapped = reference.weights if reference is not None and reference.swapped else None
         return {"kl_coef": self.kl.coefficient, "reference": swapped}
 
     def load_state(self, state: ObjectiveState) -> None:
-        """Go on from `state`; a run that was resumed with another --kl-coef keeps the one it was given."""
+        """Restore `state`; the KL coefficient only if it adapts to a target, else the given --kl-coef holds."""
         if self.kl.target is not None and state["kl_coef"]:
             self.kl.coefficient = state["kl_coef"]
         if self.reference is not None and state["reference"] is not None:
@@ -283,7 +279,7 @@ class Objective:
 
 
 def make_objective(config: TrainingConfig, policy: Policy) -> Objective:
-    """The objective that `config` asks for; the policy as it is now becomes the reference where one is needed."""
+    """Return the objective for `config`; if it needs a reference and names none, the current policy becomes it."""
     settings = loss_settings(config)
     reference = None
     if config.kl_coef:

@@ -1,20 +1,15 @@
-"""Probability ratios between policies, and the weights and masks made of them.
+"""Comparisons between policies at sampled tokens: probability ratios, weights, masks, KL divergences, distillation.
 
-Three policies meet in a step: the one being trained, the one the step began with ("proximal"), and the sampler's, whose
-weights may be older and whose arithmetic is another. All ratios are fp32 `[N]` over trained tokens; sequence-level
-ones are length-normalised, since the same cap on a product would mean other things for short and long answers.
+A step compares three policies: the one being trained, the one before the step ("proximal"), and the sampler's, whose
+weights may be older and whose arithmetic differs. All ratios are fp32 `[N]` over trained tokens; sequence-level ones
+are length-normalised, since one cap on a product would have different effects on short and long answers. KL estimators
+follow J. Schulman, "Approximating KL Divergence" (2020); the controller that keeps the divergence at a target follows
+Ziegler et al. (2019, section 2.2).
 
-Divergence from a reference policy: estimates on sampled tokens, and the coefficient that holds it at a target.
-
-Estimators after J. Schulman, "Approximating KL Divergence" (2020); the controller after Ziegler et al. (2019, section
-2.2).
-
-Learning from a teacher's logprobs at the student's own tokens (on-policy distillation).
-
-A group may carry, for each position, the ids of some tokens and the teacher's logprobs of them. Two uses:
-`forward_kl` pulls the student's distribution towards the teacher's over those ids (Hinton et al. 2015, on student
-samples as in Agarwal et al. 2024); `reverse_kl` credits each sampled token with log pi_teacher - log pi_rollout, the
-policy gradient of the reverse divergence. Missing entries have a logprob of -inf.
+For on-policy distillation a group may hold, at each position, some token ids and the teacher's logprobs of them, -inf
+where missing. `forward_kl` pulls the student's distribution towards the teacher's over those ids (Hinton et al. 2015,
+on student samples as in Agarwal et al. 2024); `reverse_kl` adds log pi_teacher - log pi_rollout to each sampled token's
+advantage, which is the policy gradient of the reverse divergence.
 """
 
 from __future__ import annotations
@@ -30,12 +25,12 @@ MismatchCorrection = Literal["none", "token_truncate", "token_mask", "sequence_t
 
 
 def log_ratios(logprobs: Tensor, other_logprobs: Tensor, clamp: float) -> Tensor:
-    """The log-ratio log pi - log pi_other, bounded so that exp stays finite whatever a stale token brings."""
+    """Return the log-ratio log pi - log pi_other, clamped so that exp stays finite even for very stale tokens."""
     return (logprobs.float() - other_logprobs.float()).clamp(-clamp, clamp)
 
 
 def sequence_means(values: Tensor, sequences: Tensor) -> Tensor:
-    """The mean of `values` over each sequence, at each of its tokens; gradients spread over those tokens."""
+    """Return at each token the mean of `values` over its sequence; gradients spread over the sequence's tokens."""
     _, local, counts = torch.unique(sequences, return_inverse=True, return_counts=True)
     sums = torch.zeros(len(counts), dtype=values.dtype, device=values.device).index_add(0, local, values)
     means: Tensor = sums / counts
@@ -43,12 +38,12 @@ def sequence_means(values: Tensor, sequences: Tensor) -> Tensor:
 
 
 def truncated_weights(ratios: Tensor, floor: float, cap: float) -> Tensor:
-    """Importance weights cut at `cap` and `floor`, so that every token keeps a bounded say (Espeholt et al. 2018)."""
+    """Return importance weights clamped to `[floor, cap]`, which bounds a token's influence (Espeholt et al. 2018)."""
     return ratios.detach().clamp(floor, cap)
 
 
 def masked_weights(ratios: Tensor, floor: float, cap: float) -> Tensor:
-    """Importance weights, 0 outside `[floor, cap]`: what is too far off is not learnt from at all (IcePop, MIS)."""
+    """Return importance weights, 0 outside `[floor, cap]`, so that far-off tokens have no effect (IcePop, MIS)."""
     weights = ratios.detach()
     return weights.masked_fill((weights < floor) | (weights > cap), 0.0)
 
@@ -63,10 +58,10 @@ def mismatch_weights(
     cap: float,
     clamp: float,
 ) -> Tensor:
-    """`[N]` weight of each token for what the trainer's arithmetic and weights differ from the sampler's.
+    """Return the `[N]` weight of each token that corrects for the trainer's and sampler's different logprobs.
 
-    `correction` says per token or per sequence (the geometric mean of its tokens' ratios), and whether a ratio
-    outside `[floor, cap]` is cut to it or silences its tokens.
+    `correction` says if ratios are per token or per sequence (the geometric mean of its tokens' ratios), and if a
+    ratio outside `[floor, cap]` is clamped to it or sets its tokens' weights to 0.
     """
     logs = log_ratios(proximal_logprobs.detach(), rollout_logprobs, clamp)
     if correction == "none":
@@ -80,10 +75,10 @@ def mismatch_weights(
 def off_policy_mask(
     logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, sequences: Tensor, threshold: float
 ) -> Tensor:
-    """Boolean `[N]`, False where a token's advantage is negative and its sequence has drifted away from the sampler.
+    """Return a Boolean `[N]`, False where the advantage is negative and the sequence drifted beyond `threshold`.
 
-    Drift is the sequence's mean of log pi_rollout - log pi; pushing further down what the policy hardly says any
-    more destabilises without teaching (DeepSeek-V3.2, section on off-policy sequence masking).
+    Drift is the sequence's mean of log pi_rollout - log pi. Lowering the probability of tokens that are already
+    unlikely destabilises training without benefit (DeepSeek-V3.2, section on off-policy sequence masking).
     """
     drift = sequence_means(rollout_logprobs.float() - logprobs.detach().float(), sequences)
     return (advantages >= 0) | (drift <= threshold)
@@ -97,10 +92,10 @@ LARGEST_FACTOR = 100.0
 
 
 def kl_estimates(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEstimator, clamp: float) -> Tensor:
-    """`[N]` estimates of KL(policy, reference) at sampled tokens.
+    """Return `[N]` estimates of KL(policy, reference) at sampled tokens.
 
     k3: `exp(d) - d - 1` with d = log pi_ref - log pi, never negative. k1: `-d`, unbiased and noisy. The gradient of
-    k1 itself averages to nothing over the policy's own samples, so k1 carries that of `d * d / 2`, whose average is
+    k1 itself averages to zero over the policy's own samples, so k1 gets the gradient of `d * d / 2`, whose average is
     the gradient of the divergence.
     """
     difference = (reference_logprobs.float() - logprobs.float()).clamp(-clamp, clamp)
@@ -112,10 +107,10 @@ def kl_estimates(logprobs: Tensor, reference_logprobs: Tensor, estimator: KlEsti
 
 @dataclass(slots=True)
 class KlController:
-    """The coefficient of the divergence; with a `target` it follows the measured divergence proportionally.
+    """The controller of the KL coefficient: with a `target`, it follows the measured divergence proportionally.
 
-    Each batch multiplies it by `1 + rate * e`, where e is the relative error bounded to a fifth. It stays within a
-    factor of a hundred of where it began, so that neither a collapse nor a spike runs away with it.
+    Each batch multiplies the coefficient by `1 + rate * e`, where e is the relative error, bounded to ±0.2. The
+    coefficient stays within a factor of 100 of its initial value, so that a collapse or spike has a bounded effect.
     """
 
     coefficient: float
@@ -127,7 +122,7 @@ class KlController:
         self.initial = self.initial or self.coefficient
 
     def observe(self, divergence: float) -> None:
-        """Take the mean divergence of a batch into account for the next."""
+        """Adapt the coefficient for the next batch to the mean divergence of this one."""
         if self.target is None or not math.isfinite(divergence):
             return
         error = max(-MAX_RELATIVE_ERROR, min(MAX_RELATIVE_ERROR, divergence / self.target - 1.0))
@@ -139,10 +134,10 @@ DistillForm = Literal["none", "forward_kl", "reverse_kl"]
 
 
 def forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, temperature: float) -> Tensor:
-    """`[N]` divergence of the student from the teacher over the teacher's `[N, K]` tokens.
+    """Return the `[N]` forward KL divergence of the student from the teacher over the teacher's `[N, K]` tokens.
 
-    The teacher's probabilities are renormalised over the K at `temperature`; the student's are those of its whole
-    vocabulary, so what it gives to other tokens counts. Rows without any entry give 0.
+    The teacher's probabilities are renormalised over its K tokens at `temperature`; the student's are over its whole
+    vocabulary, so probability on other tokens raises the divergence. Rows without any entry give 0.
     """
     known = teacher_logprobs.isfinite()
     lowest = torch.finfo(torch.float32).min
@@ -154,7 +149,7 @@ def forward_kl(student_logprobs: Tensor, teacher_logprobs: Tensor, temperature: 
 
 
 def teacher_credits(teacher_ids: Tensor, teacher_logprobs: Tensor, labels: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """`[N]` log pi_teacher - log pi_rollout of each sampled token; 0 where the teacher does not name it."""
+    """Return `[N]` log pi_teacher - log pi_rollout of each sampled token; 0 if the teacher does not name it."""
     named = (teacher_ids == labels[:, None]) & teacher_logprobs.isfinite()
     found = teacher_logprobs.float().masked_fill(~named, 0.0).sum(-1) / named.sum(-1).clamp(min=1)
     return torch.where(named.any(-1), found - rollout_logprobs.float(), 0.0)

@@ -1,4 +1,4 @@
-"""The sections of the trainer's options: fields, defaults, help, and which combinations are refused. No torch.
+"""The sections of the trainer's options: fields, defaults, help, and refused combinations. It loads no torch.
 
 In reading order: `model` (policy, adapter, optimizer, batch), `objective`, `publish`, `run`, `presets`,
 `training_options` (all of them), `conflicts`. It may import `monitoring.health` and the broker's `common`.

@@ -1,10 +1,7 @@
-"""Combinations of advantage and loss settings that contradict each other, each with its reason.
+"""Combinations of settings that cannot work, each with its reason: sync modes against features, objective settings.
 
-`refusals` asks here; importing this module loads no torch.
-
-Combinations of settings that cannot work, each with its reason: modes against features first of all.
-
-The configuration model asks here, no bridge does; so what is refused is refused before anything starts.
+`TrainingConfig` checks them, not the weight bridges, so that a bad combination is refused before anything starts.
+Importing this module loads no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def refuse_objective(config: TrainingOptions) -> str | None:
-    """The first contradiction among the options of the objective, or None."""
+    """Return the first contradiction among the options of the objective, or None."""
     rules: tuple[Callable[[TrainingOptions], Iterator[str]], ...] = (
         _importance_sampling,
         _importance_bounds,
@@ -111,7 +108,7 @@ ADAPTER_SETTINGS = tuple(field for field, reason in SHARED_VLLM_REFUSES.items() 
 
 
 def reason_to_refuse(config: TrainingOptions) -> str | None:
-    """The first reason why these settings cannot work together, or None."""
+    """Return the first reason why these settings cannot work together, or None."""
     rules: tuple[Callable[[TrainingOptions], str | None], ...] = (
         _refuse_general,
         _refuse_ranks,
@@ -142,7 +139,7 @@ def _refuse_general(config: TrainingOptions) -> str | None:
 
 
 def _refuse_ranks(config: TrainingOptions) -> str | None:
-    """What several trainer processes cannot do together."""
+    """Return the first setting that several trainer processes do not support, with its reason, or None."""
     if config.world_size == 1:
         return None
     sharded = not config.trains_adapter

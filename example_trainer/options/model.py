@@ -1,18 +1,6 @@
-"""Options of the policy: which model, in which precision, where its masters live.
+"""Options of the policy (model, precision, place of the masters), adapters, a step's size, and the optimizer.
 
-Part of `TrainingConfig`; importing it loads no torch.
-
-Options of adapters.
-
-Part of `TrainingConfig`; importing it loads no torch.
-
-Options of a step's size and layout.
-
-Part of `TrainingConfig`; importing it loads no torch.
-
-Options of the optimizer and its schedule.
-
-Part of `TrainingConfig`; importing it loads no torch.
+They are part of `TrainingConfig`; importing this module loads no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +13,7 @@ from atropos_api.common.option_flags import aliases
 
 
 class ModelOptions(BaseModel):
-    """Which model is trained, in which precision, where."""
+    """The model, its precision and its device."""
 
     model_name: str = Field(
         description="Hugging Face model id or local directory.",
@@ -83,7 +71,7 @@ class LoraOptions(BaseModel):
 
 
 class BatchOptions(BaseModel):
-    """How much is trained per step and how it is laid out."""
+    """The size and layout of a training step."""
 
     training_steps: int = Field(
         10,

@@ -1,7 +1,4 @@
-"""Options of advantages and loss.
-
-Part of `TrainingConfig`; importing it loads no torch.
-"""
+"""Options of advantages and loss: they are part of `TrainingConfig`; importing this module loads no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ PUBLISHED_FORMS: Mapping[str, Mapping[str, object]] = {
     "gspo": {"loss_aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
     "cispo": {"loss_aggregation": "token"},
 }
-"""What a loss type sets besides its surrogate, where the user says nothing: the forms their papers give."""
+"""Settings that a loss type changes besides its surrogate, unless the user sets them: the forms of its paper."""
 
 _OWN_LOSS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -158,5 +155,5 @@ class ObjectiveOptions(BaseModel):
 
     @property
     def optimizes_towards_reference(self) -> bool:
-        """Whether a reference policy has to be at hand."""
+        """True if the loss needs a reference policy."""
         return self.kl_coef > 0.0

@@ -1,14 +1,12 @@
-"""Presets: sets of defaults by name, which lie under YAML files and flags.
+"""Presets, which are named sets of defaults, and the options of the CS336 course's `grpo_train_loop.py`.
 
-A preset only fills in what is said nowhere else, so `--preset dapo --clip-eps-high 0.2` is DAPO with another clip.
-Parts of a guide that are the environment's (its group size) are here too, for the launcher to hand on. Importing this
-module loads no torch.
+YAML files and flags override a preset, so `--preset dapo --clip-eps-high 0.2` is DAPO with another clip. A preset may
+also hold settings of the environment (its group size), which the launcher passes on.
 
-The options of the CS336 course's `grpo_train_loop.py`, in the terms of this trainer.
-
-That script's names for single settings are aliases in `config`. What is here needs more than another name: sizes that
-the course counts in sequences a rollout and sequences an optimizer step, a switch that is one of three values here,
-and options that belong to the environment, which is a program of its own. Importing this module loads no torch.
+The course's names for single settings are aliases in the option modules. `CourseOptions` handles options that need more
+than another name: sizes that the course counts in sequences per rollout batch and per optimizer step, a switch that is
+one of three values here, and options of the environment, which is a separate program. Importing this module loads no
+torch.
 """
 
 from __future__ import annotations
@@ -39,14 +37,14 @@ PresetName = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """Defaults under one name."""
+    """A named set of defaults."""
 
     about: str
     settings: Mapping[str, Any]
     with_adapters: Mapping[str, Any] = field(default_factory=dict)
-    """Besides, in the modes that train adapters."""
+    """Additional settings in the modes that train adapters."""
     environment: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the environment, by its own names."""
+    """Settings of the environment, under its own names."""
 
 
 _COURSE_BATCH = {"batch_size": 2, "gradient_accumulation_steps": 128}
@@ -157,7 +155,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 class PresetOptions(BaseModel):
-    """A preset; it fills in what is said nowhere else before anything looks at the settings."""
+    """The preset; it sets the options that are given nowhere else, before any other validation."""
 
     preset: PresetName | None = Field(None, description="Defaults by name, under files and flags.")
 
@@ -165,12 +163,12 @@ class PresetOptions(BaseModel):
     @classmethod
     def _fill_in_preset(cls, values: Any) -> Any:
         if not isinstance(values, Mapping) or values.get("preset") not in PRESETS:
-            return values  # an unknown name is refused with the others by the field itself
+            return values  # the field's own validation refuses an unknown name
         return _under(PRESETS[values["preset"]], values)
 
 
 def environment_settings(preset: str | None) -> dict[str, Any]:
-    """What the preset asks of the environment."""
+    """Return the preset's settings for the environment."""
     return dict(PRESETS[preset].environment) if preset else {}
 
 
@@ -180,7 +178,7 @@ def _under(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:
     if mode is not None and mode.trains_adapter:
         filled |= preset.with_adapters
     if {"rollout_batch_size", "train_batch_size"} & {name for name, value in given.items() if value is not None}:
-        # Sizes in the course's terms replace the preset's batch as a whole.
+        # Sizes in the course's terms replace all three batch settings of the preset.
         for name in ("batch_size", "gradient_accumulation_steps", "mini_batches"):
             filled.pop(name, None)
     return filled | dict(given)
@@ -192,15 +190,15 @@ ENVIRONMENT_OPTIONS: Mapping[str, str] = {
     "data_path": "env.data_path",
     "val_data_path": "env.val_data_path",
 }
-"""Options of the course's script that are the environment's here: the launcher hands them on."""
+"""Options of the course's script that belong to the environment here: the launcher passes them on."""
 
 
 USUAL_ACCUMULATION = 32
-"""Micro-batches of an optimizer step whose number is not given, as far as its size divides."""
+"""Default number of micro-batches in an optimizer step; its greatest common divisor with the step's size is used."""
 
 
 class CourseOptions(BaseModel):
-    """Sizes and switches as the course's script spells them; they win over what they stand for, and are gone then."""
+    """Sizes and switches under the course script's names; they override the settings they stand for and are removed."""
 
     rollout_batch_size: int | None = Field(
         None,
@@ -240,12 +238,12 @@ class CourseOptions(BaseModel):
 
 
 def hand_on_environment_options(argv: Sequence[str]) -> list[str]:
-    """`argv` with the environment's options under their prefixed names: `--group-size 4` as `--env.group_size 4`."""
+    """Return `argv` with the environment's options renamed: `--group-size 4` becomes `--env.group_size 4`."""
     return [_prefixed(argument) or argument for argument in argv]
 
 
 def find_environment_option(argv: Sequence[str]) -> tuple[str, str] | None:
-    """The first option in `argv` that is the environment's, and its name there."""
+    """Return the first option in `argv` that belongs to the environment, and its name there."""
     return next(((argument, name) for argument in argv if (name := _prefixed(argument))), None)
 
 
@@ -259,7 +257,7 @@ def _prefixed(argument: str) -> str | None:
 
 
 def _sizes(given: Mapping[str, Any], rollout: int | None, train: int | None) -> dict[str, int]:
-    """Our sizes for a rollout batch and a training batch; unset, either is as large as the other."""
+    """Return this trainer's sizes for a rollout batch and a training batch; if one is unset, it equals the other."""
     rollout = rollout or train or 1
     train = train or rollout
     accumulation = int(given.get("gradient_accumulation_steps", math.gcd(train, USUAL_ACCUMULATION)))
@@ -275,7 +273,7 @@ def _sizes(given: Mapping[str, Any], rollout: int | None, train: int | None) -> 
             "optimizer steps of that size; choose sizes that divide"
         )
     if train > rollout:
-        # One optimizer step over several passes: the weights stand still meanwhile, so each pass gives the same
+        # One optimizer step over several passes: the weights do not change between them, so each pass gives the same
         # gradient and their mean is that of one pass.
         return {
             "batch_size": max(1, rollout // accumulation),

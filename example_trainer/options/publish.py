@@ -1,7 +1,4 @@
-"""Options of how new weights reach the inference server.
-
-Part of `TrainingConfig`; importing it loads no torch.
-"""
+"""Options of publishing weights to the inference server: part of `TrainingConfig`; this module loads no torch."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from example_trainer.options.modes import MODES, BridgeMode, Mode
 
 InFlight = Literal["drain", "recompute", "finish", "keep_kv"]
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM has buffers for."""
+"""LoRA ranks for which vLLM has buffers."""
 USUAL_STALENESS = 2
 _SYNC_CHECKS = {"every": 1, "off": 0}
 
 
 class PublishOptions(BaseModel):
-    """How new weights reach the inference server."""
+    """The publishing of new weights to the inference server."""
 
     weight_bridge_mode: BridgeMode = Field(
         "none", description="shared_vllm, lora_only, lora_restart, or none (checkpoint, restart)."
@@ -98,16 +95,16 @@ class PublishOptions(BaseModel):
 
     @property
     def sync_check_every(self) -> int:
-        """Publishes from one proof to the next; 0: only the first to each server is proven."""
+        """Number of publishes per logprob parity check; 0: only the first publish to each server is checked."""
         named = _SYNC_CHECKS.get(self.sync_check)
         return int(self.sync_check) if named is None else named
 
 
 def served_rank(rank: int) -> int:
-    """The smallest rank that vLLM has buffers for and that holds an adapter of this rank."""
+    """Return the smallest rank with vLLM buffers that is large enough for an adapter of this rank."""
     return next((size for size in SERVED_RANKS if size >= rank), SERVED_RANKS[-1])
 
 
 def versions_kept(max_staleness: int | None) -> int:
-    """Adapters a server keeps, so that a request begun at most that many versions ago ends on its own."""
+    """Return the number of adapters a server keeps, so that a request within the staleness limit ends on its own."""
     return (USUAL_STALENESS if max_staleness is None else max_staleness) + 2

@@ -1,10 +1,6 @@
-"""Options of a run: where it lives, whom it talks to, what it leaves behind.
+"""Options of a run: its addresses, directories and checkpoints, and the reporting of its metrics.
 
-Part of `TrainingConfig`; importing it loads no torch.
-
-Options of what is reported where.
-
-Part of `TrainingConfig`; importing it loads no torch.
+They are part of `TrainingConfig`; importing this module loads no torch.
 """
 
 from __future__ import annotations
@@ -23,11 +19,11 @@ from example_trainer.monitoring.health import ANY_SIGN, parse_limits, sign_names
 MOST_SERVERS = 512
 
 LARGEST_SEED = 2**32 - 1
-"""What every library takes that is given it."""
+"""The largest seed that every library accepts."""
 
 
 class RunOptions(BaseModel):
-    """Where the run lives and whom it talks to."""
+    """The run: its name, directories, connections and checkpoints."""
 
     name: str = Field("grpo", min_length=1, description="Name of the run.")
     run_dir: Path | None = Field(
@@ -84,7 +80,7 @@ class RunOptions(BaseModel):
 
 
 class TrackingOptions(BaseModel):
-    """What is reported where; metrics.jsonl is always written."""
+    """The reporting of metrics; metrics.jsonl is always written."""
 
     use_wandb: bool = Field(False, description="Log to Weights & Biases.")
     wandb_project: str | None = Field(None, description="W&B project.")

@@ -1,6 +1,6 @@
-"""`TrainingOptions`: all sections of the trainer's options in one flat model, and what follows from them.
+"""`TrainingOptions`: all sections of the trainer's options in one flat model, and the values derived from them.
 
-`conflicts.py` judges these options; `config.TrainingConfig` is this model with that judgement. It loads no torch.
+`conflicts.py` checks these options; `config.TrainingConfig` is this model with that check. It loads no torch.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class TrainingOptions(
     LoraOptions,
     ModelOptions,
 ):
-    """All options of one trainer process, flat; the combinations that cannot work are still in it.
+    """All options of one trainer process, flat: combinations that cannot work are not refused yet.
 
-    Bases come in the order in which they look at what was given; options are listed in the opposite one.
+    Base classes are in the order in which they process the given values; options are listed in the reverse order.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     @property
     def sequences_per_batch(self) -> int:
-        """Sequences the broker is asked for per step."""
+        """Number of sequences requested from the broker per step."""
         return self.batch_size * self.gradient_accumulation_steps
 
     @property
@@ -63,17 +63,17 @@ class TrainingOptions(
 
     @property
     def trains_adapter(self) -> bool:
-        """Whether an adapter is trained beside a frozen base, not the weights themselves."""
+        """True if an adapter on a frozen base is trained, not the weights themselves."""
         return self.mode.trains_adapter
 
     @property
     def publish_interval(self) -> int:
-        """Steps between publishes, before `sync_budget` spaces them further."""
+        """Number of steps between publishes, which `sync_budget` may increase."""
         return 1 if self.mode.server_outlives_publish else self.vllm_restart_interval
 
     @property
     def forwards_from_masters(self) -> bool:
-        """Whether the forward reads the masters and never the served tensors."""
+        """True if the forward reads the masters and never the served tensors."""
         if not self.shares_memory:
             return True
         if self.forward_weights == "auto":
@@ -82,23 +82,23 @@ class TrainingOptions(
 
     @property
     def steps_served_weights(self) -> bool:
-        """Whether the optimizer steps the very tensors that the server reads, so that a step is part of a publish."""
+        """True if the optimizer steps the same tensors that the server reads, so that a step is part of a publish."""
         return self.shares_memory and self.master_weights == "none"
 
     @property
     def required_run_dir(self) -> Path:
-        """The run directory, once the command has settled it."""
+        """The run directory; raises if the command has not set it yet."""
         if self.run_dir is None:
             raise ValueError("run_dir is not settled; call cli.settle_run_dir first")
         return self.run_dir
 
     @property
     def checkpoint_root(self) -> Path:
-        """Where `checkpoint-N/` directories are written."""
+        """The directory in which `checkpoint-N/` directories are written."""
         return self.save_path or self.required_run_dir
 
     def warnings(self) -> list[str]:
-        """Settings that work but are often a mistake, one sentence each."""
+        """Return a sentence for each setting that works but is often a mistake."""
         full = not self.trains_adapter
         # Not at the documented default: a warning that stands in every log is read in none.
         if full and self.master_weights != "none" and self.lr > type(self).model_fields["lr"].default:

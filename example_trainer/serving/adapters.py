@@ -1,8 +1,8 @@
-"""LoRA adapters: each version under a name of its own, the newest standing in for the model.
+"""LoRA adapters: each version under a name of its own, and the newest served under the model's name.
 
 The version of a request is that of the adapter it was admitted with, so a new adapter needs no fence: running requests
-end under the old one. Names and paths are never reused, because vLLM knows cached prefixes by both. The adapters of the
-newest versions stay; an older one is dropped when the last request that was admitted with it has ended.
+end under the old one. Names and paths are never reused, because vLLM caches prefixes by both. The adapters of the
+newest versions stay loaded; an older one is dropped when the last request that was admitted with it has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A loaded adapter; `request` is vLLM's handle for it, `digest` the checksum of one that was sent."""
+    """A loaded adapter; `request` is vLLM's handle for it, `digest` the checksum of an uploaded one."""
 
     name: str
     path: str
@@ -40,14 +40,14 @@ class Adapter:
 
 
 class RequestsByName(UserDict[str, Any]):
-    """VLLM's table of what it serves under which name: the model's own names mean an adapter, but are none to list."""
+    """VLLM's table of adapters by name. The model's own names map to an adapter too, but are not listed as adapters."""
 
     def values(self) -> ValuesView[Any]:
         return {request.lora_name: request for request in self.data.values()}.values()
 
 
 class Adapters:
-    """The loaded adapters. `models` is vLLM's table of what `/v1` serves under which name; `keep` counts versions."""
+    """The loaded adapters. `models` is vLLM's table of the names under `/v1`; `keep` is the number of versions kept."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Adapters:
         return told
 
     def named(self, model: str | None) -> Adapter | None:
-        """The adapter to answer with: the one named, or the active one for the model's own name and for none."""
+        """Return the adapter to answer with: the named one, or the active one for the model's own name or no name."""
         if model is None or model in self._model_names:
             return self.active
         if model not in self._loaded:
@@ -105,7 +105,7 @@ class Adapters:
 
     @contextmanager
     def held(self, adapter: Adapter | None) -> Iterator[None]:
-        """Keep an adapter for as long as a request lasts that was admitted with it."""
+        """Keep an adapter loaded inside the block, for a request that was admitted with it."""
         if adapter is None:
             yield
             return
@@ -116,7 +116,7 @@ class Adapters:
             self._users[adapter.name] -= 1
 
     async def load(self, name: str, path: str, version: PolicyVersion | None, *, activate: bool) -> dict[str, Any]:
-        """Load an adapter that lies in a directory."""
+        """Load an adapter from a directory."""
         async with self._lock:
             self._check(name, version)
             if not (Path(path) / "adapter_config.json").is_file():
@@ -144,7 +144,7 @@ class Adapters:
         return self.status() | {"digest": told["digest"], "boot_id": self._boot_id}
 
     async def unload(self, name: str) -> dict[str, Any]:
-        """Serve an adapter no more; it is dropped when its last request has ended."""
+        """Stop serving an adapter; it is dropped when its last request has ended."""
         async with self._lock:
             adapter = self._loaded.get(name)
             if adapter is None:
@@ -155,7 +155,7 @@ class Adapters:
         return self.status()
 
     async def activate(self, name: str) -> dict[str, Any]:
-        """Go back, or forward, to a version that is still loaded."""
+        """Switch back, or forward, to a version that is still loaded."""
         async with self._lock:
             if name not in self._loaded:
                 raise Problem(404, "unknown-adapter", f"no adapter {name!r} is loaded; GET /lora/status lists them")
@@ -163,7 +163,7 @@ class Adapters:
         return self.status()
 
     async def check(self, name: str) -> dict[str, Any]:
-        """The checksum of a sent adapter, and the tensors of it that vLLM's buffers hold other values of."""
+        """Return the checksum of an uploaded adapter, and its tensors for which vLLM's buffers hold other values."""
         adapter = self._loaded.get(name)
         if adapter is None or adapter.digest is None:
             raise Problem(404, "unknown-adapter", f"no adapter {name!r} was sent; GET /lora/status lists them")
@@ -197,7 +197,7 @@ class Adapters:
                 self._retire(old)
 
     def _activate(self, adapter: Adapter | None) -> None:
-        """Let the model's own names mean this adapter, under `/v1` as well."""
+        """Map the model's own names to this adapter, under `/v1` as well."""
         self.active = adapter
         for model_name in self._model_names:
             if adapter is None:
@@ -208,7 +208,7 @@ class Adapters:
             self._on_active()
 
     def _retire(self, adapter: Adapter) -> None:
-        """No new request gets it; once none has it, it is dropped."""
+        """Give the adapter to no new request; once no request uses it, it is dropped."""
         del self._loaded[adapter.name], self._models.lora_requests[adapter.name]
         self._retired[adapter.name] = adapter
         if self._dropping is None or self._dropping.done():
@@ -225,7 +225,7 @@ class Adapters:
     async def _drop(self, adapter: Adapter) -> None:
         try:
             await self._engine.call_worker("atropos_drop_adapter", adapter.request.adapter_id, adapter.path)
-        except Exception as error:  # noqa: BLE001  it costs a slot of memory; serving goes on
+        except Exception as error:  # noqa: BLE001  it costs a slot of memory; serving continues
             logger.warning("adapter %s could not be dropped: %s", adapter.name, error)
         self._engine.forget_adapter(adapter.name)
         return_freed_memory()

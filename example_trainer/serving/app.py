@@ -1,10 +1,10 @@
-"""The outermost ASGI layer: `/generate` is answered here, and vLLM's generating routes pass the same door.
+"""The running server: vLLM's application with Atropos' routes, from warm-up to an orderly stop.
 
-The running server: vLLM's application with our routes, warmed up before it is healthy, and stopped in order.
-
-vLLM builds its engine and its application; `serve` takes the place of vLLM's own function of that kind, which is
-the one seam used. It answers once the server before, where there is one, has handed over its connections. It stops in
-an order of its own too: vLLM's waits for replies that a stopped engine never sends.
+vLLM builds its engine and its application; `Serving.serve` replaces vLLM's own function of that kind, the only place
+where vLLM's start is intercepted. It answers once the previous server, if there is one, has handed over its
+connections. Its stop has its own order too, because vLLM's waits for replies that a stopped engine never sends.
+`Front` is the outermost ASGI layer: it answers `/generate` and admits requests of vLLM's generating routes through the
+same admission gate.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _LEFT_OUT = {
     "/inference/v1/abort_requests": "a client ends its own requests by closing their connections, and nobody else's",
     "/abort_requests": "a client ends its own requests by closing their connections, and nobody else's",
 }
-"""Routes of vLLM's that are not answered, each with the reason."""
+"""Routes of vLLM's that are not served, each with the reason."""
 
 _TAKEN_OVER = {f"/v1/{name}": f"/lora/{name}" for name in ("load_lora_adapter", "unload_lora_adapter")}
 
@@ -77,8 +77,8 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 class Front:
     """Wraps vLLM's application, which stays as it is.
 
-    Where there are API keys everything but health needs one. vLLM's own routes for adapters are ours: its way of
-    loading in place would read the adapter from its file in every step, and nobody would have to show a token.
+    If there are API keys, every route but health needs one. vLLM's own routes for adapters are replaced: its loading in
+    place would read the adapter from its file in every step, and would need no token.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Front:
 
 
 def with_cors(front: Application, args: Any) -> Application:
-    """Let the pages that vLLM's `--allowed-origins` names read what is answered here too."""
+    """Allow the pages in vLLM's `--allowed-origins` to read these answers too."""
     if not args.allowed_origins:
         return front
     from starlette.middleware.cors import CORSMiddleware
@@ -153,7 +153,7 @@ def with_cors(front: Application, args: Any) -> Application:
 
 
 def keys_of(args: Any, *, bridge_token: str) -> list[bytes]:
-    """The keys that vLLM asks for under `/v1`, and the bridge token, which may do more; none where there are none."""
+    """Return the keys that vLLM needs under `/v1`, and the bridge token, which may do more; none without keys."""
     from vllm import envs
 
     keys = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
@@ -181,15 +181,15 @@ class Serving:
         self._token: str | None = None
         self.ready = False
         self.engine_end: str | None = None
-        """How the engine ended, if it did so before it was told to."""
+        """The cause of the engine's end, if it ended before it was stopped."""
 
     def tidy(self) -> None:
-        """Take away what was written for trainers to find."""
+        """Remove the token file that was written for trainers."""
         if self._token is not None:
             remove_token(self._config.manifest_directory(os.environ), self._token)
 
     async def serve(self, app: FastAPI, sock: socket.socket, **options: Any) -> Awaitable[None]:
-        """In place of vLLM's `serve_http`: returns what is left to be awaited once the engine is down."""
+        """Replace vLLM's `serve_http`: return the awaitable that vLLM awaits once the engine is down."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -201,7 +201,7 @@ class Serving:
         seconds = time.monotonic() - self._made_at
         logger.info("serving %s at %s, engine ready in %.1f s", self._config.model, self._url(), seconds)
         arrived = await take_over(self._sockets, self._starting, stop)
-        if arrived is None:  # told to stop before it was its turn: nobody may be answered
+        if arrived is None:  # stopped before it could take over: it may answer no client
             end_engine(state.engine.async_llm)
             return _nothing()
         server.arrived = arrived
@@ -313,7 +313,7 @@ class Serving:
 
 
 def _make_server(front: Application, options: dict[str, Any]) -> HandoverServer:
-    """Uvicorn with vLLM's settings for it."""
+    """Return a uvicorn server with vLLM's settings for it."""
     for ours in ("enable_ssl_refresh", "peer_loads"):
         options.pop(ours, None)
     limits = {name: options.pop(name, None) for name in ("h11_max_incomplete_event_size", "h11_max_header_count")}
@@ -326,7 +326,7 @@ def _make_server(front: Application, options: dict[str, Any]) -> HandoverServer:
 
 
 async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: ServerState) -> str | None:
-    """Return when asked to stop, when the HTTP server has ended, or, saying how, when the engine has died."""
+    """Return when told to stop, when the HTTP server has ended, or, with the cause, when the engine has failed."""
     died = None
     stopping = asyncio.ensure_future(stop.wait())
     awaited: set[asyncio.Future[Any]] = {serving, stopping}
@@ -343,7 +343,7 @@ async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: Serv
 async def _stop(
     serving: asyncio.Future[None], server: HandoverServer, state: ServerState, successor: socket.socket | None
 ) -> None:
-    """Hand everything over to the next server, or end it here; the engine goes down after that."""
+    """Hand all connections over to the next server, or end them here; then stop the engine."""
     server.stop_accepting()
     drain_seconds = 0.0 if state.engine.async_llm.errored else state.config.drain_seconds
     state.fence.stop(refuse=False)
@@ -369,11 +369,11 @@ async def _stop(
 
 
 async def _nothing() -> None:
-    """What vLLM awaits after its engine is down: everything is done by then."""
+    """Do nothing: vLLM awaits this after its engine is down, when everything is done."""
 
 
 def _reachable(host: str) -> str:
-    """An address under which a server that listens on `host` can be reached from this machine."""
+    """Return an address under which a server that listens on `host` can be reached from this machine."""
     if host in {"", "0.0.0.0", "::"}:  # noqa: S104  these are what is translated away
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""Who may ask: not the pages of other sites, not strangers where a key or token is set."""
+"""Access checks: no requests from pages of other sites, and none without the key or token where one is set."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _COSTLY_GETS = frozenset({"/bridge/debug", "/health_generate"})
 _OWN_SITES = frozenset({b"same-origin", b"none"})
 
 _PAGE_HEADERS = frozenset({b"origin", b"referer", b"sec-fetch-site"})
-"""What browsers add, and programs do not."""
+"""Headers that browsers add and programs do not."""
 
 _PRIVATE_DOMAINS = (".localhost", ".local", ".internal", ".home.arpa")
-"""Domains under which nobody can buy a name, so that nobody can point one at this machine either."""
+"""Domains under which no name can be registered, so that no attacker can point one at this machine."""
 
 
 class Sites:
-    """Under which names this server may be asked, and by which pages.
+    """The host names under which this server accepts requests, and the pages whose requests it accepts.
 
-    What a page of another site makes a browser send carries that page's origin. And a page whose own name has been
-    pointed at this machine (DNS rebinding) asks under that name: it is public, and none of ours. Where anybody on a
-    network may ask anyway, a name is looked at only where a browser asks; who shows a key is no stray page.
+    A request that a page of another site makes a browser send carries that page's origin. A page whose own name has
+    been pointed at this machine (DNS rebinding) sends requests under that name, which is public and not this server's.
+    Where any host on a network may send requests anyway, or keys are needed, the name is checked only for browsers.
     """
 
     def __init__(self, *, host: str, names: Iterable[str], origins: Iterable[str], has_keys: bool) -> None:
@@ -41,7 +41,7 @@ class Sites:
         self._trusts_names = has_keys or not _is_loopback(host)
 
     def check(self, method: str, path: str, headers: Headers) -> None:
-        """Raise the refusal of a request that a page of another site has caused."""
+        """Raise the refusal for a request that a page of another site has caused."""
         shown = dict(headers)
         origin = shown.get(b"origin")
         if origin is not None and not self._origins.isdisjoint({_text(origin).lower(), "*"}):
@@ -54,7 +54,7 @@ class Sites:
             _refuse_foreign_page(shown)
 
     def _check_host(self, host: bytes) -> None:
-        """Refuse a name that may be anybody's."""
+        """Refuse a host name that an attacker could own."""
         name = _name_of(host)
         if "*" in self._names or (name is not None and (name in self._names or is_private(name))):
             return
@@ -63,7 +63,7 @@ class Sites:
 
 
 def is_private(name: str) -> bool:
-    """Whether a host name is an address, of one word, or of a domain that is never public. None at all is no page's."""
+    """Return True for an address, a single word, a domain that is never public, or no name, which no browser sends."""
     if "." not in name and ":" not in name:
         return True
     if name.endswith(_PRIVATE_DOMAINS):
@@ -76,7 +76,7 @@ def is_private(name: str) -> bool:
 
 
 def refuse_foreign_page(headers: Headers) -> None:
-    """A browser tells when another site's page sends a request; such a page has no business here."""
+    """Refuse a request that, by a browser's headers, comes from another site's page."""
     _refuse_foreign_page(dict(headers))
 
 
@@ -107,7 +107,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _name_of(host: bytes) -> str | None:
-    """The name without its port; empty where none was sent, as no browser does, and None where it is malformed."""
+    """Return the name without its port; empty if none was sent, as no browser does, and None if it is malformed."""
     try:
         return urlsplit(f"//{_text(host)}").hostname or ""
     except ValueError:
@@ -115,7 +115,7 @@ def _name_of(host: bytes) -> str | None:
 
 
 def _netloc(url: bytes) -> bytes:
-    """Host and port of an address; nothing that equals a host for one that is malformed, or for `null`."""
+    """Return host and port of an address; for a malformed one or `null`, a value that equals no host."""
     try:
         return urlsplit(_text(url)).netloc.lower().encode("latin-1") or b"null"
     except ValueError:
@@ -136,7 +136,7 @@ def refuse_without_key(headers: Headers, keys: Sequence[bytes]) -> None:
 
 
 def bearer(headers: Headers) -> bytes:
-    """The bearer token of a request, or nothing."""
+    """Return the bearer token of a request, or nothing."""
     for name, value in headers:
         if name == b"authorization":
             scheme, _, token = value.partition(b" ")
@@ -145,7 +145,7 @@ def bearer(headers: Headers) -> bytes:
 
 
 def require_token(request: Request, state: State) -> None:
-    """Refuse what comes without the token, or from another site's page."""
+    """Refuse a request without the bridge token, or from another site's page."""
     headers = request.scope["headers"]
     refuse_foreign_page(headers)
     if not holds_token(request, state):

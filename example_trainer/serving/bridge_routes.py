@@ -1,16 +1,14 @@
-"""`/bridge/*`: what a trainer asks and does. Reading is open; changing anything needs the bridge token.
+"""Routes for a trainer: `/bridge/*`, `/bridge/broadcast/*`, `/lora/*`, and the health routes.
 
-`/bridge/broadcast/*`: weights that arrive over a process group, from a trainer that may be on another host.
+Reading is open; changing anything needs the bridge token. `/bridge/broadcast/*` is for weights that arrive over a
+process group, from a trainer that may be on another host. In a publish to several servers each receives without loading
+(`receive`), each is paused (`/bridge/publish/begin`), each loads (`load`), and each resumes under the new version
+(`/bridge/publish/end`) or, if one could not load, returns to the old one (`/bridge/publish/abort`). Joining and
+receiving have ids, so that either can be repeated after a lost answer. A server that has loaded and loses its trainer
+cannot know whether the others have resumed, so it serves nothing until a whole publish reaches it.
 
-A publish to several servers: each receives aside (`receive`), each is paused (`/bridge/publish/begin`), each loads
-(`load`), and each goes on under the new version (`/bridge/publish/end`) or, where one could not load, goes back to the
-old one (`/bridge/publish/abort`). Joining and receiving have names, so that either can be asked for again where its
-answer was lost. A server that has loaded and hears no more of its trainer cannot know whether the
-others have gone on, so it serves nothing until a whole publish reaches it.
-
-`/lora/*`: which adapters are loaded; sending one as tensors, loading one from a directory, and unloading.
-
-`/v1/load_lora_adapter` and `/v1/unload_lora_adapter` end here too: what they load is asked for by its own name.
+`/lora/*` lists adapters, takes one as tensors or from a directory, and unloads one. `/v1/load_lora_adapter` and
+`/v1/unload_lora_adapter` are answered here too: an adapter loaded there is requested by its own name.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ def make_health_router() -> APIRouter:
 
     @router.get("/readyz")
     async def readyz(state: State) -> dict[str, Any]:
-        """Whether a request for tokens would be taken now: 503 and why not before the first publish, paused or torn."""
+        """Answer 200 if a request for tokens would be accepted now, else 503: no publish yet, paused or torn."""
         state.door.check()
         return {"status": "ready", "policy_version": state.policy_version}
 
@@ -107,7 +105,7 @@ def _add_reads(router: APIRouter) -> None:
 
     @router.get("/debug")
     async def debug(request: Request, state: State) -> dict[str, Any]:
-        """Counters for everybody; the checksum, for which all weights are read, for who holds the bridge token."""
+        """Return counters to every client; with the bridge token also the checksum, for which all weights are read."""
         return await state.debug(with_checksum=holds_token(request, state))
 
     @router.get("/is_paused")
@@ -228,7 +226,7 @@ def make_broadcast_router() -> APIRouter:
 
 
 class LoadedWeights:
-    """Implements `Change`: weights that the worker has loaded, with a copy of those before."""
+    """Implements `Change`: weights that the worker has loaded, with a copy of the previous ones."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -249,7 +247,7 @@ class LoadedWeights:
 
 
 async def _exchange(state: ServerState, method: str, *arguments: object) -> dict[str, Any]:
-    """Begin something that waits for others, and come back when it has ended."""
+    """Begin an exchange that waits for other processes, and return its result once it has ended."""
     await _call(state, method, *arguments)
     while True:
         told = await _call(state, "atropos_broadcast_progress")
@@ -280,7 +278,7 @@ class LoadAdapter(BaseModel):
 
 
 class LoadByPath(BaseModel):
-    """VLLM's own form; `load_inplace` changes nothing, as a name is never used for two adapters."""
+    """The body in vLLM's own format; `load_inplace` changes nothing, as a name is never used for two adapters."""
 
     lora_name: str = Field(min_length=1)
     lora_path: str
@@ -288,7 +286,7 @@ class LoadByPath(BaseModel):
 
 
 class UnloadByName(BaseModel):
-    """VLLM's own form."""
+    """The body in vLLM's own format."""
 
     lora_name: str
 
@@ -348,7 +346,7 @@ def make_lora_router() -> APIRouter:
 
 
 async def read_limited(request: Request, limit_bytes: int) -> bytes:
-    """The body; refused at its announced length already, and where it grows beyond the limit."""
+    """Return the body; refuse it if its announced length or the bytes received exceed the limit."""
     too_large = Problem(
         413, "body-too-large", f"the adapter has more than {limit_bytes // _MEBIBYTE} MiB; see --max-adapter-mib"
     )
@@ -363,7 +361,7 @@ async def read_limited(request: Request, limit_bytes: int) -> bytes:
 
 
 class ProblemRoute(APIRoute):
-    """Answers problems and bodies that do not fit by itself: the application's own handlers are vLLM's."""
+    """A route that answers problems and invalid bodies itself, because the application's own handlers are vLLM's."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -381,7 +379,7 @@ class ProblemRoute(APIRoute):
 
 
 def explain_validation(error: RequestValidationError) -> str:
-    """All mistakes in a body, each with its field and what was sent."""
+    """Return all mistakes in a body, each with its field and the value sent."""
     return "; ".join(
         f"{'.'.join(map(str, mistake['loc'][1:])) or 'body'}: {mistake['msg']}, got {mistake.get('input')!r}"
         for mistake in error.errors()

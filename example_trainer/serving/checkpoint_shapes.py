@@ -14,11 +14,11 @@ _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"})
 
 
 class CheckpointUnreadable(TrainerError):
-    """The model's files do not say what tensors they hold."""
+    """The names and shapes of a checkpoint's tensors cannot be read, or do not fit the served model."""
 
 
 def read_checkpoint_shapes(model: str, revision: str | None = None) -> Shapes:
-    """The tensors of a model given as a directory or, once it has been downloaded, by its name on the hub."""
+    """Return the tensors of a model, given as a directory or, once it has been downloaded, by its name on the hub."""
     directory = Path(model)
     if not directory.is_dir():
         directory = _downloaded(model, revision)
@@ -35,9 +35,9 @@ def read_checkpoint_shapes(model: str, revision: str | None = None) -> Shapes:
 
 
 def check_replacement(path: str, served: Shapes) -> None:
-    """Refuse what cannot take the place of the weights served, as far as the files' headers tell.
+    """Refuse a checkpoint that cannot replace the served weights, as far as the files' headers tell.
 
-    A mistyped path is found so before anything is overwritten.
+    So a mistyped path is found before anything is overwritten.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -57,7 +57,7 @@ def check_replacement(path: str, served: Shapes) -> None:
 
 
 def shapes_if_told(model: str, revision: str | None) -> Shapes:
-    """The tensors of a model, or nothing where its files do not tell."""
+    """Return the tensors of a model, or nothing if its files cannot be read."""
     try:
         return read_checkpoint_shapes(model, revision)
     except CheckpointUnreadable:

@@ -20,7 +20,7 @@ _INSTALLED = "atropos_installed"
 
 
 def list_served_names() -> None:
-    """Let `/v1` name the models that are served: vLLM's own message cuts names that look like paths."""
+    """Make `/v1` list the served models in its error: vLLM's own message cuts names that look like paths."""
     from vllm.entrypoints.serve.engine.serving import BaseServing
 
     if hasattr(BaseServing, _INSTALLED):
@@ -43,7 +43,7 @@ def _naming(check: Any) -> Any:
 
 
 def tell_unknown_routes(app: FastAPI) -> None:
-    """Name the route that was asked for, and the one that lists all others. Call it before the middleware is built."""
+    """Name in a 404 the requested route and the one that lists all others. Call it before the middleware is built."""
     from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 
     async def not_found(request: Request, error: Exception) -> Response:
@@ -58,11 +58,11 @@ def tell_unknown_routes(app: FastAPI) -> None:
 
 
 _CHECKS = ".protocol"
-"""The end of the names of the modules in which vLLM describes the bodies of its routes."""
+"""Suffix of the names of vLLM's modules that define the bodies of its routes."""
 
 
 def refuse_malformed_bodies(app: FastAPI) -> None:
-    """Answer with 400 what goes wrong in the checks of a body. Call it before the middleware is built."""
+    """Answer 400 if the checks of a body raise an error. Call it before the middleware is built."""
     from vllm.entrypoints.serve import create_error_response
 
     async def answer(_: Request, error: Exception) -> Response:

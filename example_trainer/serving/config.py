@@ -1,7 +1,7 @@
 """The inference server's options: its own and the common ones of vLLM, readable without importing vLLM.
 
-Whatever is not listed here is vLLM's and is handed on to vLLM's own parser, from the command line and from
-the `vllm:` section of a run file alike.
+Any other option is passed on to vLLM's own parser, both from the command line and from the `vllm:` section of a run
+file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OWN_FIELDS = frozenset(
 
 
 class ServerConfig(BaseModel):
-    """What the server is started with. Keys it does not know are vLLM's."""
+    """The inference server's start options. Keys it does not know are vLLM's."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -115,12 +115,12 @@ class ServerConfig(BaseModel):
 
     @property
     def adapter_slots(self) -> int:
-        """Adapters that one batch may mix, which is how many newest versions stay loaded."""
+        """Number of adapters that one batch may mix, and of newest versions that stay loaded."""
         return self.max_loras or _ADAPTER_SLOTS
 
     @property
     def adapter_path(self) -> str | None:
-        """Absolute, as vLLM takes any other path for a name on the hub."""
+        """The adapter's absolute path, because vLLM takes any other path for a name on the hub."""
         return None if self.adapter is None else str(self.adapter.absolute())
 
     @property
@@ -128,14 +128,14 @@ class ServerConfig(BaseModel):
         return self.max_adapter_mib * _MEBIBYTE
 
     def shares(self, environ: Mapping[str, str]) -> bool:
-        """Whether weights are exported: the flag decides, else either variable of the environment."""
+        """Return True if weights are exported: the flag decides, else either variable of the environment."""
         if self.share_weights is not None:
             return self.share_weights
         asked = environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "0") not in {"", "0", "false"}
         return not self.awaits_policy(environ) and (asked or "NUM_INFERENCE_NODES" in environ)
 
     def awaits_policy(self, environ: Mapping[str, str]) -> bool:
-        """Whether a trainer sends the first policy, as it does to one of NUM_INFERENCE_NODES servers."""
+        """Return True if a trainer sends the first policy, as it does to one of NUM_INFERENCE_NODES servers."""
         is_node = environ.get("NUM_INFERENCE_NODES", "0") not in {"", "0"}
         return self.await_policy or (is_node and self.share_weights is None and self.policy_version is None)
 
@@ -147,19 +147,19 @@ class ServerConfig(BaseModel):
 
 
 def read_config(argv: Sequence[str]) -> tuple[ServerConfig, list[str]]:
-    """Our options, and the arguments left for vLLM."""
+    """Return the server's own options, and the arguments left for vLLM."""
     return load_config_with_rest(ServerConfig, argv, prog=PROG, description=DESCRIPTION, section="vllm")
 
 
 def vllm_arguments(config: ServerConfig, rest: Sequence[str], *, on_cpu: bool) -> list[str]:
-    """The command line for vLLM's own parser."""
+    """Return the command line for vLLM's own parser."""
     values: dict[str, Any] = {
         name: value for name, value in config.model_dump().items() if name not in _OWN_FIELDS and value is not None
     }
     values.setdefault("disable_uvicorn_access_log", True)
     if config.enable_lora:
         values["max_loras"] = config.adapter_slots
-        # In host memory, so that an old adapter with a long request is not read again and again.
+        # Kept in host memory, so that an old adapter with a long request is not read again each time it is evicted.
         values.setdefault("max_cpu_loras", _HOST_ADAPTERS_PER_SLOT * config.adapter_slots)
     if on_cpu:
         values.setdefault("enforce_eager", True)
@@ -171,13 +171,13 @@ def vllm_arguments(config: ServerConfig, rest: Sequence[str], *, on_cpu: bool) -
 
 
 def kv_budget_on_cpu(share: float | None) -> int:
-    """Bytes of KV cache on a CPU: a share of one GiB, where vLLM would take that share of all memory."""
+    """Return the bytes of KV cache on a CPU: a share of one GiB, where vLLM would take that share of all memory."""
     return int(_GIBIBYTE * (share if share is not None else 0.5))
 
 
 def prepare_environment(environ: dict[str, str] | os._Environ[str], *, model_is_local: bool) -> None:
-    """Settings that vLLM and torch read when they are imported; what the user has set stays."""
-    environ.setdefault("OMP_NUM_THREADS", "1")  # with the worker inside the engine core nobody binds threads
+    """Set the variables that vLLM and torch read when they are imported; those that the user has set stay."""
+    environ.setdefault("OMP_NUM_THREADS", "1")  # with the worker inside the engine core, vLLM binds no threads
     environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     environ.setdefault(

@@ -1,15 +1,13 @@
-"""The text of an output whose prompt ends inside a character, as one cut off at a length does.
+"""VLLM's `AsyncLLM` behind one interface: one call for each task, with vLLM's private names used only here.
 
-vLLM starts the decoding of an output's tokens from the prompt's. Where those end inside a character all of the
-prompt's text is still to come, so it came with the first token, and stop strings were found in it. Here the decoding
-starts from the prompt's complete characters.
+`EngineAdapter` also checks requests of every route where vLLM's input processor takes them. Some requests vLLM would
+accept and then answer wrongly or with 500; here they are refused with the reason, as mistakes of the client's. A
+request that cannot be passed on to the engine leaves no record.
 
-What every request has to keep to, whichever of the routes it came by: checked where vLLM takes it in.
-
-Some requests vLLM takes and then answers wrongly or with 500: here they are refused with the reason, as mistakes of the
-client's. And a request that cannot be passed on to the engine leaves nothing behind.
-
-vLLM's `AsyncLLM` as the rest of this package sees it: one call for each thing, private names kept in here.
+`install` corrects the text of outputs whose prompt ends inside a character, as a prompt cut off at a length does. vLLM
+starts decoding an output's tokens from the prompt's tokens. If these end inside a character, all of the prompt's text
+came with the first token, and stop strings were found in it. Here decoding starts from the prompt's complete
+characters.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ _INSTALLED = "atropos_installed"
 _INCOMPLETE = "�"
 
 _LOOK_BACK = 8
-"""Tokens decoded to see how the prompt ends."""
+"""Number of last tokens decoded to see if the prompt ends in a complete character."""
 
 _LONGEST_CHARACTER = 4
-"""Bytes, each of which may be a token of its own."""
+"""Bytes of the longest UTF-8 character; each byte may be a token of its own."""
 
 
 def install() -> None:
-    """Wrap vLLM's decoding of outputs, once a process."""
+    """Wrap vLLM's decoding of outputs, once per process."""
     from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
     if hasattr(FastIncrementalDetokenizer, _INSTALLED):
@@ -55,7 +53,7 @@ def _from_complete_characters(make: Any) -> Any:
 
 
 def complete_characters(tokenizer: Any, tokens: list[int]) -> list[int]:
-    """The tokens without those of a character begun at their end; none if they end in bytes that are no text at all."""
+    """Return the tokens without an incomplete character at their end; none if the last bytes are no text at all."""
     for end in range(len(tokens), max(0, len(tokens) - _LONGEST_CHARACTER), -1):
         if not tokenizer.decode(tokens[max(0, end - _LOOK_BACK) : end]).endswith(_INCOMPLETE):
             return tokens[:end]
@@ -78,7 +76,7 @@ def check_sampling(params: Any, vocabulary: int) -> None:
 
 
 def leaves_nothing(params: Any, vocabulary: int) -> bool:
-    """Whether no token may come first. What only becomes impossible later shows in the answer."""
+    """Return True if no first token is possible. A limit that excludes every later token only shows in the answer."""
     forbidden = {ids[0] for ids in params.bad_words_token_ids or () if len(ids) == 1}
     if params.min_tokens and params.structured_outputs is None:
         forbidden |= params.all_stop_token_ids
@@ -88,14 +86,14 @@ def leaves_nothing(params: Any, vocabulary: int) -> bool:
 
 
 def refuse_what_cannot_be_sent(async_llm: Any) -> None:
-    """Tell the client of integers beyond 64 bits and of half characters, and forget the request that has them.
+    """Report integers beyond 64 bits and lone surrogates to the client, and remove the request that has them.
 
-    vLLM notes a request before it packs it for the engine, and would keep the note, with its adapter, for ever.
+    vLLM records a request before it serialises it for the engine, and would keep the record and its adapter for ever.
     """
     from vllm.exceptions import VLLMValidationError
 
     send = async_llm.engine_core.add_request_async
-    add = async_llm._add_request  # noqa: SLF001  where vLLM has noted a request and not yet sent it
+    add = async_llm._add_request  # noqa: SLF001  the call in which vLLM records a request and then sends it
 
     async def sending(request: Any) -> None:
         try:
@@ -107,7 +105,7 @@ def refuse_what_cannot_be_sent(async_llm: Any) -> None:
         try:
             await add(request, *args)
         except BaseException:
-            with suppress(UnicodeEncodeError):  # a request of such a name is forgotten here, and was never sent
+            with suppress(UnicodeEncodeError):  # for such a request id: the record is removed, nothing was ever sent
                 await async_llm.abort(request.request_id, internal=True)
             raise
 
@@ -116,7 +114,7 @@ def refuse_what_cannot_be_sent(async_llm: Any) -> None:
 
 
 def blame_impossible_grammars(async_llm: Any) -> None:
-    """Where guided decoding fails, the grammar is at fault and not the server."""
+    """Report a failure of guided decoding as a client error: the grammar is the cause, not the server."""
     generate = async_llm.generate
 
     def generating(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
@@ -142,13 +140,13 @@ async def _without_errors(outputs: Any) -> AsyncIterator[Any]:
 
 
 class EngineAdapter:
-    """Pausing, stamping and generating. Requests of every route pass `_admit` inside vLLM's input processor."""
+    """Pauses, stamps and generates. Requests of every route are checked inside vLLM's input processor."""
 
     def __init__(self, async_llm: Any) -> None:
         self.async_llm = async_llm
         self._salt: str | None = None
         self.serves_adapter: Callable[[str], bool] = lambda _: True
-        """Whether an adapter of this name may be given to a new request."""
+        """Returns True if an adapter of this name may be given to a new request."""
         self._numbers = itertools.count()
         install()
         self._admit_everything()
@@ -157,7 +155,7 @@ class EngineAdapter:
 
     @property
     def most_characters(self) -> int:
-        """No longer text fits into the context, however it is cut into tokens."""
+        """Upper limit of a prompt's characters: no longer text fits into the context, however it is tokenised."""
         return int(self.async_llm.model_config.max_model_len * self.async_llm.tokenizer.max_chars_per_token)
 
     async def pause(self, *, discard: bool) -> Counters:
@@ -176,21 +174,21 @@ class EngineAdapter:
         self._salt = salt
 
     async def call_worker(self, method: str, *arguments: object) -> Any:
-        """A method of the worker extension; its reply is JSON text."""
+        """Call a method of the worker extension and return its reply, parsed from JSON."""
         replies = await self.async_llm.collective_rpc(method, args=arguments)
         return json.loads(replies[0])
 
     def adapters_in_use(self) -> set[str]:
-        """Names of the adapters that requests of any route are running with."""
+        """Return the names of the adapters that running requests of any route use."""
         states = self.async_llm.output_processor.request_states.values()
         return {state.lora_name for state in states if state.lora_name is not None}
 
     def requests_known(self) -> int:
-        """Requests that vLLM's side of the HTTP process has taken and not yet ended."""
+        """Return the number of requests that vLLM's code in the HTTP process has accepted and not yet finished."""
         return len(self.async_llm.output_processor.request_states)
 
     def forget_adapter(self, name: str) -> None:
-        """Take a dropped adapter out of `/metrics`: vLLM keeps a row for every set that ever ran at once."""
+        """Remove a dropped adapter from `/metrics`: vLLM keeps a row for every set that ever ran at once."""
         manager = self.async_llm.logger_manager
         for log in manager.stat_loggers if manager is not None else ():
             gauge = getattr(log, "gauge_lora_info", None)
@@ -202,7 +200,7 @@ class EngineAdapter:
                     gauge.remove_by_labels(sample.labels)
 
     async def abort_all(self) -> int:
-        """End every request in flight; each caller gets what it has so far."""
+        """Abort every request in flight and return their number; each client gets the tokens so far."""
         processor = self.async_llm.output_processor
         running = [*processor.request_states, *processor.parent_requests]
         if running:

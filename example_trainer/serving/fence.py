@@ -1,16 +1,15 @@
-"""The door that every request for tokens passes: it can be open, closed for a moment, or refuse.
+"""The fence around a change of weights: no token is ever sampled from a mixture of two versions.
 
-While it is closed requests wait outside, so that a publish finds only those already running. The door counts who is
-inside; "drained" means that nobody is.
+Every request for tokens passes the admission gate, which is open, closed for a moment, or refuses. While it is closed,
+new requests wait, so that a publish finds only those already running. The gate counts the requests inside; "drained"
+means that there are none.
 
-The fence around a change of weights: no token is ever sampled from a mixture of two versions.
-
-A publish closes the door, gives running requests a moment to end, pauses the rest and drops what they have computed;
-then the trainer writes, and the end of the publish stamps the new version, resumes and opens the door. The pause is a
-lease. Should the trainer fall silent, the header of the shared tensors tells what the weights are: whole, and the
-server goes on under the version that the header names, or torn, and it refuses to serve until a trainer has published
-them completely. A publish is over only once the engine has gone on; until then its lease runs, and the server tries
-again each time that it runs out.
+A publish closes the gate, gives running requests a moment to end, pauses the rest and drops their computed KV; then the
+trainer writes, and the end of the publish stamps the new version, resumes the engine and opens the gate. The pause is a
+lease. If the trainer stops renewing it, the header of the shared tensors shows the state of the weights: if they are
+whole, the server resumes under the version in the header; if they are torn, it refuses to serve until a trainer has
+published them completely. A publish is over only once the engine has resumed; until then its lease runs, and the server
+tries again each time the lease lapses.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from example_trainer.weight_protocol.shm_header import NO_VERSION, PolicyVersion
 
 
 class AdmissionGate:
-    """Counts the requests inside and holds back those outside. All calls come from one event loop."""
+    """Counts the requests inside and holds back new ones. All calls come from one event loop."""
 
     def __init__(self) -> None:
         self.inside = 0
@@ -42,7 +41,7 @@ class AdmissionGate:
         self._empty.set()
 
     async def enter(self) -> None:
-        """Go in, after waiting for a closed door; raises the refusal if there is one. Pair with `leave`."""
+        """Admit a request, waiting while the gate is closed; raise the refusal if there is one. Pair with `leave`."""
         self.check()
         while self._closed:
             await self._changed.wait()
@@ -51,7 +50,7 @@ class AdmissionGate:
         self._empty.clear()
 
     def check(self) -> None:
-        """Raise the refusal, if there is one. A door that is closed for a moment refuses nobody."""
+        """Raise the refusal, if there is one. A gate that is closed for a moment refuses no request."""
         if self._refusal is not None:
             raise self._refusal
 
@@ -70,7 +69,7 @@ class AdmissionGate:
         self._set(closed=True, refusal=refusal)
 
     async def wait_until_empty(self, limit_seconds: float | None) -> bool:
-        """Whether everybody had left within the limit (None: wait as long as it takes)."""
+        """Return True if all requests had ended within the limit (None: wait as long as it takes)."""
         try:
             await asyncio.wait_for(self._empty.wait(), limit_seconds)
         except TimeoutError:
@@ -87,23 +86,23 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What the fence asks of vLLM."""
+    """The calls that the fence makes to vLLM."""
 
     async def pause(self, *, discard: bool) -> Counters:
         """Stop after the current step; with `discard` drop all computed KV and every cached prefix."""
 
     async def resume(self, version: str | None) -> Counters:
-        """Stamp what is sampled from now on with `version`, if given, and go on."""
+        """Stamp tokens sampled from now on with `version`, if given, and resume."""
 
     async def stamp(self, version: str) -> None:
-        """Stamp what is sampled from now on, without resuming."""
+        """Stamp tokens sampled from now on, without resuming."""
 
     def salt_prefixes(self, salt: str) -> None:
-        """Keep the cached prefixes of requests admitted from now on apart from all earlier ones."""
+        """Separate the cached prefixes of requests admitted from now on from all earlier ones."""
 
 
 class Fence:
-    """Which version is served and whether anything may be. `header` is None where no weights are shared."""
+    """The served version and the publish under way. `header` is None if no weights are shared."""
 
     def __init__(
         self, engine: Engine, door: AdmissionGate, *, header: SegmentHeader | None, awaits_adapter: bool = False
@@ -133,23 +132,23 @@ class Fence:
         return self._publish is not None
 
     async def serve_fixed(self, version: PolicyVersion) -> None:
-        """A server whose weights do not change: stamp the version it was started with."""
+        """Stamp the version that a server with unchanging weights was started with."""
         await self._engine.stamp(str(version))
         self.policy_version = version
         self._refresh_door()
 
     def serve_adapters(self) -> None:
-        """The first adapter is there; from here on requests bring their version with their adapter."""
+        """Open the gate once the first adapter is loaded; from then on requests have their adapter's version."""
         self._awaits_adapter = False
         self._refresh_door()
 
     async def begin(
         self, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight, publish_id: str | None = None
     ) -> dict[str, object]:
-        """Close the door, drain, pause. When this returns nothing is being computed.
+        """Close the gate, drain, pause. When this returns nothing is being computed.
 
-        A trainer that names its publish itself can ask again where the answer was lost, and renew the lease while the
-        server still drains. A publish whose lease has run out makes way for another.
+        A trainer that names its publish itself can repeat the call if the answer was lost, and renew the lease while
+        the server still drains. A publish whose lease has run out is replaced by the next one.
         """
         current = self._publish
         if current is not None and current.publish_id == publish_id:
@@ -170,10 +169,10 @@ class Fence:
         return await asyncio.shield(publish.begun)
 
     def overwrite(self, publish_id: str, version: PolicyVersion, change: Change | None = None) -> None:
-        """The server itself is about to change the weights: until the publish ends they are torn.
+        """Mark the weights as torn until the publish ends, because the server itself is about to change them.
 
-        An abort takes `change` back. A lapse does not: where several servers change together, the others may have
-        gone on under the new version by then.
+        An abort restores the old weights through `change`. A lapse does not: if several servers change together, the
+        others may have resumed under the new version by then.
         """
         publish = self._standing(publish_id)
         self._check_new(version)
@@ -186,7 +185,7 @@ class Fence:
         return {"publish_id": publish_id, "lease_seconds": publish.lease.seconds}
 
     async def end(self, publish_id: str, version: PolicyVersion) -> Answer:
-        """The weights are whole: stamp `version`, resume, open the door. Repeating it gives the same answer."""
+        """Stamp `version`, resume, open the gate: the weights are whole. Repeating it gives the same answer."""
         async with self._busy:
             told = self._past.answer(publish_id)
             if told is not None and told["version"] == version:
@@ -200,14 +199,14 @@ class Fence:
         return answer
 
     async def abort(self, publish_id: str) -> dict[str, object]:
-        """Go on with what the weights are; where they are half changed and cannot be taken back they are torn.
+        """Resume with the present weights; if they are partly changed and cannot be restored they are torn.
 
-        Of a publish that is over already it tells what is served now.
+        For a publish that is over already it only returns the state served now.
         """
         if publish_id not in self._past:
             publish = self._current(publish_id)
             publish.given_up = True
-            publish.lease.stop()  # putting weights back may take longer
+            publish.lease.stop()  # restoring weights may take longer than the lease
             try:
                 if publish.change is not None and not publish.was_torn and await publish.change.take_back():
                     self._overwriting = False
@@ -217,7 +216,7 @@ class Fence:
         return {"publish_id": publish_id, "torn": self.torn, "policy_version": self.policy_version}
 
     async def hold(self) -> None:
-        """Pause by hand: requests are refused, running ones stand still, until `release`."""
+        """Pause by hand: new requests are refused and running ones are paused, until `release`."""
         self._held = True
         self._refresh_door()
         async with self._busy:
@@ -233,7 +232,7 @@ class Fence:
             self._refresh_door()
 
     def stop(self, *, refuse: bool = True) -> None:
-        """Let nobody in from here on: who comes is refused, or waits for the server that takes over."""
+        """Admit no request from now on: new ones are refused, or wait for the next server."""
         self._stopped = True
         if self._publish is not None:
             self._publish.lease.stop()
@@ -243,7 +242,7 @@ class Fence:
             self._door.close()
 
     async def _stand_still(self, publish: Publish, drain_seconds: float) -> dict[str, object]:
-        """What `begin` waits for."""
+        """Drain and pause the engine; the result is the answer of `begin`."""
         limits = {"drain": drain_seconds, "finish": None}
         drained = await self._door.wait_until_empty(limits.get(publish.in_flight, 0.0))
         pause_began = time.monotonic()
@@ -320,11 +319,11 @@ class Fence:
             publish.lease.begin()
 
     async def _settle(self, publish: Publish) -> None:
-        """Bring a publish that its trainer does not end to an end: go on with whole weights, refuse torn ones."""
+        """End a publish that its trainer does not end: resume with whole weights, refuse torn ones."""
         async with self._busy:
             if self._publish is not publish:
                 return
-            self._allow_writes(False)  # and look at the header then: see `SegmentHeader.begin_write`
+            self._allow_writes(False)  # before the header is read: see `SegmentHeader.begin_write`
             header = self._header.state() if self._header is not None else None
             self.torn = self._overwriting or (header is not None and header.torn)
             if self.torn:
@@ -339,7 +338,7 @@ class Fence:
                 self._close(publish, None)
 
     async def _go_on(self, publish: Publish, version: PolicyVersion) -> Answer:
-        """Have the engine go on under a new version; the publish is over once it has."""
+        """Resume the engine under a new version; the publish is over after that."""
         if publish.in_flight == "keep_kv":
             self.publishes_keeping_kv += 1
             self._engine.salt_prefixes(f"policy-{version}")

@@ -1,9 +1,8 @@
-"""What `/generate` accepts: the request's form, and how it becomes vLLM's sampling parameters.
+"""`POST /generate`: tokens in, tokens out, with the logprob and the policy version of each.
 
-`POST /generate`: tokens in, tokens out, with the logprob and the policy version of each.
-
-A bare ASGI handler: at some hundred requests a second, on cores shared with the decoding itself, a web framework's
-routing and models would cost tokens.
+The handler is bare ASGI: at some hundred requests a second, on cores shared with the decoding itself, a web framework's
+routing and models would cost tokens. `GenerateRequest` is the body, and `sampling_params` converts it to vLLM's
+sampling parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<name>[^`]*)`(?: - at `(?P<where
 
 
 class TokenPrompt(msgspec.Struct, forbid_unknown_fields=True):
-    """A prompt that is tokens already, so that nothing is tokenised a second time."""
+    """A prompt given as tokens, so that it is not tokenised a second time."""
 
     prompt_token_ids: list[int]
 
@@ -73,24 +72,24 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def wants_text(self) -> bool:
-        """The compact form carries text only when asked."""
+        """True if the answer has text; the compact format has it only on request."""
         return self.detokenize if self.detokenize is not None else not self.compact
 
     @property
     def detokenized_by_engine(self) -> bool:
-        """Text is made token by token only where stop strings or a stream need it."""
+        """True if text is made token by token, which only stop strings or a stream need."""
         return bool(self.stop) or (self.stream and self.wants_text)
 
     @property
     def limits_sampling(self) -> bool:
-        """Whether it forbids tokens, and so may leave none to sample."""
+        """True if it forbids tokens, and so may leave none to sample."""
         return bool(self.allowed_token_ids or self.bad_words or self.logit_bias or self.min_tokens) or (
             self.repetition_penalty != 1
         )
 
     @property
     def logprob_count(self) -> int | None:
-        """`true` means the sampled token's own, as 0 does; `false` none, as null does."""
+        """Number of alternatives: `true` means only the sampled token's logprob, like 0; `false` none, like null."""
         if isinstance(self.logprobs, bool):
             return 0 if self.logprobs else None
         return self.logprobs
@@ -117,7 +116,7 @@ class RequestParser:
 
 
 def sampling_params(request: GenerateRequest) -> Any:
-    """VLLM's sampling parameters."""
+    """Return vLLM's sampling parameters."""
     _check_bias(request.logit_bias)
     _check_integers(request)
     from vllm import SamplingParams
@@ -139,7 +138,7 @@ def sampling_params(request: GenerateRequest) -> Any:
 
 
 def _check_bias(logit_bias: dict[int, float] | None) -> None:
-    """Beyond OpenAI's limits a logit may overflow, and the logprobs with it."""
+    """Refuse biases beyond OpenAI's limits: a logit may overflow, and the logprobs with it."""
     for token, bias in (logit_bias or {}).items():
         if abs(bias) > _LARGEST_BIAS:
             limits = f"between -{_LARGEST_BIAS} and {_LARGEST_BIAS}"
@@ -147,7 +146,7 @@ def _check_bias(logit_bias: dict[int, float] | None) -> None:
 
 
 def _check_integers(request: GenerateRequest) -> None:
-    """Nothing beyond 64 bits can be passed to the engine, and a seed of -1 would mean none to vLLM."""
+    """Refuse integers beyond 64 bits, which the engine cannot be sent, and the seed -1, which vLLM takes for none."""
     for name in _INTEGERS:
         value = getattr(request, name)
         if value is not None and not -(2**63) <= value < 2**63:
@@ -174,7 +173,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _MAX_BODY_BYTES = 32 << 20
 
-_LONG_TEXT = 4096  # characters; tokenising more would hold up everybody else
+_LONG_TEXT = 4096  # characters; tokenising more in the event loop would delay all other requests
 
 _JSON = (b"content-type", b"application/json")
 
@@ -183,7 +182,7 @@ _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cach
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request that has passed the door, and the way back to its client."""
+    """One admitted request, with the send function and disconnect signal of its client."""
 
     request: GenerateRequest
     prompt: list[int]
@@ -196,7 +195,7 @@ class Exchange:
 
 
 class GenerateHandler:
-    """Answers `/generate`; everything shared comes in by the constructor."""
+    """Answers `/generate`; everything shared is passed to the constructor."""
 
     def __init__(
         self,
@@ -228,7 +227,7 @@ class GenerateHandler:
         gone = asyncio.ensure_future(_wait_for_disconnect(receive))
         leave = _once(self._door.leave)
         try:
-            adapter = self._adapters.named(request.model)  # for good: one activated later is not this request's
+            adapter = self._adapters.named(request.model)  # fixed here: one activated later does not apply
             kept = self._fence.publishes_keeping_kv
             await self._see_through(Exchange(request, prompt, params, gone, leave, send, kept, adapter))
         except Problem as problem:
@@ -239,7 +238,7 @@ class GenerateHandler:
 
     async def _see_through(self, exchange: Exchange) -> None:
         work = asyncio.ensure_future(self._stream(exchange) if exchange.request.stream else self._answer(exchange))
-        exchange.gone.add_done_callback(lambda _: work.cancel())  # the engine aborts what nobody waits for
+        exchange.gone.add_done_callback(lambda _: work.cancel())  # then the engine aborts the request
         try:
             with self._adapters.held(exchange.adapter):
                 await work
@@ -255,7 +254,7 @@ class GenerateHandler:
             async with aclosing(self._outputs(exchange)) as outputs:
                 async for output in outputs:
                     final = output
-        exchange.leave()  # the engine is done with it; a publish need not wait for the answer to be written
+        exchange.leave()  # the engine has finished it; a publish need not wait for the answer to be written
         assert final is not None
         if any(output.finish_reason == "abort" for output in final.outputs):
             raise problems.stopping()
@@ -311,7 +310,7 @@ class GenerateHandler:
         if self._tokenizer is None:
             raise Problem(422, "bad-request", 'prompt: this server has no tokenizer; send {"prompt_token_ids": [...]}')
         most = self._engine.most_characters
-        if len(prompt) > most:  # 10 MB take 17 s to tokenise, for nothing
+        if len(prompt) > most:  # 10 MB would take 17 s to tokenise and be refused anyway
             detail = f"prompt: {len(prompt)} characters are more than the {most} that the context can hold"
             raise Problem(422, "bad-request", detail)
         if len(prompt) < _LONG_TEXT:
@@ -325,7 +324,7 @@ def check_finite(request: GenerateRequest, outputs: list[Any]) -> None:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """The whole body, up to a limit."""
+    """Return the whole body, up to a limit."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -346,7 +345,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def _once(action: Callable[[], None]) -> Callable[[], None]:
-    """`action`, done at the first call only."""
+    """Return a function that runs `action` at its first call only."""
     done = False
 
     def act() -> None:

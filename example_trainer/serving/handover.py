@@ -1,10 +1,10 @@
-"""Handing the clients' connections of one server over to the next, so that none of them notices.
+"""Transfer of the clients' connections from one server to the next, so that no client sees an interruption.
 
-A client keeps its connection and may send its next request at any moment: closing it, however politely, loses the
-request that is on its way. So the connection itself is given to the process that takes over, as a file descriptor over
-a Unix socket. One between two requests is given as it is; one whose request has no answer yet is given with the bytes
-of that request, which the next server reads as if they had just come. An answer that has begun is finished here first.
-The next server answers nobody before this one has given everything: a client that has seen a version never sees an
+A client keeps its connection and may send its next request at any moment: closing the connection would lose a request
+in flight. So the connection itself is passed to the next process, as a file descriptor over a Unix socket (the server
+channel). An idle connection is passed as it is; one whose request has no answer yet is passed with the bytes of that
+request, which the next server reads as if they had just arrived. An answer that has begun is finished here first. The
+next server answers no client before this one has passed everything: a client that has seen a version never sees an
 older one.
 """
 
@@ -42,22 +42,22 @@ _LOOK_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A connection that another server has given, and what it had read of a request on it."""
+    """A connection received from another server, with the bytes that server had read of a request on it."""
 
     connection: socket.socket
     received: bytes
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection, which can be given to another process until an answer to its request has begun."""
+    """One client's connection, which can be passed to another process until an answer to its request has begun."""
 
     def __init__(self, *args: Any, received: bytes = b"", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._of_before = received
         self._received = bytearray()
-        """The bytes that another server would have to read again; none of a request that it may not repeat."""
+        """The bytes that another server would have to read again; empty for a request that it may not repeat."""
         self._requests: list[RequestResponseCycle] = []
-        """Those that came since the connection was last idle: several, where a client does not wait for answers."""
+        """Requests since the connection was last idle: several, if a client does not wait for answers."""
         self._in_message = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -93,17 +93,17 @@ class Connection(HttpToolsProtocol):
 
     @property
     def can_ever_be_given(self) -> bool:
-        """Not where it is encrypted: the keys are in this process."""
+        """False for an encrypted connection: its keys are in this process."""
         return self.transport is not None and self.transport.get_extra_info("sslcontext") is None
 
     def can_be_given(self, *, mid_request: bool) -> bool:
-        """True where another process can go on with it and nothing is lost; `mid_request`: by answering anew."""
+        """Return True if another process can continue it without loss; `mid_request`: or answer its request anew."""
         if not self.can_ever_be_given or self.transport.is_closing() or self.transport.get_write_buffer_size():
             return False
         return self._idle or (mid_request and self._repeatable)
 
     def give_away(self) -> tuple[int, bytes]:
-        """A descriptor of the connection and what has been read of its requests, which end here without an answer."""
+        """Return a descriptor of the connection and the bytes of its requests, which end here without an answer."""
         received = b"" if self._idle else bytes(self._received)
         descriptor = os.dup(self.transport.get_extra_info("socket").fileno())
         for each in self._requests:
@@ -127,12 +127,12 @@ class Connection(HttpToolsProtocol):
 
 
 class HandoverServer(uvicorn.Server):
-    """uvicorn that can take connections over and give them away; without signal handlers, the order is its owner's."""
+    """A uvicorn server that can receive connections and pass them on. It has no signal handlers: its owner stops it."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.arrived: Sequence[Arrived] = ()
-        """Connections to begin with."""
+        """Connections to start with, received from the previous server."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -148,7 +148,7 @@ class HandoverServer(uvicorn.Server):
             self.servers.append(await loop.create_server(self._connection, sock=listening, ssl=ssl, backlog=backlog))
 
     def stop_accepting(self) -> None:
-        """Accept no more connections; new ones wait for the server that takes over, if there is one."""
+        """Accept no more connections; new ones wait for the next server, if there is one."""
         for listening in getattr(self, "servers", ()):
             listening.close()
 
@@ -162,17 +162,17 @@ class HandoverServer(uvicorn.Server):
 
 
 def is_repeatable(scope: Mapping[str, Any]) -> bool:
-    """True where another server may answer a request as well as this one: it asks for tokens or reads, no more."""
+    """Return True if another server may answer the request instead: it only samples tokens or reads."""
     return scope["method"] in _READING or not any(part in scope["path"] for part in _CHANGING)
 
 
 async def hand_over(
     connections: Connections, channel: socket.socket, *, drain_seconds: float, is_drained: Callable[[], bool]
 ) -> bool:
-    """Give every connection to the server at the other end of the channel; False where nobody is there to take them.
+    """Pass every connection to the server at the channel's other end; return False if there is no such server.
 
-    Running requests get `drain_seconds` to end here, or until `is_drained`; what has not been answered by then is
-    answered there, and only answers that have begun keep this server for longer.
+    Running requests get `drain_seconds` to end here, or until `is_drained`; a request not answered by then is
+    answered by the next server, and only answers that have begun keep this server running longer.
     """
     channel.setblocking(False)
     began = time.monotonic()
@@ -191,8 +191,8 @@ async def hand_over(
         await _writable(channel)
         channel.send(DONE)
     except ConnectionError:
-        return False  # nobody is to follow
-    except OSError as error:  # of descriptors this process, or all that are under way, may have just so many
+        return False  # there is no next server
+    except OSError as error:  # descriptors are limited, for this process and for all in flight
         logger.warning("the clients' connections end here, for they cannot be given to the next server: %s", error)
         return False
     return True
@@ -201,9 +201,9 @@ async def hand_over(
 async def take_over(
     sockets: ServerSockets, starting: StartingAnswers | None, stop: asyncio.Event
 ) -> list[Arrived] | None:
-    """Wait until this server may answer; the connections that it begins with, or None where it is to stop instead.
+    """Wait until this server may answer; return the received connections, or None if it was told to stop.
 
-    The server before gives its own and ends; where there is none, nobody is told any longer that this one starts.
+    It waits until the previous server has passed its connections; without one it stops the `starting` answers at once.
     """
     sockets.tell_loaded()
     if starting is not None:
@@ -220,7 +220,7 @@ async def take_over(
 
 
 async def arriving(channel: socket.socket) -> list[Arrived]:
-    """All connections that the server before gives, once it has given the last one or has ended."""
+    """Return all connections from the previous server, once it has passed the last one or has ended."""
     channel.setblocking(False)
     arrived: list[Arrived] = []
     while True:
@@ -239,7 +239,7 @@ async def arriving(channel: socket.socket) -> list[Arrived]:
 
 
 async def _send(channel: socket.socket, given: Iterable[tuple[int, bytes]]) -> None:
-    """One message: the sizes of what was read on each connection, the connections, and a file with all of it."""
+    """Send one message: the number of bytes read on each connection, the connections, and a file with these bytes."""
     given = list(given)
     content = os.memfd_create("requests", os.MFD_CLOEXEC)
     descriptors = [descriptor for descriptor, _ in given]

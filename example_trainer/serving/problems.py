@@ -1,11 +1,4 @@
-"""Errors as the server's clients see them: problem+json with a stable type, the reason and what to do.
-
-What is said of a model or a route that is not served: the names of those that are.
-
-Bodies that vLLM's own checks stumble over: mistakes of the client, which vLLM answers as errors of the server.
-
-A number where `structured_outputs` takes an object, for one: the check of the body raises another error than checks do.
-"""
+"""Error answers to clients: problem+json with a stable type, the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -30,9 +23,9 @@ class Problem(Exception):
     retry_after_seconds: int | None = None
     more: dict[str, Any] = field(default_factory=dict)
     allow: str | None = None
-    """The methods that the route takes, where it was asked with another."""
+    """The methods that the route takes, for a request with another method."""
     hang_up: bool = False
-    """Close the connection after the answer, so that the client's next request looks for a server anew."""
+    """Close the connection after the answer, so that the client's next request opens a new connection."""
 
     def response(self) -> Response:
         body = {
@@ -82,7 +75,7 @@ def engine_dead() -> Problem:
 
 
 def nothing_to_sample(*, limited: bool) -> Problem:
-    """For an output with a token that had no probability."""
+    """Return the problem for an output with a token that had no probability."""
     if limited:
         detail = "the request's own limits left no token to sample; allow more tokens, or forbid fewer"
         return Problem(422, "nothing-to-sample", detail)
@@ -92,7 +85,7 @@ def nothing_to_sample(*, limited: bool) -> Problem:
 
 @contextmanager
 def engine_problems() -> Iterator[None]:
-    """VLLM's errors as answers for the client."""
+    """Convert vLLM's errors into answers for the client."""
     from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -1,7 +1,7 @@
-"""One publish under way, as the fence keeps it: its lease, and what became of those that have ended.
+"""The state of one publish for the fence: its lease, and the outcomes of publishes that have ended.
 
-A publish lives as long as its trainer shows signs of life. What it came to is remembered under its id, so that an
-exchange whose answer was lost can be repeated: the answer is the same, and nothing happens twice.
+A publish stays valid as long as its trainer renews the lease. Its outcome is stored under its id, so that an exchange
+whose answer was lost can be repeated: the answer is the same, and nothing is done twice.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _REMEMBERED = 64
 
 
 class Change(Protocol):
-    """New weights that the server itself has put in place of the old ones, which it can still put back."""
+    """New weights that the server itself has put in place of the old ones, which it can still restore."""
 
     async def keep(self) -> None:
-        """The new weights are served: let go of the old ones."""
+        """Discard the old weights: the new ones are served."""
 
     async def take_back(self) -> bool:
-        """Put the old weights back; whether they are whole again."""
+        """Restore the old weights; return True if they are whole again."""
 
 
 class Lease:
-    """A time that is begun anew with each sign of life; calls `on_lapse` once it has run out."""
+    """A time limit that each renewal starts anew; calls `on_lapse` once it has run out."""
 
     def __init__(self, seconds: float, on_lapse: Callable[[], None]) -> None:
         self.seconds = seconds
@@ -42,7 +42,7 @@ class Lease:
 
     @property
     def left_seconds(self) -> float:
-        """Until it runs out; the whole time where it has not begun."""
+        """Time until it runs out; the whole time if it has not begun."""
         if self._timer is None:
             return self.seconds
         return max(0.0, self._timer.when() - asyncio.get_running_loop().time())
@@ -66,18 +66,18 @@ class Publish:
     lease: Lease
     door_closed_at: float
     begun: asyncio.Task[dict[str, object]] = field(init=False)
-    """What answers `begin`; asked again, it gives the same answer."""
+    """The task whose result answers `begin`; a repeated call gets the same answer."""
     standing: bool = False
-    """Whether the engine has been paused for it."""
+    """True once the engine has been paused for it."""
     recomputed_tokens: int = 0
     change: Change | None = None
     was_torn: bool = False
-    """Whether the weights that `change` can put back are torn as well."""
+    """True if the weights that `change` can restore are torn as well."""
     given_up: bool = False
-    """Whether its trainer has aborted it or let its lease run out: it only waits for the engine to go on."""
+    """True after an abort, a lapse or a failed pause of the engine: it only waits for the engine to resume."""
 
     def answer(self, version: int) -> Answer:
-        """What its end tells, once `version` is served."""
+        """Return the answer to its end, once `version` is served."""
         return {
             "version": version,
             "recomputed_tokens": self.recomputed_tokens,
@@ -85,7 +85,7 @@ class Publish:
         }
 
     def in_the_way(self) -> Problem:
-        """The refusal of another publish beside this one."""
+        """Return the refusal of another publish during this one."""
         seconds = self.lease.left_seconds
         detail = (
             f"publish {self.publish_id} has not ended; without a sign of its trainer it lapses in {seconds:.0f} s, "
@@ -95,7 +95,7 @@ class Publish:
 
 
 class PastPublishes:
-    """What the newest publishes came to, by id: the answer of those that were served, nothing for the others."""
+    """The outcomes of the newest publishes, by id: the answer for those that were served, None for the others."""
 
     def __init__(self) -> None:
         self._outcomes: OrderedDict[str, Answer | None] = OrderedDict()

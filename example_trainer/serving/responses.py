@@ -1,4 +1,4 @@
-"""The answers of `/generate`: Atropos' form, the compact one, and the events of a stream."""
+"""The answers of `/generate`: Atropos' format, the compact format, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import orjson
 
 Spans = list[list[int | None]]
 
-UNLABELLED = "default"  # what vLLM calls weights that nobody has given a version
+UNLABELLED = "default"  # vLLM's name for weights without a version
 
 
 def version_spans(output: Any, adapter: Any = None) -> Spans:
-    """`[start, end, version]` over the output's tokens: its adapter's, or what the engine stamped on each step."""
+    """Return `[start, end, version]` spans over the output's tokens: the adapter's version, or the engine's stamps."""
     tokens = len(output.token_ids)
     if adapter is not None and output.weight_versions is not None:
-        tokens = max((span.end for span in output.weight_versions), default=0)  # a stream's last piece is a part
+        tokens = max((span.end for span in output.weight_versions), default=0)  # a stream's last piece is not the whole
         return [[0, tokens, adapter.version]] if tokens else []
     if output.weight_versions is None:
         return [[0, tokens, None]] if tokens else []
@@ -28,7 +28,7 @@ def version_spans(output: Any, adapter: Any = None) -> Spans:
 
 
 def chosen_logprobs(logprobs: Any) -> list[float] | None:
-    """The sampled tokens' own logprobs: vLLM lists them first at each position."""
+    """Return the sampled tokens' own logprobs, which vLLM lists first at each position."""
     if logprobs is None:
         return None
     if len(logprobs.logprobs) == len(logprobs.start_indices):
@@ -37,10 +37,10 @@ def chosen_logprobs(logprobs: Any) -> list[float] | None:
 
 
 def all_logprobs(logprobs: Any) -> list[list[dict[str, float]]] | None:
-    """For each position a list of `{token id: logprob}`, the sampled token first, then the other likely ones.
+    """Return for each position a list of `{token id: logprob}`, the sampled token first, then the other likely ones.
 
-    vLLM mentions a sampled token that is among the most likely a second time, or does not, by how the pieces of a
-    stream came together; and it fills up with tokens of the probability 0. Neither is told.
+    If the sampled token is among the most likely, vLLM may list it a second time, depending on how the pieces of a
+    stream were joined; and it pads with tokens of probability 0. Neither is returned.
     """
     if logprobs is None:
         return None
@@ -58,13 +58,13 @@ def all_logprobs(logprobs: Any) -> list[list[dict[str, float]]] | None:
 
 
 def all_finite(outputs: Iterable[Any]) -> bool:
-    """Whether every sampled token had a probability: where nothing is left to sample vLLM still takes token 0."""
+    """Return True if every sampled token had a probability: if no token can be sampled, vLLM still takes token 0."""
     sums = (output.cumulative_logprob for output in outputs)
     return all(total is None or math.isfinite(total) for total in sums)
 
 
 def prompt_logprobs(logprobs: Any) -> list[dict[str, float] | None]:
-    """For each position of the prompt `{token id: logprob}`, its own token first; null where nothing comes before."""
+    """Return `{token id: logprob}` for each prompt position, its own token first; None if no token precedes it."""
     ids, values = logprobs.token_ids, logprobs.logprobs
     return [
         {str(ids[i]): values[i] for i in range(start, end)} if end > start else None
@@ -75,8 +75,8 @@ def prompt_logprobs(logprobs: Any) -> list[dict[str, float] | None]:
 class Replies:
     """Builds answers.
 
-    `exact` says whether each token was computed under its version alone; it is None, and left out, where that goes
-    without saying because no publish has let running requests keep what they had computed.
+    `exact` is True if each token was computed under its version alone; it is None, and left out, while no publish has
+    let running requests keep their computed KV.
     """
 
     def __init__(self, *, boot_id: str, tokenizer: Any) -> None:
@@ -86,7 +86,7 @@ class Replies:
     def whole(
         self, request: Any, prompt_token_ids: list[int], final: Any, exact: bool | None, adapter: Any = None
     ) -> bytes:
-        """The answer to a request that does not stream."""
+        """Return the answer to a request that does not stream."""
         outputs = final.outputs
         spans = [version_spans(output, adapter) for output in outputs]
         answer: dict[str, Any] = {
@@ -111,7 +111,7 @@ class Replies:
         return orjson.dumps(answer)
 
     def of_prompt(self, request: Any, prompt_token_ids: list[int], told: Any) -> dict[str, Any]:
-        """What an answer, or the first event of a stream, says of the prompt."""
+        """Return the fields about the prompt in an answer, or in the first event of a stream."""
         said: dict[str, Any] = {"prompt_token_ids": prompt_token_ids}
         if request.prompt_logprobs is not None:
             said["prompt_logprobs"] = prompt_logprobs(told.prompt_logprobs)
@@ -120,7 +120,7 @@ class Replies:
     def event(
         self, request: Any, output: Any, exact: bool | None, adapter: Any = None, head: dict[str, Any] | None = None
     ) -> bytes:
-        """One event of a stream: what is new in one output, and at its end why and under which versions."""
+        """Return one event of a stream: the new tokens of one output, and at its end the finish reason and versions."""
         read = chosen_logprobs if request.compact else all_logprobs
         body: dict[str, Any] = {"index": output.index, "token_ids": list(output.token_ids), **(head or {})}
         if request.wants_text:
@@ -136,10 +136,10 @@ class Replies:
         return b"data: " + orjson.dumps(body) + b"\n\n"
 
     def text(self, request: Any, output: Any) -> str:
-        """VLLM's text where it made one (stop strings are cut off there), else the tokens decoded at once."""
+        """Return vLLM's text if it made one (stop strings are cut off there), else the tokens decoded at once."""
         if request.detokenized_by_engine or self._tokenizer is None:
             return str(output.text)
         tokens = list(output.token_ids)
         if output.finish_reason == "stop" and not request.include_stop_str_in_output:
-            del tokens[-1:]  # the token that ended it is no more part of the text than a stop string
+            del tokens[-1:]  # the stop token is not part of the text, just as a stop string is not
         return str(self._tokenizer.decode(tokens, skip_special_tokens=request.skip_special_tokens))

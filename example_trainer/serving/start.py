@@ -1,7 +1,7 @@
-"""From a command line to a running server: refusals first, then the imports, then vLLM's own start.
+"""The start of the server from a command line: first the checks, then the imports, then vLLM's own start.
 
-Everything slow happens after the cheap checks, so a mistake is told at once. The port is taken and answered before the
-imports too, so that nobody else takes it meanwhile and nobody takes the server for absent.
+Everything slow happens after the cheap checks, so a mistake is reported at once. The port is bound and answered before
+the imports too, so that no other process can take it meanwhile and clients do not find the server absent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORKER_EXTENSION = "example_trainer.serving.vllm.worker.SharedWeightsWorker"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Serve until stopped; the exit code of the process."""
+    """Serve until stopped; return the exit code of the process."""
     config, rest = read_config(argv)
     setup_logging("vllm-server")
     logging.getLogger("example_trainer").setLevel(logging.INFO)  # libraries change the level of the root logger
@@ -63,9 +63,9 @@ def _serve(
     sockets: ServerSockets,
     starting: StartingAnswers | None,
 ) -> str | None:
-    """Serve until stopped; where the engine's end was the reason, what that was."""
+    """Serve until stopped; return the cause if the engine failed, else None."""
     began = time.monotonic()
-    gc.disable()  # a fifth of the time the imports take; what they make stays for good
+    gc.disable()  # collection takes a fifth of the import time, and imported objects are never freed
     import uvloop
 
     from example_trainer.serving.vllm import compat
@@ -109,7 +109,7 @@ def _serve(
 
 
 def _told(error: BaseException) -> str:
-    """What matters of an error of vLLM's."""
+    """Return the essential part of an error from vLLM."""
     from pydantic import ValidationError
 
     text = "; ".join(str(item["msg"]) for item in error.errors()) if isinstance(error, ValidationError) else str(error)
@@ -117,7 +117,7 @@ def _told(error: BaseException) -> str:
 
 
 def _tells_that_it_starts(sockets: ServerSockets, rest: Sequence[str]) -> bool:
-    """True where it replaces no server, whose clients wait for it instead, and can tell them without a certificate."""
+    """Return True if it replaces no server, whose clients would wait for it, and can answer without a certificate."""
     encrypted = any(flag.replace("_", "-").startswith("--ssl-") for flag in rest)
     return sockets.predecessor is None and not encrypted
 

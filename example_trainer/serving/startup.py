@@ -1,6 +1,7 @@
-"""What the server will not start with, each found before anything slow is loaded and told in one line.
+"""Start-up checks, and answers to clients while the server is still loading.
 
-Answers for those who ask a server that is still loading: 503 `starting`, and when to ask again.
+Each refusal is found before anything slow is loaded and reported in one line (`CannotServe`). `StartingAnswers` replies
+503 `starting` with a time to retry, until the server is ready.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 
 
 def check_start(config: ServerConfig, environ: Mapping[str, str]) -> None:
-    """Refuse what cannot work; raises `CannotServe`."""
+    """Refuse options that cannot work; raise `CannotServe`."""
     check_model(config.model)
     check_vllm_version()
     if config.shares(environ):
@@ -68,7 +69,7 @@ def check_vllm_version() -> None:
 
 
 def check_sharing(config: ServerConfig, environ: Mapping[str, str]) -> None:
-    """The features of vLLM under which a parameter is not one plain tensor."""
+    """Refuse the features of vLLM under which a parameter is not one plain tensor."""
     refused = {
         f"--tensor-parallel-size {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
         f"--pipeline-parallel-size {config.pipeline_parallel_size}": config.pipeline_parallel_size > 1,
@@ -86,7 +87,7 @@ def check_sharing(config: ServerConfig, environ: Mapping[str, str]) -> None:
 
 
 def check_adapters(config: ServerConfig) -> None:
-    """What only a server of adapters can be asked for."""
+    """Refuse options that only a server of adapters can have, and an adapter that is not in PEFT's format."""
     if config.adapter is not None and not config.enable_lora:
         raise CannotServe("--adapter needs --enable-lora; add it")
     if config.adapter is not None and not (config.adapter / "adapter_config.json").is_file():
@@ -94,7 +95,7 @@ def check_adapters(config: ServerConfig) -> None:
 
 
 def check_shareable(described: Mapping[str, Any]) -> None:
-    """What a checkpoint's `config.json` says of its parameters: neither quantised nor experts."""
+    """Refuse a model whose `config.json` says that its parameters are quantised or experts."""
     text = described.get("text_config") or described
     quantised = described.get("quantization_config") or text.get("quantization_config")
     if quantised:
@@ -108,7 +109,7 @@ def check_shareable(described: Mapping[str, Any]) -> None:
 
 
 def _described(model: str) -> dict[str, Any]:
-    """The `config.json` of a local model; of one on the hub vLLM knows it later."""
+    """Return the `config.json` of a local model; for a model on the hub, vLLM reads it later."""
     try:
         described = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -117,7 +118,7 @@ def _described(model: str) -> dict[str, Any]:
 
 
 def check_quantised_checkpoint(quantization: str | None) -> None:
-    """After vLLM has read the model's configuration: a checkpoint may be quantised without any flag."""
+    """Refuse a quantised model once vLLM has read its configuration: a checkpoint may be quantised without a flag."""
     if quantization is not None:
         raise CannotServe(
             f"the model is quantised ({quantization}) and cannot be shared: {_SHARING_NEEDS}; use its unquantised form"
@@ -143,7 +144,7 @@ class StartingAnswers:
 
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening.dup()
-        # Made here: the thread that answers may import nothing, for the engine may be forked out of this process.
+        # Made here: the answering thread must not import anything, because the engine may be forked from this process.
         self._answers = {with_body: _response(with_body=with_body) for with_body in (True, False)}
         self._stop: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
@@ -153,7 +154,7 @@ class StartingAnswers:
         self._running.wait()
 
     def stop(self) -> None:
-        """Accept nothing more; what was accepted has been answered when this returns."""
+        """Stop accepting; every accepted connection has been answered when this returns."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
@@ -172,7 +173,7 @@ class StartingAnswers:
                 break
             try:
                 connection, _ = accepting.result()
-            except OSError:  # no descriptor is left for it, or its client has gone
+            except OSError:  # no descriptor is left for it, or its client has disconnected
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             task = asyncio.ensure_future(self._answer(connection))
@@ -187,15 +188,15 @@ class StartingAnswers:
         try:
             async with asyncio.timeout(_REQUEST_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
-                await _skip(reader, _body_bytes(head))  # or the client might find its connection reset while it sends
+                await _skip(reader, _body_bytes(head))  # otherwise the connection might be reset while the client sends
                 writer.write(self._answers[not head.startswith(b"HEAD ")])
                 await writer.drain()
-                # Said with a shutdown: an engine that is being forked at this moment holds a copy of the connection.
+                # A close would not end the connection if an engine is being forked now: it holds a copy of the socket.
                 connection.shutdown(socket.SHUT_WR)
                 async with asyncio.timeout(_CLOSING_SECONDS):
                     await reader.read()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # who does not send a request gets no answer
+            pass  # a client that sends no complete request gets no answer
         finally:
             writer.close()
 

@@ -1,6 +1,6 @@
-"""What the running server knows about itself, shared by all routes through `app.state.atropos`.
+"""The state of the running server, shared by all routes through `app.state.atropos`, and its warm-up.
 
-The first batches of an engine are slow; they are run before the server says that it is healthy.
+The first batches of an engine are slow; `warm_up` runs them before the server reports that it is healthy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RELOAD_SECONDS = 600.0
 
 @dataclass(kw_only=True)
 class ServerState:
-    """One per server process."""
+    """The state of one server process."""
 
     config: ServerConfig
     boot_id: str
@@ -48,10 +48,10 @@ class ServerState:
     token_path: Path | None = None
     sleeping: bool = False
     checkpoint_shapes: Shapes = field(default_factory=dict)
-    """Of the model that was loaded, by which one to be read in its place is judged."""
+    """Shapes of the loaded model, with which a checkpoint that is to replace it is compared."""
 
     def info(self) -> dict[str, Any]:
-        """Who this server is and what it serves now."""
+        """Return the server's identity and what it serves now, for `/bridge/info`."""
         model_config = self.engine.async_llm.model_config
         told = {
             "model": self.config.model,
@@ -76,20 +76,20 @@ class ServerState:
 
     @cached_property
     def vocabulary(self) -> str | None:
-        """The fingerprint of the model's vocabulary, for environments to compare theirs with."""
+        """The fingerprint of the model's vocabulary, with which environments compare theirs."""
         tokenizer = self.engine.async_llm.tokenizer
         return None if tokenizer is None else fingerprint(tokenizer.get_vocab())
 
     @property
     def policy_version(self) -> PolicyVersion | None:
-        """That of the newest tokens."""
+        """The version of tokens sampled now."""
         adapter = self.adapters.active
         return adapter.version if adapter else self.fence.policy_version
 
     async def debug(self, *, with_checksum: bool) -> dict[str, Any]:
-        """Counters, and `with_checksum` one over the shared tensors as the server sees them at this moment.
+        """Return counters, and `with_checksum` a checksum over the shared tensors as the server sees them now.
 
-        That reads all weights, and nothing is decoded meanwhile.
+        The checksum reads all weights, and nothing is decoded meanwhile.
         """
         told: dict[str, Any] = dict(await self.engine.counters())
         told["requests_inside"] = self.door.inside
@@ -108,7 +108,7 @@ class ServerState:
         return told
 
     async def prove_generation(self) -> dict[str, Any]:
-        """Sample one token, whatever version it is of; fails if that takes too long or the engine is dead."""
+        """Sample one token under any version; raise if that takes too long or the engine has failed."""
         if self.fence.paused:
             raise problems.paused()
         began = time.monotonic()
@@ -121,7 +121,7 @@ class ServerState:
     async def reload(self, path: str, version: PolicyVersion, *, drain_seconds: float) -> dict[str, float]:
         """Read a checkpoint into the running model under the fence, and serve it as `version`.
 
-        Weights that could not be read whole are torn: nothing is served until another checkpoint has been.
+        If the weights could not be read completely they are torn: nothing is served until another checkpoint is read.
         """
         if self.manifest is not None or self.config.enable_lora:
             raise Problem(409, "cannot-reload", "a server that shares weights or serves adapters reads none")
@@ -150,7 +150,7 @@ class ServerState:
             raise Problem(409, "asleep", "the server sleeps, its weights are not in memory; POST /bridge/wake_up first")
 
     async def sleep(self, level: int) -> None:
-        if self.fence.publishing:  # its weights would be taken out of memory, and waking would resume the engine
+        if self.fence.publishing:  # sleep would take the weights out of memory, and waking would resume the engine
             raise Problem(
                 409, "publish-in-progress", "a publish is under way; the server can sleep once it has ended", 1
             )
@@ -187,7 +187,7 @@ async def warm_up(engine: EngineAdapter) -> None:
 
 
 async def sample_tokens(engine: EngineAdapter, prompt: list[int], count: int) -> None:
-    """Have the engine sample `count` tokens and throw them away."""
+    """Sample `count` tokens and discard them."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -1,9 +1,8 @@
-"""An engine without vLLM, for tests of the fence and of what stands behind it.
-
-A server without vLLM, for tests of starting, replacing and stopping servers.
+"""Test doubles for the server: an engine without vLLM for tests of the fence, and a whole server without vLLM.
 
 `python -m example_trainer.serving.testing` takes flags of the inference server and answers its policy version on
-every route. How it listens, loads, takes over, hands over and ends is the inference server's own code.
+every route, for tests of starting, replacing and stopping servers. It listens, loads, takes over, hands over and stops
+with the inference server's own code.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ Spans = list[list[int | None]]
 
 
 class StubEngine:
-    """Implements the fence's `Engine`: decodes step by step, stands still while paused, stamps each token.
+    """Implements the fence's `Engine`: decodes step by step, waits while paused, stamps each token.
 
-    It keeps nothing computed between two steps, so what it decodes after a pause is of the weights after it.
+    It keeps no KV between two steps, so tokens decoded after a pause come from the weights after it.
     """
 
     def __init__(self, *, step_tokens: int = 1, step_seconds: float = 0.0) -> None:
         self.calls: list[tuple[str, object]] = []
-        """What the fence has asked for, in order, as far as it was done."""
+        """The fence's successful calls, in order."""
         self.failing: set[str] = set()
         """Names of calls that fail: `pause`, `resume`, `stamp`."""
         self.generated_tokens = 0
@@ -77,7 +76,7 @@ class StubEngine:
         self._note("salt", salt)
 
     async def decode(self, length: int, compute: Callable[[int, int], None]) -> Spans:
-        """Have `compute(start, end)` work out a request's tokens, step by step; the versions they are of."""
+        """Let `compute(start, end)` produce a request's tokens, step by step; return their version spans."""
         spans: Spans = []
         self._decoding += 1
         try:

@@ -1,4 +1,4 @@
-"""Whether trainer and sampler compute the same logprobs, each token under the weights it was sampled with."""
+"""Comparison of trainer and sampler logprobs, each token under the weights it was sampled with."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from example_trainer.training import Learner, StepResult
 
 
 class Alignment:
-    """Compares logprobs of trainer and sampler, each token under the very weights that it was sampled with.
+    """The alignment check: it compares trainer and sampler logprobs of tokens under the weights they were sampled with.
 
     Tokens of the newest version are covered by the training forward itself. For older ones the last `keep` versions
-    are kept as snapshots, and a sample of sequences is scored again under its own version. Where the training forward
-    has dropout, which the sampler has not, the newest version's tokens are scored like that too.
+    are kept as snapshots, and a sample of sequences is scored again under its own version. If the training forward
+    has dropout, which the sampler does not have, tokens of the newest version are scored in the same way.
     """
 
     def __init__(self, learner: Learner, *, keep: int, sample_sequences: int, seed: int) -> None:
@@ -30,7 +30,7 @@ class Alignment:
         self._current: int | None = None
 
     def published(self, version: int) -> None:
-        """The masters as they are now are served under `version`."""
+        """Record that the current masters are served under `version`, and take a snapshot if versions are kept."""
         self._current = version
         if self._keep:
             self._snapshots[version] = self._learner.policy.snapshot()
@@ -38,11 +38,14 @@ class Alignment:
                 del self._snapshots[old]
 
     def moved(self) -> None:
-        """The masters have changed since the last publish: no version names them."""
+        """Record that the masters have changed since the last publish, so that no version stands for them."""
         self._current = None
 
     def score_older(self, batch: TrainingBatch) -> Tensor:
-        """Differences for a sample of sequences that the training forward does not cover; call before it."""
+        """Return logprob differences for a sample of sequences that the training forward does not cover.
+
+        Call it before that forward.
+        """
         policy = self._learner.policy
         targets = batch.targets.to(policy.device)
         found = []
@@ -55,7 +58,7 @@ class Alignment:
         return torch.cat(found) if found else torch.empty(0)
 
     def measure(self, result: StepResult, older: Tensor) -> dict[str, float]:
-        """The alignment metrics of a step, from its own forward and from `score_older`."""
+        """Return the alignment metrics of a step, from its own forward and from the result of `score_older`."""
         exact = [older.cpu()]
         covered = self._current is not None and not self._learner.policy.has_dropout
         if result.targets is not None and result.logprobs is not None and covered:
@@ -65,7 +68,7 @@ class Alignment:
         return alignment_metrics(torch.cat(exact))
 
     def _sample(self, batch: TrainingBatch) -> dict[int, list[Row]]:
-        """Sampled rows by the one scorable version that all their tokens were sampled under."""
+        """Return a random sample of rows whose tokens all come from one scorable version, grouped by that version."""
         by_version: dict[int, list[Row]] = {}
         scorable = set(self._snapshots) - {self._current}
         if self._current is not None and self._learner.policy.has_dropout:

@@ -1,8 +1,7 @@
-"""What a step did, as metrics: its batch's rewards, ages and counts, its times, the last publish; and a line a step.
+"""Metrics of a step: rewards, staleness and counts of its batch, times, the last publish; and a log line per step.
 
-What a batch is, as metrics, before anything is trained: lengths, repetition, and each environment by itself.
-
-Computed from the batch as the broker sent it, in the thread that fetches it, so that it costs the step nothing.
+`describe` computes the metrics of a batch before training: lengths, repetition, and values per environment. It works on
+the batch as the broker sent it, in the thread that fetches it, so that it adds no time to the step.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ GIB = 2**30
 
 
 class StepClock:
-    """The times of one step, in seconds, from its construction on."""
+    """The clock of one step: it measures the step's times in seconds, from its construction on."""
 
     def __init__(self) -> None:
         self._started = self._fetched = self._trained = time.monotonic()
@@ -51,13 +50,13 @@ class StepClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside as waited for, not as training."""
+        """Run `action`, which training has to wait for, and count its time separately from training time."""
         started = time.monotonic()
         yield
         self._waited += time.monotonic() - started
 
     def metrics(self, batch: TrainingBatch) -> dict[str, float]:
-        """All times of the step, and the rates at which it got through its batch's tokens."""
+        """Return all times of the step, and its token rates in tokens per second."""
         sampled_tokens, trained_tokens = sum(batch.response_lengths), len(batch.targets)
         now = time.monotonic()
         training = self._trained - self._fetched - self._waited
@@ -72,13 +71,13 @@ class StepClock:
 
 
 def measure(batch: TrainingBatch, result: StepResult, progress: Progress) -> dict[str, float]:
-    """What the step made of its batch, and the batch's rewards and ages; ages count from the step before."""
+    """Return the step's training metrics and its batch's rewards and staleness, counted from the step before."""
     metrics = reward_metrics(batch.rewards, batch.response_lengths) | result.metrics
     return metrics | staleness_metrics(batch.targets.version_bounds, progress.steps_by_version, progress.step)
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """Memory of this process in GiB, and of its GPU since the last call."""
+    """Return the memory of this process in GiB, and the peak of its GPU memory since the last call."""
     found = {names.HOST_MEMORY: psutil.Process().memory_info().rss / GIB}
     if device.type == "cuda":
         found[names.GPU_MEMORY] = torch.cuda.max_memory_allocated(device) / GIB
@@ -88,7 +87,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def publish_metrics(report: PublishReport | None) -> dict[str, float]:
-    """Times and recomputed share of the last publish."""
+    """Return the times and the share of recomputed tokens of the last publish."""
     if report is None:
         return {}
     return {
@@ -99,7 +98,7 @@ def publish_metrics(report: PublishReport | None) -> dict[str, float]:
 
 
 def say(step: int, steps: int, metrics: dict[str, float]) -> None:
-    """One line in the log for a step."""
+    """Log one line for a step."""
     logger.info(
         "step %d/%d reward %.3f length %.1f loss %.4f staleness %.1f %.2f s",
         step,
@@ -119,18 +118,18 @@ UNKNOWN_ENVIRONMENT = "unknown"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PreparedBatch:
-    """A batch ready to train, and what is known of it beforehand."""
+    """A batch ready to train, with the metrics that are known before training."""
 
     training: TrainingBatch
-    """What this process trains on."""
+    """The share of the batch that this process trains on."""
     whole: TrainingBatch
-    """All of the batch; the same where there is one process."""
+    """The whole batch; equal to `training` if there is one process."""
     metrics: dict[str, float]
-    """Of all of it."""
+    """Metrics of the whole batch."""
 
 
 def describe(batch: Batch, training: TrainingBatch) -> PreparedBatch:
-    """`training` with the metrics of the batch that it was made of."""
+    """Return `training` together with the metrics of the batch that it was made from."""
     answers = [answer for group in batch.groups for answer in _answers(group)]
     lengths = [len(answer) for answer in answers]
     metrics = _length_metrics(lengths, [len(row.targets) for row in training.rows])
@@ -141,7 +140,7 @@ def describe(batch: Batch, training: TrainingBatch) -> PreparedBatch:
 
 
 def repetition(answers: Iterable[NDArray[np.int64]], ngram_tokens: int = NGRAM_TOKENS) -> float:
-    """Share of n-grams `[0, 1]` that occurred before in the same answer, over all answers long enough for one."""
+    """Return the share `[0, 1]` of n-grams that occurred before in the same answer, over all answers with an n-gram."""
     total = repeated = 0
     for answer in answers:
         if len(answer) < ngram_tokens:
@@ -153,7 +152,7 @@ def repetition(answers: Iterable[NDArray[np.int64]], ngram_tokens: int = NGRAM_T
 
 
 def _answers(group: Group) -> list[NDArray[np.int64]]:
-    """The sampled tokens of each sequence."""
+    """Return the sampled tokens of each sequence."""
     rows = zip(group.tokens, group.masks, strict=True)
     return [np.asarray(tokens, dtype=np.int64)[np.asarray(mask) != MASKED] for tokens, mask in rows]
 

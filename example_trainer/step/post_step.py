@@ -1,9 +1,9 @@
-"""What follows a step: publish the weights, announce the version, write the checkpoint if one is due, commit.
+"""The post-step: publish the weights, announce the version, write the checkpoint if one is due, commit.
 
-The order is kept, so that a crash between any two parts leaves something that a resume repeats harmlessly. The tail of
-a step either runs in place or, with `--overlap-publish`, in a thread beside the next batch's forward and backward; it
-only reads the masters. What has to be decided or remembered while they stand still (the version's name, the random
-state) is settled before that thread begins.
+This order is fixed, so that a resume after a crash between any two parts can safely repeat them. The post-step either
+runs in place or, with `--overlap-publish`, in a thread during the next batch's forward and backward; it only reads the
+masters. Everything that must be decided or saved before the masters can change again (the version number, the random
+state) is taken before that thread starts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HOLD_POLL_SECONDS = 5.0
 
 
 class PostStep:
-    """Publishes, announces, checkpoints and commits what the learner has done; see the module's docstring."""
+    """The post-step of each step: it publishes, announces, checkpoints and commits; see the module's docstring."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class PostStep:
         should_stop: Callable[[], bool],
     ) -> None:
         self.report: PublishReport | None = None
-        """Of the last publish that has ended."""
+        """Report of the last completed publish."""
         self._config = config
         self._progress = progress
         self._learner = learner
@@ -71,7 +71,7 @@ class PostStep:
             work()
 
     def join(self) -> None:
-        """Wait for the tail that runs in the background, if one does, and raise what stopped it."""
+        """Wait for the post-step in the background thread, if there is one, and raise its error if it failed."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
@@ -89,12 +89,12 @@ class PostStep:
         self._may_move = True
 
     def publish(self) -> None:
-        """Publish the masters as they are now under a new version, and announce it."""
+        """Publish the current masters under a new version, and announce it."""
         self._take_version()
         self._publish_taken()
 
     def needs_publish(self) -> bool:
-        """While a batch is awaited: a server that has restarted serves nothing until it is published to again."""
+        """Return True if a server has restarted and needs a new publish; called while a batch is awaited."""
         if self._running is not None and not self._running.wait(0):
             return False
         self.join()
@@ -104,7 +104,7 @@ class PostStep:
         return True
 
     def finish(self, finished: bool) -> None:
-        """The final checkpoint, also of a run that is stopped early; only a finished run ends at the broker."""
+        """Write and commit a last checkpoint, also if the run was stopped; only a finished run ends at the broker."""
         self.join()
         step = self._progress.step
         if self._progress.checkpointed != step and (finished or step):
@@ -122,12 +122,12 @@ class PostStep:
         if publish:
             self._publish_taken()
         else:
-            # The version stays as old as it is; the broker must know the step, or environments wait for it.
+            # The version is unchanged, but the broker must know the step, or environments wait for it.
             self._session.announce_policy(self._progress.version, step)
         if state is not None:
             self._save(state, random, objective)
         if state is not None or self._config.checkpoint_interval == 0:
-            # Without checkpoints on the way there is nothing to come back to, so nothing is kept for it.
+            # Without intermediate checkpoints no resume can need these batches again, so the broker may drop them.
             self._commit(step)
 
     def _is_publish_due(self, step: int) -> bool:
@@ -142,9 +142,9 @@ class PostStep:
         return not self._config.forwards_from_masters or self._bridge.should_publish(since)
 
     def _is_held(self, step: int) -> bool:
-        """Whether an evaluation holds the policy; where these weights must be served to go on, its end is awaited."""
+        """Return True if a policy hold postpones the publish; wait for the hold's end if training needs the publish."""
         if self._config.steps_served_weights:
-            return False  # waited for before the step: since then nothing can be sampled until the publish
+            return False  # `make_way` waited before the step; since then nothing can be sampled until the publish
         if self._config.forwards_from_masters and step < self._config.training_steps:
             return self._says_held()
         self._wait_while_held()
@@ -166,7 +166,7 @@ class PostStep:
         return interval > 0 and step % interval == 0
 
     def _take_version(self) -> None:
-        """Name the masters as they are now; the version is never used for others."""
+        """Assign a new version to the current masters; no other weights ever get the same version."""
         progress = self._progress
         progress.version += 1
         note = partial(note_begun, self._config, self._session.info.run_id, progress.version)
@@ -228,7 +228,7 @@ class PostStep:
 
 
 def _whole_state(learner: Learner, objective: ObjectiveState) -> tuple[Stateful, ObjectiveState]:
-    """The state of optimizer and objective as a checkpoint holds them, gathered where it is spread over ranks."""
+    """Return optimizer and objective state for a checkpoint, gathered from all ranks if the policy is sharded."""
     if not learner.policy.is_sharded:
         return learner.optimizer, objective
     from example_trainer.modeling.fsdp import WholeState, whole

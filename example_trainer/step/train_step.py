@@ -1,6 +1,6 @@
-"""One batch through the policy, and what it showed: the part of a step that a live run and a replay share.
+"""The train step: the part of a step that a live run and a replay share, from a batch to its metrics.
 
-Nothing here publishes, announces, writes or waits for anybody.
+Nothing here publishes, announces or writes, or waits for another process of the run except the other ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StepTraining:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainStep:
-    """The policy with all that trains it and measures it, and how far the run is."""
+    """The train step of a run: learner, alignment check and the run's progress."""
 
     config: TrainingConfig
     progress: Progress
@@ -53,7 +53,7 @@ class TrainStep:
     alignment: Alignment
 
     def resume(self, checkpoint: Path, state: TrainerState) -> None:
-        """Take over weights, optimizer, objective and counts of a checkpoint."""
+        """Load weights, optimizer, objective and counts from a checkpoint."""
         learner = self.learner
         objective = restore(checkpoint, learner.policy, learner.optimizer, rank=learner.ranks.rank)
         if objective is not None:
@@ -67,7 +67,10 @@ class TrainStep:
         logger.info("resumed from %s: step %d", checkpoint, state.step)
 
     def prepare(self, batch: Batch, whole: Batch | None = None) -> PreparedBatch:
-        """Lay a batch out and describe it, or the `whole` that it is a rank's share of; a pure function of both."""
+        """Convert a batch into training data and compute its metrics; a pure function of its arguments.
+
+        The metrics are those of `whole`, if given: the full batch of which `batch` is one rank's share.
+        """
         settings = data_settings(self.config)
         if whole is None or whole is batch:
             return describe(batch, prepare_batch(batch, settings))
@@ -92,7 +95,7 @@ class TrainStep:
         return metrics
 
     def train(self, prepared: PreparedBatch) -> dict[str, float]:
-        """Train a batch with nothing to wait for before the weights move, as a replay does."""
+        """Train the batch, count the step and return its metrics without times."""
         training = self.begin(prepared)
         for mini_batch in training.batch.mini_batches:
             self.learner.apply(self.learner.accumulate(training.batch, mini_batch))
@@ -100,7 +103,7 @@ class TrainStep:
 
 
 def make_train_step(config: TrainingConfig, policy: Policy, ranks: Ranks | None = None) -> TrainStep:
-    """Everything that works on a policy which has just been loaded."""
+    """Return a train step for a policy that has just been loaded."""
     optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
     learner = Learner(
         policy,

@@ -1,8 +1,8 @@
-"""An adapter on its way from trainer to server: one safetensors body, its PEFT configuration in the metadata.
+"""The format in which an adapter is sent from trainer to server: one safetensors body with its PEFT configuration.
 
-The body is what `adapter_model.safetensors` would hold, so a body written to a file beside its configuration is an
-adapter that PEFT and a stock vLLM load. Reading the header needs no torch; whoever receives a body checks it so far
-before anything is handed on.
+The configuration is in the safetensors metadata. The body is what `adapter_model.safetensors` would hold, so a body
+that is written to a file next to its configuration is an adapter that PEFT and a stock vLLM can load. Reading the
+header needs no torch; the receiver checks the header before it passes a body on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 MEMORY_PATH = "memory:"
-"""How the path of an adapter begins that lies in no file."""
+"""Prefix of the path of an adapter that is kept in memory and not in a file."""
 
 _CONFIG = "adapter_config"
 
@@ -26,18 +26,18 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class AdapterPayload:
-    """A body with its header read."""
+    """A safetensors body together with its parsed header."""
 
     body: bytes
     config: dict[str, Any]
     """The content of `adapter_config.json`."""
     layout: dict[str, Any]
-    """The header's entry of each tensor: dtype, shape, place."""
+    """The header's entry for each tensor: dtype, shape and data offsets."""
     data_start: int
 
     @classmethod
     def write(cls, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> AdapterPayload:
-        """From tensors under their PEFT names, contiguous, on any device."""
+        """Build a payload from tensors under their PEFT names; they may be on any device."""
         from safetensors.torch import save
 
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -46,7 +46,7 @@ class AdapterPayload:
 
     @classmethod
     def read(cls, body: bytes) -> AdapterPayload:
-        """Raises `ValueError` with the reason where the body is none of ours."""
+        """Parse a body; raise `ValueError` with the reason if it is not an adapter in this format."""
         length = int.from_bytes(body[:_LENGTH_BYTES], "little")
         if len(body) < _LENGTH_BYTES or length > len(body) - _LENGTH_BYTES:
             raise ValueError("the body is no safetensors file: its header is longer than the body")
@@ -60,7 +60,7 @@ class AdapterPayload:
         return cls(body, config, layout, _LENGTH_BYTES + length)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors, in memory of their own."""
+        """Return the tensors as copies in their own memory."""
         from safetensors import SafetensorError
         from safetensors.torch import load
 
@@ -70,9 +70,9 @@ class AdapterPayload:
             raise ValueError(f"the body is no safetensors file: {error}") from error
 
     def digest(self) -> str:
-        """A checksum over configuration and tensors; the same on both sides if nothing was lost on the way.
+        """Return a checksum over configuration and tensors; it is equal on both sides if nothing was lost in transfer.
 
-        Of the body's text the order of the metadata's entries does not count: it differs from one writing to the next.
+        The order of the metadata's entries does not count, because it differs from one serialisation to the next.
         """
         told = json.dumps([self.config, self.layout], sort_keys=True).encode()
         total = hashlib.blake2b(told, digest_size=16)
@@ -81,5 +81,5 @@ class AdapterPayload:
 
 
 def _plain(value: Any) -> Any:
-    """PEFT's configuration holds sets and enumerations."""
+    """Convert the sets and enumerations in PEFT's configuration to JSON values."""
     return sorted(value) if isinstance(value, (set, frozenset)) else str(getattr(value, "value", value))

@@ -1,13 +1,10 @@
-"""The store at which processes meet to form a process group: it listens on the address that was named, not on all.
+"""The process group over which a trainer sends weights to inference servers: rank 0 sends, every server receives.
 
-Whoever reaches a store's port can join the group or upset it; torch has no token for it. So an address of this host is
-listened on alone, a loopback address on the loopback interface, and gloo's own connections of such a group stay there
-as well. Only an address that is no interface's, as behind a NAT, is listened for on all.
-
-The process group over which a trainer sends weights to inference servers: rank 0 sends, every server receives.
-
-It is a group of its own beside whatever groups the trainer's ranks or vLLM's workers have. With gloo tensors travel
-through host memory; with nccl from GPU to GPU (the same code over another backend, which has not been run).
+It is separate from the groups of the trainer's ranks and of vLLM's workers. With gloo, tensors travel through host
+memory; with nccl, from GPU to GPU (the same code over another backend, which has not been run). The processes meet at a
+TCP store, for which torch has no token: any process that reaches its port can join the group or disturb it. So the
+store listens only on the address it is given, and for a loopback address gloo's connections stay on the loopback
+interface too. Only for an address that belongs to no local interface (behind a NAT) does it listen on all interfaces.
 """
 
 from __future__ import annotations
@@ -29,11 +26,11 @@ import torch.distributed
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-dist: Any = torch.distributed  # whose stubs leave out most of what is used here
+dist: Any = torch.distributed  # its stubs lack most of the names that are used here
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine's loopback interface and nothing else, by address or by name."""
+    """Return True if `host`, an address or a name, resolves to the loopback interface and nothing else."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -42,7 +39,7 @@ def is_loopback(host: str) -> bool:
 
 
 def make_store(host: str, port: int, *, world_size: int, is_master: bool, timeout: timedelta) -> Any:
-    """The store at `host:port`: the master's listens there, those of the others connect."""
+    """Return the store at `host:port`: the master's listens there, those of the others connect to it."""
     listener = _listen(host, port) if is_master else None
     return dist.TCPStore(
         host,
@@ -56,7 +53,7 @@ def make_store(host: str, port: int, *, world_size: int, is_master: bool, timeou
 
 
 def make_gloo_group(store: Any, rank: int, world_size: int, *, host: str, timeout: timedelta) -> Any:
-    """A gloo group of processes that met at `host`, over the loopback interface where `host` is there."""
+    """Return a gloo group of processes that met at `host`; it uses the loopback interface if `host` is there."""
     if not is_loopback(host):
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
     options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - torch gives them no other name
@@ -67,7 +64,7 @@ def make_gloo_group(store: Any, rank: int, world_size: int, *, host: str, timeou
 
 @contextlib.contextmanager
 def default_group_on_loopback(host: str) -> Iterator[None]:
-    """While this lasts, groups that torch makes by itself use the loopback interface, if `host` is there."""
+    """Make the groups that torch creates inside the block use the loopback interface, if `host` is there."""
     wanted = dict.fromkeys(INTERFACE_VARIABLES, _loopback_interface()) if is_loopback(host) else {}
     added = {name: value for name, value in wanted.items() if value and name not in os.environ}
     os.environ.update(added)
@@ -79,7 +76,7 @@ def default_group_on_loopback(host: str) -> Iterator[None]:
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """A socket on that address; None where it is no address of this machine."""
+    """Return a socket that listens on that address, or None if it is not an address of this machine."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -102,12 +99,12 @@ def _loopback_interface() -> str | None:
 Backend = Literal["gloo", "nccl"]
 
 TIMEOUT_SECONDS = 60.0
-"""For all to join, and for one tensor; a member that dies or leaves is noticed at once."""
+"""Limit for all members to join, and for one tensor; a member that exits or leaves is noticed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where and as whom to join."""
+    """The address at which to join a process group, and the rank to join as."""
 
     address: str
     port: int
@@ -117,7 +114,7 @@ class Rendezvous:
 
 
 class BroadcastGroup:
-    """One membership; once an exchange has failed the group is of no use and everybody joins another."""
+    """One process's membership in the group. After a failed exchange the group is unusable and all join a new one."""
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
         timeout = timedelta(seconds=TIMEOUT_SECONDS)
@@ -134,11 +131,11 @@ class BroadcastGroup:
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, device: torch.device) -> Self:
-        """Returns when all have joined; raises `RuntimeError` when they have not within the time allowed."""
+        """Return when all members have joined; raise `RuntimeError` if they have not within `TIMEOUT_SECONDS`."""
         return cls(rendezvous, device)
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Send in order of names, as rank 0; answers with the checksum that each receiver should tell."""
+        """Send the tensors in order of names, as rank 0, and return the checksum that each receiver should report."""
         total = hashlib.blake2b(digest_size=16)
         for name in sorted(tensors):
             tensor = tensors[name].detach().to(self._device).contiguous()
@@ -147,7 +144,7 @@ class BroadcastGroup:
         return total.hexdigest()
 
     def receive(self, described: Mapping[str, tuple[list[int], str]]) -> tuple[dict[str, torch.Tensor], str]:
-        """Receive tensors of these shapes and dtypes; answers with them and their checksum."""
+        """Receive tensors of these shapes and dtypes, and return them with their checksum."""
         total = hashlib.blake2b(digest_size=16)
         received: dict[str, torch.Tensor] = {}
         for name in sorted(described):
@@ -159,7 +156,7 @@ class BroadcastGroup:
         return received, total.hexdigest()
 
     def close(self) -> None:
-        """Leave: an exchange that waits for this member fails at every other one."""
+        """Leave the group: an exchange that waits for this member fails at every other member."""
         self._group = None
         self._store = None
 
@@ -174,7 +171,7 @@ class BroadcastGroup:
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[list[int], str]]:
-    """What a receiver has to know beforehand: shape and dtype by name."""
+    """Return the shape and dtype of each tensor by name, which a receiver has to know beforehand."""
     return {name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
 
 

@@ -1,8 +1,7 @@
-"""Waiting for something that another process brings about: one line every ten seconds, then an error.
+"""The trainer's client for the inference server's routes (`/bridge/*`, `/lora/*`, `/generate`), as plain calls.
 
-A reason that is still the same is not written down again: some name every place that was looked at.
-
-The trainer's side of the inference server's bridge routes, as plain calls.
+`wait_for` polls for something that another process provides, with a log line every ten seconds and an error at the
+timeout. A reason that has not changed is not logged a second time, because some reasons list every place searched.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _LINE_SECONDS = 10.0
 
 
 class NotYet(Exception):
-    """Raised by what is polled, with the reason why there is nothing so far."""
+    """Raised by a polled function, with the reason why it has no result yet."""
 
 
 def wait_for(poll: Callable[[], T], *, what: str, timeout_seconds: float) -> T:
@@ -60,7 +59,7 @@ def wait_for(poll: Callable[[], T], *, what: str, timeout_seconds: float) -> T:
 
 
 def check_host(url: str, flag: str) -> None:
-    """A host name that does not exist is a typing mistake and not worth waiting for."""
+    """Raise `ServerUnavailable` for a host name that does not exist: such a typing mistake is not worth waiting for."""
     host = urlsplit(url).hostname or ""
     try:
         socket.getaddrinfo(host, None)
@@ -79,7 +78,7 @@ _SLOW_SECONDS = 600.0  # a fence that waits for requests to finish, a probe on a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
-    """What `/bridge/info` says."""
+    """The answer of `/bridge/info`."""
 
     model: str
     boot_id: str
@@ -92,14 +91,14 @@ class ServerInfo:
     manifest_path: str | None
     how_to_share: str | None
     publishing: bool = False
-    """Whether a publish has begun that has neither ended nor lapsed."""
+    """True while a publish has begun that has neither ended nor lapsed."""
     token_path: str | None = None
-    """Where a server of adapters has put its bridge token for its own user to read."""
+    """File with the bridge token, readable by the server's own user; of a server without a manifest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fence:
-    """A publish that the server has made way for: nothing runs until it is ended."""
+    """A publish for which the server has paused: nothing is computed until the publish is ended."""
 
     publish_id: str
     paused_requests: int
@@ -112,7 +111,7 @@ class ServerClient:
     def __init__(self, url: str, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.url = url.rstrip("/")
-        # Between publishes the connection idles longer than servers keep one open, so none is kept.
+        # Between publishes a connection would be idle for longer than servers keep one open, so none is kept.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.Client(base_url=self.url, headers=headers, limits=limits, trust_env=False)
 
@@ -144,19 +143,19 @@ class ServerClient:
             return False
 
     def is_there(self) -> bool:
-        """True where an inference server has the address, even one that is still loading."""
+        """Return True if an inference server has the address, even one that is still loading."""
         try:
             answer = self._http.get("/health", timeout=_QUICK_SECONDS)
         except (httpx.ConnectError, httpx.ConnectTimeout):
             return False
-        except httpx.TimeoutException:  # it was connected: imports may keep it from answering
+        except httpx.TimeoutException:  # the connection was made: the server may be busy with its imports
             return True
         except httpx.HTTPError:
             return False
         return answer.status_code in {httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE}
 
     def begin_publish(self, publish_id: str, *, lease_seconds: float, drain_seconds: float, in_flight: str) -> Fence:
-        """Have the server stand still for a publish of this id; repeated, it is the same publish."""
+        """Make the server pause for the publish with this id; a repeated call is the same publish."""
         body = {"publish_id": publish_id, "lease_seconds": lease_seconds, "drain_seconds": drain_seconds}
         answer = self._repeated("POST", "/bridge/publish/begin", body | {"in_flight": in_flight})
         return Fence(
@@ -169,32 +168,32 @@ class ServerClient:
         self._call("POST", "/bridge/publish/renew", {"publish_id": publish_id}, timeout_seconds=_QUICK_SECONDS)
 
     def end_publish(self, publish_id: str, version: int) -> dict[str, Any]:
-        """Have the server go on under this version; repeated, the answer is the same."""
+        """Make the server resume under this version; a repeated call gets the same answer."""
         return self._repeated("POST", "/bridge/publish/end", {"publish_id": publish_id, "version": version})
 
     def abort_publish(self, publish_id: str, *, timeout_seconds: float = _SLOW_SECONDS) -> None:
-        """Have the server go on with what its weights are now; of no effect on a publish that is over."""
+        """Make the server resume with its present weights; has no effect on a publish that is over."""
         self._repeated("POST", "/bridge/publish/abort", {"publish_id": publish_id}, timeout_seconds=timeout_seconds)
 
     def join_broadcast(self, group_id: str, rendezvous: Rendezvous) -> None:
-        """Have the server join a group; answers when all have joined."""
+        """Make the server join a group; return when all members have joined."""
         self._repeated("POST", "/bridge/broadcast/join", {"group_id": group_id, **asdict(rendezvous)})
 
     def receive_broadcast(self, transfer_id: str, described: dict[str, tuple[list[int], str]]) -> str:
-        """Have the server receive these tensors aside; the checksum of what arrived."""
+        """Make the server receive these tensors without loading them; return the checksum of the received bytes."""
         body = {"transfer_id": transfer_id, "tensors": described}
         return str(self._repeated("POST", "/bridge/broadcast/receive", body)["digest"])
 
     def load_broadcast(self, publish_id: str, version: int) -> None:
-        """Inside a publish: load what was received into the model, to be served as this version."""
+        """Load the received tensors into the model, inside a publish, to be served as this version."""
         self._call("POST", "/bridge/broadcast/load", {"publish_id": publish_id, "version": version})
 
     def leave_broadcast(self) -> None:
-        """Have the server leave its group and forget what was received and not loaded."""
+        """Make the server leave its group and discard what it has received but not loaded."""
         self._call("POST", "/bridge/broadcast/leave", timeout_seconds=_QUICK_SECONDS)
 
     def reload(self, directory: Path, version: int, *, drain_seconds: float) -> dict[str, Any]:
-        """Have the server read a checkpoint into its weights and serve it as this version."""
+        """Make the server read a checkpoint into its weights and serve it as this version."""
         body = {"path": str(directory.absolute()), "version": version, "drain_seconds": drain_seconds}
         return self._call("POST", "/bridge/reload", body)
 
@@ -202,25 +201,25 @@ class ServerClient:
         self._call("POST", "/bridge/pause", {"mode": mode}, timeout_seconds=_QUICK_SECONDS)
 
     def checksum(self) -> str:
-        """Over the shared tensors, as the server reads them at this moment."""
+        """Return the checksum over the shared tensors as the server reads them now."""
         return str(self._repeated("GET", "/bridge/debug")["checksum"])
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         return self._repeated("POST", "/generate", request)
 
     def upload_adapter(self, name: str, version: int, body: bytes) -> dict[str, Any]:
-        """Send an adapter and make it the policy; answers with what is loaded and the checksum of what arrived."""
+        """Send an adapter and make it the policy; return the loaded adapters and the checksum of the received bytes."""
         return self._repeated("POST", f"/lora/upload?name={name}&version={version}", content=body)
 
     def check_adapter(self, name: str) -> dict[str, Any]:
-        """The checksum of a sent adapter, and the names of its tensors that the server computes other values with."""
+        """Return an uploaded adapter's checksum and the names of its tensors that differ in the server's buffers."""
         return self._repeated("POST", "/lora/check", {"name": name})
 
     def activate_adapter(self, name: str) -> None:
         self._repeated("POST", "/lora/activate", {"name": name})
 
     def unload_adapter(self, name: str) -> None:
-        """Have the server forget an adapter; one that it does not know is forgotten already."""
+        """Make the server unload an adapter; one that it does not know counts as unloaded."""
         try:
             self._repeated("POST", "/lora/unload", {"name": name})
         except ServerRefused as error:
@@ -228,12 +227,12 @@ class ServerClient:
                 raise
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Any other route, of a server that is not ours for instance."""
+        """Call any other route, for instance of a stock vLLM server."""
         return self._call(method, path, body)
 
     @contextmanager
     def lease(self, publish_id: str, lease_seconds: float) -> Iterator[None]:
-        """Renew the publish's lease for as long as the block runs, however long its copies take."""
+        """Renew the publish's lease as long as the block runs, however long its copies take."""
         done = threading.Event()
 
         def renew() -> None:
@@ -243,7 +242,7 @@ class ServerClient:
                     self.renew_publish(publish_id)
                     pause_seconds = lease_seconds / 3
                 except (ServerRefused, ServerUnavailable) as error:
-                    # One lost answer is no reason to let it lapse; if it has, the end of the publish says so.
+                    # After one lost answer the lease may still be valid; if it has lapsed, ending the publish fails.
                     logger.debug("the lease of publish %s was not renewed: %s", publish_id, error)
                     pause_seconds = lease_seconds / 10
 
@@ -267,13 +266,13 @@ class ServerClient:
         content: bytes | None = None,
         timeout_seconds: float = _SLOW_SECONDS,
     ) -> dict[str, Any]:
-        """A call that the server carries out once however often it comes: asked again where its answer was lost."""
+        """Make an idempotent call, and repeat it if its answer was lost: the server carries it out only once."""
         began = time.monotonic()
         for pause_seconds in _REPEAT_AFTER_SECONDS:
             try:
                 return self._call(method, path, body, content=content, timeout_seconds=timeout_seconds)
             except ServerUnavailable as error:
-                if time.monotonic() - began >= _QUICK_SECONDS:  # it was waited for, and not merely lost
+                if time.monotonic() - began >= _QUICK_SECONDS:  # the call timed out; the answer was not just lost
                     raise
                 logger.debug("%s; asking again", error)
                 time.sleep(pause_seconds)
@@ -299,7 +298,7 @@ class ServerClient:
             raise _refusal(self.url, path.partition("?")[0], response)
         try:
             answer = response.json()
-        except ValueError:  # vLLM's own routes answer some questions with plain text
+        except ValueError:  # some of vLLM's own routes answer with plain text
             return {}
         return answer if isinstance(answer, dict) else {}
 
@@ -312,7 +311,7 @@ def _refusal(url: str, path: str, response: httpx.Response) -> ServerRefused:
 
 
 def _kind(response: httpx.Response) -> str:
-    """The last part of a problem's type; empty where the answer is no problem of ours."""
+    """Return the last part of a problem's type; empty if the answer is not one of this server's problem documents."""
     try:
         problem = response.json()
     except ValueError:
@@ -325,7 +324,7 @@ def _reason(error: httpx.HTTPError) -> str:
 
 
 def _told(response: httpx.Response) -> str:
-    """The detail of a problem document, or the beginning of whatever came instead."""
+    """Return the detail of a problem document, or the beginning of any other answer."""
     try:
         problem = response.json()
     except ValueError:

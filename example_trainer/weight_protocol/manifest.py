@@ -1,22 +1,15 @@
-"""Where tensors lie in memory that another process maps, in plain values that become JSON in a manifest.
+"""The manifest `vllm_bridge_config.json`, in which an inference server tells a trainer where its weights are stored.
 
-Plain classes, because whoever maps weights on a GPU needs nothing else of a manifest, and no library to read it.
-
-`vllm_bridge_config.json`: how an inference server tells a trainer where its weights lie.
-
-The server writes it once its tensors are exported; the trainer reads it to build a model of views into them. It holds
-a token that allows to change the weights, so it is readable by its owner alone, and a reader checks that.
-
-The bridge token of a server without a manifest, in a file that only its own user can read.
-
-So a trainer of the same user needs to be told nothing; `/bridge/info` says where the file lies.
+The server writes it once its tensors are exported; the trainer builds a model of views into them from it. The manifest
+holds a token that allows to change the weights, so only its owner can read it, and a reader checks that. A server
+without a manifest puts its bridge token into a file of the same kind, whose path `/bridge/info` returns, so that a
+trainer of the same user needs no further setting.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -24,6 +17,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from atropos_api.common.files import write_private
 from example_trainer.errors import TrainerError
 from example_trainer.weight_protocol.shm_header import ParamMapping, Storage, TensorMap
 
@@ -69,10 +63,7 @@ def write_manifest(manifest: BridgeManifest, directory: Path) -> Path:
     """Put the manifest into `directory`, whole or not at all, readable by this user alone."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / MANIFEST_NAME
-    descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=f".{MANIFEST_NAME}.")  # mkstemp makes it 0600
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(manifest.model_dump_json(indent=1))
-    Path(temporary).replace(path)
+    write_private(path, manifest.model_dump_json(indent=1))
     return path
 
 
@@ -175,10 +166,9 @@ TOKEN_NAME = "vllm_bridge_token"  # noqa: S105  a file's name
 def write_token(directory: Path, token: str) -> Path:
     """Put the token into `directory`, whole or not at all, readable by this user alone."""
     directory.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=f".{TOKEN_NAME}.")  # mkstemp makes it 0600
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(token)
-    return Path(temporary).replace(directory / TOKEN_NAME)
+    path = directory / TOKEN_NAME
+    write_private(path, token)
+    return path
 
 
 def read_token(path: str) -> str | None:

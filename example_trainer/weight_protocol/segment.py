@@ -1,8 +1,8 @@
 """One copy of the weights for two processes: POSIX shared memory on a CPU, CUDA IPC on a GPU, behind one interface.
 
-The server exports the storages its parameters live in and describes each by a handle made of plain JSON; the trainer
-turns a handle into a storage that is the same memory. On a CPU the server's tensors are first moved into shared memory,
-parameter objects unchanged; on a GPU they stay where they are, because captured CUDA graphs hold their addresses.
+The server exports the storages of its parameters and describes each by a handle of plain JSON; the trainer turns a
+handle into a storage over the same memory. On a CPU the server's tensors are first moved into shared memory, with the
+parameter objects unchanged; on a GPU they are not moved, because captured CUDA graphs hold their addresses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where a tensor lies: elements `offset + sum(index * stride)` of the storage named."""
+    """The location of a tensor: elements `offset + sum(index * stride)` of the named storage."""
 
     storage: str
     offset: int
@@ -33,7 +33,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What an export made: the storages to be attached to and each tensor's place in them."""
+    """The result of an export: the storages to attach to and each tensor's place in them."""
 
     storages: list[Storage]
     placements: dict[str, Placement]
@@ -48,14 +48,14 @@ class SharedSegment(ABC):
 
     @abstractmethod
     def attach(self, handle: Mapping[str, Any]) -> torch.UntypedStorage:
-        """The memory behind a handle that another process exported."""
+        """Return the memory behind a handle that another process exported."""
 
     @abstractmethod
     def synchronise(self) -> None:
-        """Return once everything this process has written can be read by others."""
+        """Return once other processes can read everything that this process has written."""
 
-    def close(self) -> None:  # noqa: B027  nothing to undo where memory is not ours
-        """Give back what `export` took."""
+    def close(self) -> None:  # noqa: B027  nothing to undo where the memory has another owner
+        """Release what `export` allocated."""
 
 
 class PosixSegment(SharedSegment):
@@ -69,7 +69,7 @@ class PosixSegment(SharedSegment):
         starts, total = _lay_out(tensors)
         self._file = SharedFile.create(self._boot_id, "weights", total)
         shared = _map_file(self._file.path, total)
-        # A tensor may appear under several names: all places are computed before the first one moves.
+        # A tensor may appear under several names, so all places are computed before any tensor is moved.
         placements = {name: _place(tensor, starts[_key(tensor)]) for name, tensor in tensors.items()}
         moves = {id(tensor): (tensor, placements[name]) for name, tensor in tensors.items()}
         for tensor, placement in moves.values():
@@ -83,7 +83,7 @@ class PosixSegment(SharedSegment):
         return _map_file(Path(handle["path"]), int(handle["nbytes"]))
 
     def synchronise(self) -> None:
-        """Writes to shared memory are seen at once."""
+        """Do nothing: writes to shared memory are visible at once."""
 
     def close(self) -> None:
         if self._file is not None:
@@ -92,16 +92,16 @@ class PosixSegment(SharedSegment):
 
 
 class CudaSegment(SharedSegment):
-    """Tensors where they are on a GPU, shared by CUDA IPC handles; the exporter must keep them alive.
+    """Tensors that stay in GPU memory and are shared by CUDA IPC handles; the exporter must keep them alive.
 
-    Not run with vLLM in this project's own tests: they have no GPU build of it.
+    It has not been run with vLLM in this project's own tests, which have no GPU build of vLLM.
     """
 
     def export(self, tensors: Mapping[str, torch.Tensor]) -> Exported:
         storages: dict[tuple[str, int], Storage] = {}
         placements: dict[str, Placement] = {}
         for name, tensor in tensors.items():
-            if _key(tensor) not in storages:  # a handle can be asked for once a storage
+            if _key(tensor) not in storages:  # a storage's handle can be requested only once
                 storages[_key(tensor)] = _describe_cuda_storage(tensor, str(len(storages)))
             storage = storages[_key(tensor)]
             placements[name] = Placement(
@@ -132,7 +132,7 @@ class CudaSegment(SharedSegment):
 
 
 def make_segment(device: str, boot_id: str = "") -> SharedSegment:
-    """The segment for a device as manifests name it: `cpu`, or a GPU's UUID."""
+    """Return the segment for a device as manifests name it: `cpu`, or a GPU's UUID."""
     return PosixSegment(boot_id) if device == "cpu" else CudaSegment()
 
 
@@ -141,7 +141,7 @@ def _key(tensor: torch.Tensor) -> tuple[str, int]:
 
 
 def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[tuple[str, int], int], int]:
-    """A start for each distinct storage, one after the other, and the length of all."""
+    """Return a start offset for each distinct storage, one after the other, and the total length, in bytes."""
     starts: dict[tuple[str, int], int] = {}
     end = 0
     for tensor in tensors.values():
@@ -158,7 +158,7 @@ def _place(tensor: torch.Tensor, start_bytes: int) -> Placement:
 
 
 def _map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
-    """Map an existing file; torch would quietly make a new one, or lengthen it."""
+    """Map an existing file after checking its size; torch would create a missing file or extend a short one."""
     try:
         if path.stat().st_size != nbytes:
             raise SharedMemoryError(f"{path} does not hold {nbytes} bytes, so it is not the segment the manifest means")

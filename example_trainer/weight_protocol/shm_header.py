@@ -1,11 +1,11 @@
-"""Policy versions, and the shared-memory files that carry them between trainer and inference server.
+"""Policy versions, and the shared-memory header that carries them between trainer and inference server.
 
-A publish writes the tensors between two stamps in a header that both processes map. While the stamps differ the
-tensors are a mixture of two versions and must not be read. The header lives in a file of its own, on a CPU and on a
-GPU alike, so that the server can judge the state of the weights after a trainer has died.
+A publish writes the tensors between two stamps in a header that both processes map. While the stamps differ, the
+tensors are a mixture of two versions and must not be read. The header is a file of its own, on a CPU and on a GPU
+alike, so that the server can judge the state of the weights after a trainer has been killed.
 
-Files are named after the server's boot id and locked by it for as long as it lives; a file that nobody
-holds a lock on belonged to a server that is gone and may be removed by anybody.
+Files are named after the server's boot id, and the server holds a lock on them until it exits. A file without a lock
+belonged to a server that has ended, and any process may remove it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _MAGIC = b"ATROPOS1"
 
 
 class SharedMemoryError(TrainerError):
-    """A shared-memory file cannot be made, opened or understood."""
+    """A shared-memory file cannot be created, opened or understood."""
 
 
 class WriteRefused(TrainerError):
-    """The server does not wait for a write now: its lease has lapsed, or no publish was begun."""
+    """The server does not allow a write now: the lease has lapsed, or no publish was begun."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeaderState:
-    """What the header says about the tensors: the last complete version, and whether a write is under way."""
+    """The header's statement about the tensors: the last complete version, and the stamps of the newest write."""
 
     version: PolicyVersion
     write_begin: PolicyVersion
@@ -88,18 +88,18 @@ class SegmentHeader:
         return HeaderState(version=version, write_begin=write_begin, write_end=write_end)
 
     def begin_write(self, version: PolicyVersion) -> None:
-        """From here to `end_write` the tensors are neither the old version nor the new one.
+        """Mark the start of a write: until `end_write` the tensors are neither the old version nor the new one.
 
-        A write that has begun may be begun again, to give it another version. Raises `WriteRefused` where the server
-        does not stand still for it, and leaves the header as it was: torn, if a write broke off before.
+        A write that has begun may be begun again, to give it another version. Raises `WriteRefused` if the server is
+        not paused for it, and leaves the header as it was: torn, if an earlier write was interrupted.
         """
         before = self.state()
         if version <= before.write_end:
             raise ValueError(
                 f"version {version} is not above {before.write_end}, the last one written; versions are never reused"
             )
-        # Stamp first, ask then; the server forbids first and looks at the stamp then. So either this write is refused
-        # or the server sees it: never does it read tensors that are being written.
+        # The trainer stamps first and then reads the permission; the server withdraws the permission first and then
+        # reads the stamp. So either this write is refused or the server sees it: it never reads tensors during a write.
         self._store(16, version)
         if not self._load(32):
             self._store(16, before.write_begin)
@@ -113,7 +113,7 @@ class SegmentHeader:
         self._store(24, version)
 
     def allow_writes(self, allowed: bool) -> None:
-        """The server's word on whether it stands still for a write."""
+        """Set the server's permission to write: True while it is paused for a publish."""
         self._store(32, int(allowed))
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class SegmentHeader:
 
 
 class SharedFile:
-    """One file in shared memory, private to this user, locked by the process that made it until that process ends."""
+    """One file in shared memory, private to this user and locked by the process that made it until it ends."""
 
     def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
         self.path = path
@@ -157,7 +157,7 @@ class SharedFile:
 
 
 def remove_shared_files(boot_id: str) -> list[Path]:
-    """Remove what the server with this boot id left in shared memory."""
+    """Remove the files that the server with this boot id left in shared memory."""
     removed = sorted(SHARED_MEMORY_DIR.glob(f"{FILE_PREFIX}{boot_id}-*"))
     for path in removed:
         path.unlink(missing_ok=True)
@@ -165,7 +165,7 @@ def remove_shared_files(boot_id: str) -> list[Path]:
 
 
 def sweep_stale_files() -> list[Path]:
-    """Remove this user's shared files whose server is gone, however it ended."""
+    """Remove this user's shared files whose server has ended, in whatever way it ended."""
     candidates = sorted(SHARED_MEMORY_DIR.glob(f"{FILE_PREFIX}*"))
     return [path for path in candidates if _FILE_NAME.fullmatch(path.name) and _remove_if_unlocked(path)]
 
@@ -173,15 +173,15 @@ def sweep_stale_files() -> list[Path]:
 def _remove_if_unlocked(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # another user's, or gone already
+    except OSError:  # another user's file, or one that has just been removed
         return False
     try:
         if os.fstat(descriptor).st_uid != os.getuid() or os.fstat(descriptor).st_size == 0:
-            return False  # an empty one is being made at this moment
+            return False  # an empty file is being created at this moment
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
         return True
-    except OSError:  # locked: its server lives
+    except OSError:  # locked: its server is still running
         return False
     finally:
         os.close(descriptor)
@@ -189,7 +189,7 @@ def _remove_if_unlocked(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamMapping:
-    """One parameter of the server, by the server's own name for it."""
+    """One parameter of the server, under the server's own name for it."""
 
     ipc_handle: dict[str, Any]
     shape: list[int]
@@ -198,7 +198,7 @@ class ParamMapping:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Storage:
-    """One block of shared memory: its handle is all that is needed to map it."""
+    """One block of shared memory; its handle is all that is needed to map it."""
 
     id: str
     handle: dict[str, Any]
@@ -207,7 +207,7 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A part of a checkpoint tensor: which of its elements lie where in a storage. All counts are of elements."""
+    """A part of a checkpoint tensor and the region of a storage that holds it. All counts are of elements."""
 
     storage: str
     offset: int
@@ -220,7 +220,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorMap:
-    """Where a checkpoint tensor lies; vocabulary padding is left out."""
+    """The location of a checkpoint tensor in the storages; vocabulary padding is left out."""
 
     pieces: list[Piece]
     shape: list[int]

@@ -1,11 +1,10 @@
-"""Servers that take adapters while they run: what the hot-swap bridge asks of one, and ours.
+"""Servers that take adapters while they run: the interface that `lora_only` needs, and its two implementations.
 
-A vLLM server that is not ours: adapters reach it as files, under a name that says the version.
-
-A stock vLLM (started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`) loads an adapter by path at
-`/v1/load_lora_adapter`. It does not let the model's own name mean the adapter, so clients have to ask for the adapter's
-name: the trainer tells it to the broker, and the broker to environments. Atropos' old server takes a path at
-`/lora/load` and serves that adapter by any name.
+`AtroposServer` keeps an uploaded adapter in the server's memory. `StockServer` writes adapters as files, under a name
+that holds the version. A stock vLLM (started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`) loads an
+adapter by path at `/v1/load_lora_adapter`. There the model's own name cannot stand for the adapter, so clients have to
+send the adapter's name: the trainer reports it to the broker, and the broker to environments. Atropos' old server takes
+a path at `/lora/load` and serves that adapter under any name.
 
 Loading in place under one name is never used: vLLM would read such an adapter from its file again on every step, and
 keep cached prefixes of the old one.
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SwapServer:
-    """Who answers: this start of this server, and the version it serves."""
+    """The identity of a server process (`boot_id`), and the version it serves."""
 
     boot_id: str
     policy_version: int | None
@@ -37,27 +36,27 @@ class SwapServer:
 
 
 class AdapterServer(Protocol):
-    """A server that takes adapters, of ours or not."""
+    """A server that takes adapters: the Atropos server or a stock vLLM server."""
 
     def identify(self) -> SwapServer: ...
 
     def send(self, version: int, payload: AdapterPayload) -> str:
-        """Make the adapter the policy, and tell which start of the server took it.
+        """Make the adapter the policy, and return the boot id of the server process that took it.
 
-        Raises `ServerRefused` where the old one goes on serving.
+        Raises `ServerRefused` if the old adapter stays served.
         """
         ...
 
     def policy_name(self, version: int) -> str | None:
-        """The model to ask for to get this version; None where the model's own name means the newest."""
+        """Return the model name to request for this version; None if the model's own name means the newest."""
         ...
 
     def check(self, version: int, payload: AdapterPayload) -> None:
-        """Raise `ProofFailed` unless the server computes with just these tensors."""
+        """Raise `ProofFailed` unless the server computes with exactly these tensors."""
         ...
 
     def restore(self, bad_version: int, good_version: int) -> bool:
-        """Serve an older version again in place of a bad one; whether it could."""
+        """Serve an older version again in place of a bad one; return True if that succeeded."""
         ...
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]: ...
@@ -66,7 +65,7 @@ class AdapterServer(Protocol):
 
 
 class AtroposServer:
-    """Our server: adapters go into its memory."""
+    """The Atropos server: adapters are sent into its memory."""
 
     def __init__(self, client: ServerClient) -> None:
         self._client = client
@@ -83,7 +82,7 @@ class AtroposServer:
             raise ProofFailed(f"version {version} arrived with checksum {told['digest']}, not {payload.digest()}")
         return str(told["boot_id"])
 
-    def policy_name(self, version: int) -> str | None:  # noqa: ARG002 - all of them by the model's own name
+    def policy_name(self, version: int) -> str | None:  # noqa: ARG002 - every version has the model's own name
         return None
 
     def check(self, version: int, payload: AdapterPayload) -> None:
@@ -105,7 +104,7 @@ class AtroposServer:
 
 
 def adapter_name(version: int) -> str:
-    """Under which the server knows the adapter of a version; never used twice."""
+    """Return the name under which the server knows the adapter of a version; it is never used twice."""
     return f"policy-v{version}"
 
 
@@ -141,7 +140,7 @@ class StockServer:
                 self._by_name = False
             elif name not in {entry.get("id") for entry in self._listed()}:
                 raise
-            else:  # names are never used twice, so this is ours: an answer was lost
+            else:  # names are never used twice, so this adapter was loaded and only the answer was lost
                 logger.debug("%s; but %s is loaded", error, name)
         self._versions.append(version)
         logger.info("loaded %s; clients of this server ask for it by that name", name)
@@ -150,11 +149,11 @@ class StockServer:
         return ""
 
     def policy_name(self, version: int) -> str | None:
-        """Under which clients have to ask for it, where the model's name does not mean the newest adapter."""
+        """Return the name that clients have to send, if the model's own name does not mean the newest adapter."""
         return adapter_name(version) if self._by_name else None
 
     def check(self, version: int, payload: AdapterPayload) -> None:
-        """Such a server tells nothing of its tensors; the logprobs have to do."""
+        """Do nothing: such a server reports nothing about its tensors, so only the logprobs are compared."""
 
     def restore(self, bad_version: int, good_version: int) -> bool:
         self._versions.remove(bad_version)
@@ -162,7 +161,7 @@ class StockServer:
         return good_version in self._versions
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        """A request in the terms of `/generate`, answered by way of `/v1/completions`."""
+        """Answer a request in the format of `/generate` through `/v1/completions`."""
         version = self._versions[-1]
         fields = {name: request[name] for name in ("n", "max_tokens", "temperature", "ignore_eos")}
         prompt = request["prompt"]["prompt_token_ids"]
@@ -187,7 +186,7 @@ class StockServer:
 
 
 def write_adapter(payload: AdapterPayload, directory: Path) -> Path:
-    """The adapter as PEFT writes it, so that the directory is whole or not there."""
+    """Write the adapter as PEFT does; the directory is complete or does not exist."""
     beside = directory.with_name(f".{directory.name}.part")
     try:
         for old in (beside, directory):

@@ -1,7 +1,7 @@
-"""Attaching to a running inference server: find its manifest, check that it fits, map its memory.
+"""Attachment to a running inference server: find its manifest, check that it fits, map its memory.
 
-Everything here may have to wait, because processes are started in any order, and everything that
-waiting cannot mend is refused at once with the reason and the flag to change.
+Each step may have to wait, because processes are started in any order. A problem that waiting cannot solve is refused
+at once with the reason and the flag to change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Attachment:
-    """The tensors of one server process, for as long as that process lives."""
+    """The mapped tensors of one server process, valid as long as that process runs."""
 
     def __init__(self, manifest: BridgeManifest, info: ServerInfo, client: ServerClient) -> None:
         self.manifest = manifest
@@ -69,7 +69,7 @@ class Attachment:
         )
 
     def checksum(self) -> str:
-        """Over vLLM's parameters as this process sees them; the server's own is another if it reads other memory."""
+        """Return a checksum over vLLM's parameters as mapped here; the server's differs if it reads other memory."""
         self.segment.synchronise()
         homes = {json.dumps(storage.handle, sort_keys=True): storage.id for storage in self.manifest.storages}
         total = hashlib.blake2b(digest_size=16)
@@ -83,7 +83,7 @@ class Attachment:
         return total.hexdigest()
 
     def check_memory(self) -> None:
-        """Raise `ProofFailed` unless the server computes with the very bytes that this process has mapped."""
+        """Raise `ProofFailed` unless the server computes with the same bytes that this process has mapped."""
         ours, theirs = self.checksum(), self.client.checksum()
         self._proven_checksum = ours
         if ours != theirs:
@@ -93,9 +93,9 @@ class Attachment:
             )
 
     def check_untouched(self) -> None:
-        """Raise `ProofFailed` where the tensors have changed since `check_memory`, that is outside of any publish.
+        """Raise `ProofFailed` if the tensors have changed since `check_memory`, that is, outside of any publish.
 
-        Called before the next publish begins; what was sampled in between is of no version then.
+        It runs before the next publish begins; tokens sampled after such a change belong to no version.
         """
         expected, self._proven_checksum = self._proven_checksum, None
         if expected is not None and self.checksum() != expected:
@@ -143,7 +143,7 @@ def _try_attach(server_url: str, manifest_flag: str, token: str | None) -> Attac
 
 
 def _refuse_unshared(server_url: str) -> None:
-    """A server that runs without sharing will not begin to: say so rather than wait."""
+    """Raise `CannotShare` if the server runs without sharing: it will not start to share, so waiting is useless."""
     client = ServerClient(server_url)
     try:
         info = client.info()
@@ -175,7 +175,7 @@ def _refuse_unfit(manifest: BridgeManifest, info: ServerInfo) -> None:
 
 
 def _compare_with_loaded(policy: Policy, views: dict[str, torch.Tensor], *, untouched: bool) -> None:
-    """The server's tensors against the checkpoint just loaded, bit by bit, where they must agree."""
+    """Compare the server's tensors bit by bit with the checkpoint just loaded: frozen ones must be equal."""
     loaded = {policy.parameter_names[name]: parameter for name, parameter in policy.module.named_parameters()}
     different = [name for name, view in views.items() if not _same(loaded[name], view)]
     frozen = [name for name in different if name not in policy.masters]

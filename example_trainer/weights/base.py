@@ -1,18 +1,14 @@
 """The weight bridge: the one object in which the training modes differ.
 
-The training loop asks it for a policy, hands it a version number after a step, and closes it at the
-end. How the new weights reach the server (shared tensors, a restart) is behind this protocol.
+The training loop gets a policy from it, publishes a version after a step, and closes it at the end. The transfer of the
+weights (shared tensors, a restart) is hidden behind this protocol. Order of a run: `prepare()`; then the masters may be
+overwritten from a checkpoint; then the run's first version, above both `highest_version()` and the broker's last one,
+is published before anything can be sampled, and that publish runs the logprob parity check. From then on `publish`
+follows the steps for which `should_publish` is true. While the loop waits for rollouts it calls `needs_publish` every
+few seconds: a server that has restarted serves nothing until the current masters are published again.
 
-Order of a run: `prepare()`, then the masters may be overwritten from a checkpoint, then the run's
-first version, above both `highest_version()` and what the broker remembers, is published before
-anything can be sampled; that publish proves that trainer and server compute the same logprobs. From
-then on `publish` follows the steps that `should_publish` asks for. While the loop waits for rollouts
-it asks `needs_publish` every few seconds: a server that has restarted serves nothing until the
-current masters are published again.
-
-How often to publish, so that recomputing what a publish interrupts does not eat the generation.
-
-How often a sync is proven (`--sync-check`): the first to each start of a server always, then every Nth.
+`SyncBudget` limits how often to publish, so that recomputing interrupted requests does not take most of the
+generation; `SyncCheck` counts the publishes between two parity checks (`--sync-check`).
 """
 
 from __future__ import annotations
@@ -29,59 +25,59 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishReport:
-    """What one publish did and cost."""
+    """The result and the cost of one publish."""
 
     version: int
     seconds: float
-    """From the call to the server serving the new version."""
+    """Time from the call until the server serves the new version."""
     fence_seconds: float = 0.0
-    """For how long the server held new requests."""
+    """Time during which the server held back new requests."""
     recomputed_tokens: int = 0
     """Tokens whose KV entries were computed again because their request was still running."""
     generated_tokens: int = 0
-    """Tokens the server has generated since the publish before."""
+    """Tokens the server has generated since the previous publish."""
     paused_requests: int = 0
     policy_name: str | None = None
-    """The model that clients have to ask for to get this version; None: the one they ask for anyway."""
+    """The model name that clients have to send to get this version; None: the name they send anyway."""
 
 
 class WeightBridge(Protocol):
-    """How a policy gets its weights and how new weights get to the server."""
+    """The interface between the training loop and the server: it loads the policy and publishes new weights."""
 
     def prepare(self) -> Policy:
-        """Wait for the server where one is needed and load the policy."""
+        """Wait for the server, in modes that need one already running, and load the policy."""
         ...
 
     def publish(self, version: int) -> PublishReport:
-        """Make the masters, as they are now, the served policy under this version; blocks until it is.
+        """Make the masters, as they are now, the served policy under this version; return once the server serves it.
 
         A forward from the masters may run meanwhile, an optimizer step may not.
         """
         ...
 
     def highest_version(self) -> int:
-        """The highest version the server has had; what is published next must be above it. 0 if none."""
+        """Return the highest version the server has had, 0 if none; the next published version must be above it."""
         ...
 
     def should_publish(self, steps_since_publish: int) -> bool:
-        """Whether a publish is due after this many optimizer steps without one."""
+        """Return True if a publish is due after this many optimizer steps without one."""
         ...
 
     def needs_publish(self) -> bool:
-        """Whether the server serves nothing until it is published to (again); cheap, never raises."""
+        """Return True if the server serves nothing until the next publish; cheap, never raises."""
         ...
 
     def close(self) -> None:
-        """Let go of the server; end it, if the bridge started it."""
+        """Disconnect from the server, and stop it if the bridge started it."""
         ...
 
     def notify_update(self) -> PublishReport:
-        """The masters have moved: publish them under the next version, for callers that keep no count of their own."""
+        """Publish the changed masters under the next version, for callers that keep no version count of their own."""
         return self.publish(self.highest_version() + 1)
 
 
 class SyncBudget:
-    """`--sync-budget` as a rule over the publishes of the last seconds.
+    """The rule of `--sync-budget` over the publishes of the last seconds.
 
     Each publish makes the server compute the KV entries of its paused requests again. While those
     tokens exceed `share` of the tokens generated in the window, the next publish waits, but never
@@ -106,7 +102,7 @@ class SyncBudget:
         self._publishes.append((self._clock(), report.recomputed_tokens, report.generated_tokens))
 
     def recomputed_fraction(self) -> float:
-        """Recomputed over generated tokens of the publishes within the window."""
+        """Return recomputed over generated tokens for the publishes within the window."""
         oldest = self._clock() - self._window_seconds
         while self._publishes and self._publishes[0][0] < oldest:
             self._publishes.popleft()
@@ -114,7 +110,7 @@ class SyncBudget:
         return recomputed / max(1, sum(entry[2] for entry in self._publishes)) if recomputed else 0.0
 
     def allows(self, steps_since_publish: int) -> bool:
-        """Whether to publish now, that many optimizer steps after the last time."""
+        """Return True if a publish may happen now, that many optimizer steps after the last one."""
         if steps_since_publish < 1:
             return False
         if self._most_steps is not None and steps_since_publish >= max(1, self._most_steps):
@@ -124,14 +120,14 @@ class SyncBudget:
 
 @dataclass(slots=True)
 class SyncCheck:
-    """Counts publishes from one proof to the next."""
+    """Counts publishes from one parity check to the next."""
 
     every: int
-    """0: none is due."""
+    """Number of publishes from one check to the next; 0: no check is due."""
     _since: int = field(default=0, init=False)
 
     def is_due(self) -> bool:
-        """Whether the publish just made is to be proven; call it once a publish."""
+        """Return True if the publish just made is to be checked; call it once per publish."""
         self._since += 1
         if self.every == 0 or self._since < self.every:
             return False

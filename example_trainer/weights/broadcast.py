@@ -1,11 +1,11 @@
-"""Weights for several servers, on this host or others: `--num-inference-nodes N` with `shared_vllm`.
+"""Mode `shared_vllm` for several servers, on this host or others (`--num-inference-nodes N`).
 
-No memory is shared then. The trainer has a copy of its own and sends each publish once to all servers, over a process
-group (`MASTER_ADDR`, `MASTER_PORT`; gloo, or nccl between GPUs). All move to a version together or not at all: each
-receives aside and tells a checksum; only when these agree all are paused and load; only when all have loaded they go
-on. Whatever fails before that, all go on with the old version. A server that has loaded and cannot be told to go on
-serves nothing until it is reached again: then it, and whoever has died and come back, gets the same masters, while
-those that have the version already keep it.
+No memory is shared then. The trainer has its own copy and sends each publish once to all servers, over a process group
+(`MASTER_ADDR`, `MASTER_PORT`; gloo, or nccl between GPUs). All servers change to a version together or not at all: each
+receives the tensors without loading them and reports a checksum; only when these agree, all are paused and load; only
+when all have loaded, they resume. After a failure before that point all resume with the old version. A server that has
+loaded but cannot be reached to resume serves nothing until it is reached again: then it, and any server that has
+restarted, gets the same masters, while those that have the version already keep it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ T = TypeVar("T")
 
 _FAILURES = (ServerRefused, ServerUnavailable, RuntimeError, ProofFailed)
 _PASSING = frozenset({404, 409, 410, 500, 503})
-"""500: what a server may say whose engine is just dying."""
+"""Statuses worth a retry; a server may answer 500 while its engine is failing."""
 _FAILING = frozenset({500, 503})
-"""Of these a server may recover within the same publish."""
+"""Statuses from which a server may recover within the same publish."""
 _ATTEMPTS = 3
 _END_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BroadcastOptions:
-    """What of the trainer's configuration concerns the broadcast bridge."""
+    """The part of the trainer's configuration that concerns the broadcast bridge."""
 
     policy: PolicyOptions
     server_urls: Sequence[str]
@@ -66,7 +66,7 @@ class BroadcastOptions:
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """One server, as far as it is known."""
+    """One server: its client and the last known state."""
 
     client: ServerClient
     info: ServerInfo
@@ -76,7 +76,7 @@ class _Member:
 
 @dataclass(slots=True)
 class _Cost:
-    """What the fences of one publish have cost, on all servers together."""
+    """The cost of one publish's fences, on all servers together."""
 
     fence_seconds: float = 0.0
     recomputed_tokens: int = 0
@@ -86,7 +86,7 @@ class _Cost:
 
 @dataclass(slots=True)
 class _Joined:
-    """A group that stands, and the starts of the servers that are in it."""
+    """A process group that all have joined, and the boot ids of its servers."""
 
     group: BroadcastGroup
     boots: list[str] = field(default_factory=list)
@@ -141,7 +141,7 @@ class BroadcastBridge(WeightBridge):
         return self._budget.allows(steps_since_publish)
 
     def needs_publish(self) -> bool:
-        """Whether a server serves nothing: it has restarted, or could not be told how the last publish ended."""
+        """Return True if a server serves nothing: it has restarted, or could not be reached to end the last publish."""
         return self._has_published and any(self._pool.map(_serves_nothing, self._members))
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class BroadcastBridge(WeightBridge):
         return client, info
 
     def _with_retries(self, version: int) -> _Cost:
-        """A server that fails or restarts in the middle gets the same masters once it answers again."""
+        """Publish with retries: a server that fails or restarts gets the same masters once it answers again."""
         cost = _Cost()
         for attempt in range(_ATTEMPTS):
             try:
@@ -190,7 +190,7 @@ class BroadcastBridge(WeightBridge):
         raise AssertionError("unreachable")
 
     def _behind(self, version: int) -> list[_Member]:
-        """The servers that do not serve `version` yet, once every server answers and is in no publish."""
+        """Return the servers that do not serve `version` yet, once every server answers and is in no publish."""
 
         def look(member: _Member) -> None:
             member.info = self._until_it_answers(member.client.url, partial(_settled_info, member.client))
@@ -212,7 +212,7 @@ class BroadcastBridge(WeightBridge):
         self._move(members, version, cost)
 
     def _join(self, members: list[_Member], policy: Policy) -> BroadcastGroup:
-        """A new group of the trainer and these servers."""
+        """Return a new group of the trainer and these servers."""
         with ExitStack() as held:
             address = os.environ.get("MASTER_ADDR", "127.0.0.1")
             port = int(os.environ.get("MASTER_PORT") or free_port(held=held))
@@ -232,14 +232,14 @@ class BroadcastBridge(WeightBridge):
         return group
 
     def _send(self, members: list[_Member], group: BroadcastGroup, policy: Policy) -> None:
-        """Every server has the weights aside, and they are what was sent; else raises."""
+        """Send the weights to every server, to be kept without loading; raise unless all received what was sent."""
         tensors = policy.checkpoint_tensors(policy.dtype)
         told, transfer_id = describe(tensors), uuid.uuid4().hex
         waiting = [self._pool.submit(member.client.receive_broadcast, transfer_id, told) for member in members]
         try:
             digest = group.send(tensors)
         except BaseException:
-            group.close()  # which ends what the servers still wait for
+            group.close()  # ends the servers' wait for the remaining tensors
             wait(waiting)
             raise
         arrived = [each.result() for each in waiting]
@@ -247,7 +247,7 @@ class BroadcastBridge(WeightBridge):
             raise ProofFailed(f"other bytes than were sent have arrived at {', '.join(wrong)}")
 
     def _move(self, members: list[_Member], version: int, cost: _Cost) -> None:
-        """Pause all, load everywhere, go on everywhere; until all have loaded, a failure takes everything back."""
+        """Pause all servers, load on all, resume all; a failure before all have loaded is undone on all."""
         options = self._options
         ids = {member: uuid.uuid4().hex for member in members}
         fences: dict[_Member, Fence] = {}
@@ -276,20 +276,20 @@ class BroadcastBridge(WeightBridge):
             _add(cost, member, fences[member], answer)
 
     def _leave(self) -> None:
-        """The group is of no more use: nobody waits in it any longer, and nothing is kept aside for it."""
+        """Close the group: no server waits in it any longer, and received tensors that are not loaded are discarded."""
         joined, self._joined = self._joined, None
         if joined is not None:
             joined.group.close()
             self._each(self._members, lambda each: _forget(each.client))
 
     def _verify(self, version: int) -> None:
-        """Prove the first publish to each start of a server, and as often as asked from then on."""
+        """Check the first publish to each server process, and later ones as often as `--sync-check` says."""
         due = self._check.is_due()
         for member in self._members:
             if due or member.info.boot_id != member.proven_boot:
                 try:
                     self._prove(member, version)
-                except (ServerRefused, ServerUnavailable) as error:  # when it is back, it waits for a publish
+                except (ServerRefused, ServerUnavailable) as error:  # after a restart it waits for a publish
                     logger.warning("version %d is not proven at %s: %s", version, member.client.url, error)
 
     def _prove(self, member: _Member, version: int) -> None:
@@ -306,7 +306,7 @@ class BroadcastBridge(WeightBridge):
         member.proven_boot = member.info.boot_id
 
     def _each(self, members: Sequence[_Member], call: Callable[[_Member], T]) -> list[T]:
-        """The answers of these servers, asked at once; raises what the first failing one raised, when all are done."""
+        """Call these servers in parallel and return the answers; raise the first error once all calls have ended."""
         waiting = [self._pool.submit(call, member) for member in members]
         wait(waiting)
         return [each.result() for each in waiting]
@@ -332,7 +332,7 @@ def _serves_nothing(member: _Member) -> bool:
 
 
 def _take_back(client: ServerClient, publish_id: str) -> None:
-    """Have a server go back to the weights before; of one that has not begun there is nothing to take back."""
+    """Make a server restore its previous weights; one that has not begun the publish has nothing to restore."""
     try:
         client.abort_publish(publish_id)
     except (ServerRefused, ServerUnavailable) as error:
@@ -348,7 +348,7 @@ def _forget(client: ServerClient) -> None:
 
 
 def _end(client: ServerClient, publish_id: str, version: int, *, lease_seconds: float) -> dict[str, Any]:
-    """Tell a server to go on. All have loaded, so this one has to: it is told again for as long as it waits."""
+    """Make a server resume. All have loaded, so this one has to: the call is repeated until the lease has lapsed."""
     deadline = time.monotonic() + lease_seconds
     while True:
         try:

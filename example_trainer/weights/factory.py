@@ -1,4 +1,4 @@
-"""The weight bridge of each mode, made from the trainer's configuration."""
+"""Construction of the weight bridge for each mode from the trainer's configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def policy_options(config: TrainingConfig) -> PolicyOptions:
-    """What of the trainer's configuration concerns loading the model."""
+    """Return the part of the trainer's configuration that concerns loading the model."""
     from example_trainer.modeling.loading import PolicyOptions, Sharding
     from example_trainer.modeling.lora import adapter_options
 
@@ -36,7 +36,7 @@ def policy_options(config: TrainingConfig) -> PolicyOptions:
 
 
 def make_bridge(config: TrainingConfig) -> WeightBridge:
-    """The bridge for the configured mode."""
+    """Return the bridge for the configured mode."""
     if config.broadcasts:
         return _broadcast(config)
     bridges: dict[BridgeMode, Callable[[TrainingConfig], WeightBridge]] = {
@@ -124,7 +124,7 @@ def _restart(config: TrainingConfig) -> WeightBridge:
 
 
 def _vllm(config: TrainingConfig, arguments: Sequence[str] = ()) -> VllmOptions:
-    """How the trainer starts a server of its own."""
+    """Return the options with which the trainer starts a server of its own."""
     from example_trainer.vllm_manager import VllmOptions
 
     return VllmOptions(
@@ -144,12 +144,12 @@ def _vllm(config: TrainingConfig, arguments: Sequence[str] = ()) -> VllmOptions:
 
 
 def _adapter_arguments(config: TrainingConfig, kept: int) -> list[str]:
-    """What a server of adapters is started with."""
+    """Return the arguments for starting a server of adapters."""
     return ["--enable-lora", "--max-lora-rank", str(served_rank(config.lora_r)), "--max-loras", str(kept)]
 
 
 def _vllm_arguments(config: TrainingConfig) -> list[str]:
-    """Those of vLLM's own flags that the trainer's configuration names."""
+    """Return vLLM's own flags for which the trainer's configuration has settings."""
     arguments = ["--tensor-parallel-size", str(config.vllm_tensor_parallel_size)]
     if config.vllm_quantization is not None:
         arguments += ["--quantization", config.vllm_quantization]

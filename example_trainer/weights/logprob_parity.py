@@ -1,8 +1,8 @@
-"""The proof that trainer and server compute the same policy: logprobs of a fixed probe, both sides.
+"""The logprob parity check: trainer and server must compute the same logprobs for a fixed probe.
 
-The server samples continuations of fixed random prompts and says under which logprobs; the trainer's
-forward computes the logprobs of the same tokens. A wrong slice, a stale cache, rotary frequencies
-without their scaling, a tensor left out: each moves them by far more than rounding does.
+The server samples continuations of fixed random prompts and reports their logprobs; the trainer's forward computes the
+logprobs of the same tokens. A wrong slice, a stale cache, rotary frequencies without their scaling, a missing tensor:
+each changes them by far more than rounding does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SEED = 20260
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far logprobs of the same tokens lie apart: the largest and the mean absolute difference."""
+    """The distance between two sets of logprobs of the same tokens: the largest and the mean absolute difference."""
 
     maximum: float
     mean: float
@@ -49,8 +49,9 @@ TOLERANCES: Mapping[torch.dtype, Difference] = {
     torch.bfloat16: Difference(maximum=5e-2, mean=5e-3),
 }
 
-# Of 2,048 sampled tokens the worst lies where the model is ill-conditioned, and which tokens come is chance: on the
-# demo's base the trainer alone is off by 2e-5 to 5e-5 there, and both sides together passed 1e-4 in one start of forty.
+# Of 2,048 sampled tokens the worst is one for which the model is ill-conditioned, and the sampled tokens are random: on
+# the demo's base the trainer alone is off by 2e-5 to 5e-5 there, and both sides together exceeded 1e-4 in one of 40
+# starts.
 _TIMES_OWN_ROUNDING = Difference(maximum=5.0, mean=2.0)
 
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}
@@ -58,7 +59,7 @@ _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """The comparison's outcome."""
+    """The outcome of a comparison."""
 
     tokens: int
     difference: Difference
@@ -74,7 +75,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """One prompt with what the server answered."""
+    """One prompt with the server's answer."""
 
     prompt: list[int]
     outputs: list[list[int]]
@@ -90,9 +91,9 @@ def prove(
     max_model_len: int,
     limit: Difference | None = None,
 ) -> Agreement:
-    """Compare both sides on the probe; raises `ProofFailed` with the numbers where they differ.
+    """Compare both sides on the probe; raise `ProofFailed` with the numbers if they differ.
 
-    With the `limit` of an earlier proof the module is only read, so that it may be used meanwhile.
+    With the `limit` of an earlier check the module is only read, so that it may be used meanwhile.
     """
     _check_written(policy)
     prompts = probe_prompts(int(policy.hf_config.vocab_size), max_model_len)
@@ -114,10 +115,10 @@ def prove(
 
 @torch.no_grad()
 def _check_written(policy: Policy) -> None:
-    """What is served against the masters, bit by bit, where this process can see it.
+    """Compare the served tensors with the masters bit by bit, as far as this process can see them.
 
-    A forward that reads the served tensors agrees with the server even where a publish missed some, and of a row
-    that was written wrongly in bf16 logprobs may tell less than rounding does.
+    A forward that reads the served tensors agrees with the server even if a publish missed some of them, and one row
+    written wrongly in bf16 may change the logprobs by less than rounding does.
     """
     stale = set() if policy.forwards_from_masters else set(policy.stale_weights())
     for name, master in policy.masters.items():
@@ -133,7 +134,7 @@ def _check_written(policy: Policy) -> None:
 
 
 def probe_prompts(vocabulary: int, max_model_len: int) -> list[list[int]]:
-    """The same random prompts each time, of lengths short of and beyond a block of the prefix cache."""
+    """Return the same random prompts on each call, with lengths below and above a block of the prefix cache."""
     generator = torch.Generator().manual_seed(_SEED)
     room = max(1, (max_model_len or max(_PROMPT_LENGTHS) + _OUTPUT_TOKENS) - _OUTPUT_TOKENS)
     return [torch.randint(vocabulary, (min(length, room),), generator=generator).tolist() for length in _PROMPT_LENGTHS]
@@ -141,10 +142,10 @@ def probe_prompts(vocabulary: int, max_model_len: int) -> list[list[int]]:
 
 @torch.no_grad()
 def compare(policy: Policy, samples: list[_Sample], limit: Difference | None = None) -> Agreement:
-    """The server's logprobs against those of the trainer's forward.
+    """Compare the server's logprobs with those of the trainer's forward.
 
-    Both sides round, by amounts that grow with the model's logits. How much is measured rather than
-    assumed: the trainer's own distance from the same forward in the next wider precision.
+    Both sides round, by amounts that grow with the model's logits. The amount is measured rather than
+    assumed: it is the trainer's own distance from the same forward in the next wider precision.
     """
     theirs = torch.cat([torch.tensor(logprobs) for sample in samples for logprobs in sample.logprobs])
     ours = torch.cat([_logprobs(policy, sample) for sample in samples])
@@ -168,7 +169,7 @@ def _limit(policy: Policy, samples: list[_Sample], ours: torch.Tensor) -> Differ
 
 @contextmanager
 def wider_precision(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Forwards compute in `dtype` from the weights as they are, which are widened one submodule at a time."""
+    """Run forwards in `dtype` inside the block, from the present weights, widened one submodule at a time."""
     narrow: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
 
     def widen(unit: nn.Module, _: Any) -> None:
@@ -198,9 +199,9 @@ def wider_precision(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """What is widened at a time: a module with parameters of its own, or an adapter with the layer it hangs on.
+    """Yield the units to widen: a module with parameters of its own, or an adapter with the layer it is attached to.
 
-    An adapter's layer looks at its matrices' dtype before it calls them, so these cannot be widened one by one.
+    An adapter's layer reads its matrices' dtype before it calls them, so these cannot be widened one by one.
     """
     if hasattr(module, "lora_A") or any(True for _ in module.parameters(recurse=False)):
         yield module
@@ -222,7 +223,7 @@ def _request(prompt: list[int]) -> dict[str, Any]:
 
 
 def _checked(prompt: list[int], answer: Mapping[str, Any], *, version: int, boot_id: str) -> _Sample:
-    """The answer, once it is known to be sampled by this server under this version alone."""
+    """Return the answer as a sample, after checking that this server sampled it under this version alone."""
     versions = {span[2] for spans in answer["policy_versions"] for span in spans}
     if versions != {version} or answer["boot_id"] != boot_id:
         raise ProofFailed(
@@ -233,7 +234,7 @@ def _checked(prompt: list[int], answer: Mapping[str, Any], *, version: int, boot
 
 
 def _logprobs(policy: Policy, sample: _Sample) -> torch.Tensor:
-    """The trainer's logprobs of all tokens of a sample's outputs, one output after the other."""
+    """Return the trainer's logprobs of all tokens of a sample's outputs, one output after the other."""
     lengths = [len(output) for output in sample.outputs]
     width = len(sample.prompt) + max(lengths)
     rows = [[*sample.prompt, *output] + [0] * (width - len(sample.prompt) - len(output)) for output in sample.outputs]

@@ -1,10 +1,10 @@
-"""Mode `lora_only`: a new adapter is sent to a running server, which goes on decoding meanwhile.
+"""Mode `lora_only`: a new adapter is sent to a running server, which continues decoding meanwhile.
 
-The adapter's tensors travel as one safetensors body into the server's memory; from the answer on, requests under the
-model's name begin with the new adapter and those already running end with theirs. No fence, no file, no restart, and no
-`--enforce-eager`. A rejected adapter leaves the old one serving. Where a server answers at `--vllm-port` it is used;
-else the trainer starts one, and starts it again should it die. A server that is no server of ours takes its adapters
-from files (`weights.foreign`).
+The adapter's tensors are sent as one safetensors body into the server's memory; from the server's answer on, requests
+under the model's name start with the new adapter, and those already running end with theirs. There is no fence, no
+file, no restart and no `--enforce-eager`. If an adapter is rejected, the old one stays served. A server that answers at
+`--vllm-port` is used; otherwise the trainer starts one, and restarts it if it exits. A stock vLLM server takes its
+adapters from files (`weights.adapter_target`).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _PASSING = frozenset({404, 409, 410, 500, 503})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HotswapOptions:
-    """What of the trainer's configuration concerns the hot-swap bridge."""
+    """The part of the trainer's configuration that concerns the `lora_only` bridge."""
 
     policy: PolicyOptions
     server_url: str
     adapters_dir: Path
-    """Where adapters are written for a server that only takes files."""
+    """Directory to which adapters are written for a server that only takes files."""
     bridge_token: str | None = None
     vllm: VllmOptions | None = None
-    """How to start a server where none answers; None waits for one."""
+    """Options to start a server with if none answers; None: wait for one."""
     wait_timeout_seconds: float = 600.0
     versions_kept: int = USUAL_STALENESS + 2
     sync_check_every: int = 0
@@ -63,7 +63,7 @@ class LoraHotswapBridge(WeightBridge):
         self._boot_id: str | None = None
         self._check = SyncCheck(every=options.sync_check_every)
         self._good_version: int | None = None
-        """The last one that was proven, or followed one that was."""
+        """The last version whose publish passed its check, or needed none."""
         self._has_published = False
         self._limit: Difference | None = None
         self._publishing = threading.Lock()
@@ -84,7 +84,7 @@ class LoraHotswapBridge(WeightBridge):
             return self._publish(version)
 
     def highest_version(self) -> int:
-        """Of a server that lives longer than one run."""
+        """Return the version that the server serves, which may come from an earlier run; 0 if none."""
         if self._server is None:
             return 0
         return self._until_it_answers(self._server).policy_version or 0
@@ -113,7 +113,7 @@ class LoraHotswapBridge(WeightBridge):
             self._manager = None
 
     def _start_own(self, vllm: VllmOptions) -> VllmManager | None:
-        """A server of the trainer's own; None where another has taken the port in the meantime, which is used then."""
+        """Start a server of the trainer's own; None if another one has taken the port meanwhile, which is used then."""
         manager = VllmManager(vllm)
         try:
             manager.start(self._options.policy.model_name, version=None)
@@ -126,7 +126,7 @@ class LoraHotswapBridge(WeightBridge):
         return manager
 
     def _connect(self) -> None:
-        """Wait for the server and settle how it takes adapters."""
+        """Wait for the server and find out in which way it takes adapters."""
         manager, options = self._manager, self._options
         if manager is not None:
             manager.wait_until_ready(None)
@@ -161,7 +161,7 @@ class LoraHotswapBridge(WeightBridge):
         return report
 
     def _revive(self) -> None:
-        """Start the server again, if it was ours to start and has died."""
+        """Restart the server if the trainer started it and it has exited."""
         manager = self._manager
         if manager is None or manager.running:
             return
@@ -170,7 +170,7 @@ class LoraHotswapBridge(WeightBridge):
         manager.wait_until_ready(None)
 
     def _verify(self, version: int, payload: AdapterPayload, boot_id: str) -> None:
-        """Prove the first publish to each start of the server, and as often as asked from then on."""
+        """Check the first publish to each server process, and later ones as often as `--sync-check` says."""
         assert self._server is not None
         assert self._policy is not None
         try:
@@ -189,7 +189,7 @@ class LoraHotswapBridge(WeightBridge):
             if self._good_version is not None and self._server.restore(version, self._good_version):
                 logger.exception("version %d is not what it should be; serving %d again", version, self._good_version)
             raise
-        except (ServerRefused, ServerUnavailable) as error:  # `needs_publish` finds out what has become of it
+        except (ServerRefused, ServerUnavailable) as error:  # `needs_publish` will find the server's state
             if _is_lasting(error):
                 raise
             logger.warning("version %d could not be proven: %s", version, error)
@@ -198,7 +198,7 @@ class LoraHotswapBridge(WeightBridge):
             self._boot_id, self._good_version = boot_id, version
 
     def _until_it_answers(self, server: AdapterServer) -> SwapServer:
-        """What the server is, once it says so: it may just be restarting."""
+        """Return the server's identity once it answers: it may be restarting."""
 
         def ask() -> SwapServer:
             try:
@@ -215,7 +215,7 @@ def _is_lasting(error: ServerRefused | ServerUnavailable) -> bool:
 
 
 def is_served(url: str) -> bool:
-    """True where some inference server has this address, or is about to answer there."""
+    """Return True if an inference server has this address, even one that is still loading."""
     client = ServerClient(url)
     try:
         return client.is_there()
@@ -228,7 +228,7 @@ def _try_connect(options: HotswapOptions) -> AdapterServer:
     try:
         if not client.healthy():
             reason = "it is still loading its model" if client.is_there() else "no answer to /health"
-            raise NotYet(reason)  # noqa: TRY301  the client is closed on every way out
+            raise NotYet(reason)  # noqa: TRY301  every exception path closes the client
         return _connect_own(client, options)
     except ServerUnavailable as error:
         client.close()

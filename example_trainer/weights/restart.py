@@ -1,12 +1,13 @@
 """Modes `none` and `lora_restart`: new weights reach the server by files and a restart of the server.
 
-The simplest bridge: two copies of the weights, no shared memory, any device. The trainer starts the server itself and
-every `--vllm-restart-interval` steps writes the weights as a Hugging Face checkpoint (`lora_restart`: the adapter, as
-PEFT writes it) and has a server of these take the old one's place. A version belongs to one start of the server, so
-each request has one. Clients notice nothing: the new server takes over their connections (`serving.handover`).
+This is the simplest bridge: two copies of the weights, no shared memory, any device. The trainer starts the server
+itself; every `--vllm-restart-interval` steps it writes the weights as a Hugging Face checkpoint (`lora_restart`: the
+adapter, as PEFT writes it) and replaces the server by one that has loaded them. A version belongs to one server
+process, so each request has exactly one. Clients see no interruption: the new server takes over their connections
+(`serving.handover`).
 
-With `--restart-method reload` a running server reads the checkpoint into its weights, under the fence of a publish;
-where that fails the server is restarted, since nobody knows what its weights are then.
+With `--restart-method reload` a running server reads the checkpoint into its weights, under the fence of a publish; if
+that fails the server is restarted, because the state of its weights is unknown.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartOptions:
-    """What of the trainer's configuration concerns the restart bridge."""
+    """The part of the trainer's configuration that concerns the restart bridge."""
 
     policy: PolicyOptions
     vllm: VllmOptions
     weights_dir: Path
-    """Where the checkpoints to serve are written; the last one is kept."""
+    """Directory to which the served checkpoints are written; the last one is kept."""
     restart_interval: int = 3
     method: Literal["restart", "reload"] = "restart"
     adapter_arguments: Sequence[str] = ()
-    """What a server of adapters is started with."""
+    """Extra arguments for starting a server of adapters."""
     sync_check_every: int = 0
 
 
 class RestartBridge(WeightBridge):
-    """Implements `WeightBridge` by restarting a vLLM server of its own on fresh weights."""
+    """Implements `WeightBridge` by restarting a vLLM server of its own on new weights."""
 
     def __init__(self, options: RestartOptions) -> None:
         self._options = options
@@ -96,7 +97,7 @@ class RestartBridge(WeightBridge):
         return steps_since_publish >= self._options.restart_interval
 
     def needs_publish(self) -> bool:
-        """After the server has ended by itself, so that the run goes on with a fresh one."""
+        """Return True after the server has exited by itself, so that the run continues with a new one."""
         if self._manager is None or not self._version or self._manager.running:
             return False
         logger.warning("vLLM has ended by itself; its last lines:\n%s", self._manager.log_tail())
@@ -116,7 +117,7 @@ class RestartBridge(WeightBridge):
         return write_served_checkpoint(policy, directory)
 
     def _serve(self, manager: VllmManager, directory: Path, version: int) -> tuple[ServerInfo, float]:
-        """Have the directory served; answers with who serves it, and for how long nobody served anything."""
+        """Have the directory served; return the serving process's info and the seconds in which no server answered."""
         if self._options.method == "reload" and manager.running:
             try:
                 return self._reload(manager, directory, version)
@@ -131,7 +132,7 @@ class RestartBridge(WeightBridge):
         return replacement.info, replacement.gap_seconds if self._version else 0.0
 
     def _served_base(self, policy: Policy) -> str | Path:
-        """What adapters are served on: the model, or a checkpoint of the values that a quantised one computes with."""
+        """Return the base for adapters: the model, or a checkpoint of the values that a quantised one computes with."""
         if not policy.has_quantised_base:
             return self._options.policy.model_name
         directory = self._options.weights_dir / "base"
@@ -151,7 +152,7 @@ class RestartBridge(WeightBridge):
             client.close()
 
     def _prove_or_put_off(self, info: ServerInfo, version: int, directory: Path) -> None:
-        """A server that dies meanwhile is missed soon (`needs_publish`); what takes its place is proven instead."""
+        """Run the parity check; if the server exits meanwhile (`needs_publish` notices), the next one is checked."""
         self._proven = False
         try:
             self._prove(info, version, directory)
@@ -178,14 +179,14 @@ class RestartBridge(WeightBridge):
         self._limit = agreement.limit
 
     def _whole_policy(self, directory: Path) -> Policy:
-        """The policy, or where it is spread over ranks, which all a forward would need, what they have just written."""
+        """Return the policy, or load the checkpoint just written if it is sharded: a forward would need all ranks."""
         assert self._policy is not None
         if not self._policy.is_sharded:
             return self._policy
         return load_policy(replace(self._options.policy, model_name=str(directory), sharding=None))
 
     def _remove_all_but(self, kept: Path) -> None:
-        """What was served before, and what a trainer that was killed had begun to write."""
+        """Remove the previously served directories and the partial ones that a killed trainer left."""
         served = self._options.weights_dir
         for path in (*served.glob("policy-v*"), *served.glob(".policy-v*.part")):
             if path != kept:
@@ -193,7 +194,7 @@ class RestartBridge(WeightBridge):
 
 
 def fitted(vllm: VllmOptions, policy: Policy) -> VllmOptions:
-    """The server's options, cut to what the model allows and in the policy's precision."""
+    """Return the server's options, limited to the model's context length and in the policy's precision."""
     longest = getattr(policy.hf_config, "max_position_embeddings", None)
     if longest and vllm.max_model_len and vllm.max_model_len > longest:
         vllm = replace(vllm, max_model_len=int(longest))
@@ -201,7 +202,7 @@ def fitted(vllm: VllmOptions, policy: Policy) -> VllmOptions:
 
 
 def write_served_checkpoint(policy: Policy, directory: Path, *, base: bool = False) -> Path:
-    """Write the weights (of the base alone), in the dtype they are served in; the directory is whole or not there."""
+    """Write the weights (or only the base) in the served dtype; the directory is complete or does not exist."""
     from huggingface_hub import save_torch_state_dict
 
     beside = directory.with_name(f".{directory.name}.part")

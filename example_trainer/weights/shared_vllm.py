@@ -1,17 +1,14 @@
-"""A publish between its begin and its end: the server stands still, and the trainer shows that it lives.
+"""Mode `shared_vllm`: one copy of the served weights, written by the trainer into memory that vLLM reads.
 
-`shared_vllm`: one copy of the served weights, written by the trainer where vLLM reads them.
+A publish: the server holds back new requests and lets running ones end or pause (the fence, `OpenPublish`, under a
+lease that the trainer renews); the trainer marks the header as being written, casts the masters into the shared
+tensors, marks the header as complete and sends the server the version, upon which the server resumes. If the trainer is
+killed in between, the header shows it, and the server answers nothing until a publish has completed. A server that
+restarts has another boot id and no version: the bridge attaches to its new tensors and publishes the masters again.
 
-A publish is: ask the server to hold new requests and let running ones end or pause (the fence); mark
-the header as being written; cast the masters into the shared tensors; mark the header as complete;
-tell the server the version, upon which it goes on. A trainer that dies on the way leaves a header
-that says so, and the server answers nothing until a whole publish has been made. A server that
-restarts comes back with another boot id and without a version: the bridge attaches to its new
-tensors and publishes the masters again.
-
-Without masters (`--master-weights none`) the optimizer writes the shared tensors themselves. Then a publish begins
-with the step: the fence goes up and the header is marked before the first weight moves, and `publish` gives what was
-written its version. From prepare() on there is no other copy of the weights.
+Without masters (`--master-weights none`) the optimizer writes the shared tensors themselves. Then a publish begins with
+the step: the fence is set and the header marked before the first weight changes, and `publish` gives the written
+weights their version. From prepare() on there is no other copy of the weights.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ _GIVE_UP_SECONDS = 5.0
 
 
 class OpenPublish:
-    """A fence that a server has put up; its lease is renewed until this is closed, however long the write takes."""
+    """A fence that a server has set; its lease is renewed until this object is closed, however long the write takes."""
 
     def __init__(
         self, attachment: Attachment, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight
@@ -77,11 +74,11 @@ class OpenPublish:
         self.close()
 
     def end(self, version: int) -> dict[str, Any]:
-        """The weights are whole: have the server go on under this version."""
+        """Make the server resume under this version, once the weights are complete."""
         return self.attachment.client.end_publish(self.publish_id, version)
 
     def give_up(self) -> None:
-        """Have the server go on with what its weights are now, instead of standing still until the lease lapses."""
+        """Make the server resume with its present weights now, instead of pausing until the lease lapses."""
         self.close()
         try:
             self.attachment.client.abort_publish(self.publish_id, timeout_seconds=_GIVE_UP_SECONDS)
@@ -89,16 +86,16 @@ class OpenPublish:
             logger.debug("publish %s is left to its lease: %s", self.publish_id, error)
 
     def close(self) -> None:
-        """Renew the lease no longer; the fence stays up until the publish is ended or the lease lapses."""
+        """Stop renewing the lease; the fence stays until the publish is ended or the lease lapses."""
         self._lease.close()
 
 
 def begin_after_others(
     client: ServerClient, publish_id: str, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight
 ) -> Fence:
-    """Begin a publish once no other is under way: that of a trainer that has died lapses by and by.
+    """Begin a publish once no other is under way; the publish of a killed trainer lapses after its lease.
 
-    Raises `ServerRefused` where another one is renewed for longer than both leases.
+    Raises `ServerRefused` if another publish is still renewed after both leases would have lapsed.
     """
     deadline: float | None = None
     while True:
@@ -123,14 +120,14 @@ _ATTEMPTS = 4
 _FIRST_PAUSE_SECONDS = 0.2
 
 _PASSING = frozenset({404, 409, 410, 500, 503})
-"""500: what a server may say whose engine is just dying."""
+"""Statuses worth a retry; a server may answer 500 while its engine is failing."""
 
 ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedOptions:
-    """What of the trainer's configuration concerns the shared bridge."""
+    """The part of the trainer's configuration that concerns the shared bridge."""
 
     policy: PolicyOptions
     server_url: str
@@ -148,7 +145,7 @@ class SharedOptions:
 
 @dataclass(slots=True)
 class _Written:
-    """What the attempts at one publish have come to: the publish in which the weights were written whole."""
+    """The server process and the publish in which the weights were fully written, over all attempts at one publish."""
 
     boot_id: str = ""
     publish_id: str = ""
@@ -164,12 +161,12 @@ class SharedVllmBridge(WeightBridge):
         self._publishing = threading.Lock()
         self._attached: Attachment | None = None
         self._open: OpenPublish | None = None
-        """The publish that a change of the served tensors has begun and `publish` will end."""
+        """The publish that a change of the served tensors has begun and that `publish` will end."""
         self._policy: Policy | None = None
         self._limit: Difference | None = None
 
     def prepare(self) -> Policy:
-        """Wait for the server, load the policy and hang it onto the shared tensors."""
+        """Wait for the server, load the policy and map its parameters onto the shared tensors."""
         attachment = self._attach()
         options = self._options.policy
         device = _device(attachment, options.device)
@@ -180,7 +177,7 @@ class SharedVllmBridge(WeightBridge):
         self._policy, self._attached = policy, attachment
         if policy.steps_served:
             policy.changing = self._changing
-            if not policy.is_served:  # the server has other weights than the model that was named
+            if not policy.is_served:  # the server has other weights than the configured model
                 with policy.changing():
                     policy.write_served()
         return policy
@@ -200,7 +197,7 @@ class SharedVllmBridge(WeightBridge):
         return max(0, state.write_begin, state.write_end)
 
     def should_publish(self, steps_since_publish: int) -> bool:
-        """Each step when the forward reads the served tensors, else as the budget allows."""
+        """Return True at each step if the forward reads the served tensors, else as the budget allows."""
         if not self._options.forwards_from_masters:
             return steps_since_publish > 0
         return self._budget.allows(steps_since_publish)
@@ -215,7 +212,7 @@ class SharedVllmBridge(WeightBridge):
         return info.boot_id != self._attached.boot_id or info.policy_version is None or info.torn
 
     def close(self) -> None:
-        if self._open is not None:  # written, but nothing may be sampled from it: the lapse of the lease says so
+        if self._open is not None:  # not published: its lease lapses and the torn header keeps the server from serving
             self._open.close()
             self._open = None
         if self._attached is not None:
@@ -233,14 +230,14 @@ class SharedVllmBridge(WeightBridge):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """The masters are what the server reads: they change inside a publish, which is begun here if none is open."""
+        """Wrap a change of masters that the server reads itself in a publish; begin one if none is open."""
         with self._publishing:
             if self._open is None:
                 self._open = self._with_retries(self._begin_write, "the served weights cannot be changed")
             yield
 
     def _with_retries(self, attempt: Callable[[], ResultT], failed: str) -> ResultT:
-        """A server that restarts in the middle gets the same masters once it is back."""
+        """Repeat the attempt if the server restarts in the middle: it gets the same masters once it is back."""
         for number in range(_ATTEMPTS):
             try:
                 return attempt()
@@ -264,7 +261,7 @@ class SharedVllmBridge(WeightBridge):
         )
 
     def _begin_write(self) -> OpenPublish:
-        """A publish whose version is not known yet; until it is, the header names the next one."""
+        """Begin a publish whose version is not known yet; until it is, the header names the next one."""
         opened = self._begin()
         try:
             opened.attachment.header.begin_write(self.highest_version() + 1)
@@ -285,7 +282,7 @@ class SharedVllmBridge(WeightBridge):
         return report
 
     def _end_again(self, version: int, written: _Written) -> PublishReport | None:
-        """The report of a publish that an earlier attempt has written whole, if it can still be ended or was."""
+        """Return a report if an earlier attempt wrote all weights and its publish has ended or can end, else None."""
         if not written.publish_id:
             return None
         attachment = self._current_attachment()
@@ -316,7 +313,7 @@ class SharedVllmBridge(WeightBridge):
         written.boot_id, written.publish_id = attachment.boot_id, opened.publish_id
 
     def _verify(self, attachment: Attachment, version: int) -> None:
-        """Prove the first publish to each start of the server, and as often as asked from then on."""
+        """Check the first publish to each server process, and later ones as often as `--sync-check` says."""
         due = self._check.is_due()
         if attachment.proven and not due:
             return
@@ -335,7 +332,7 @@ class SharedVllmBridge(WeightBridge):
         attachment.proven = True
 
     def _current_attachment(self) -> Attachment:
-        """The attachment to the server as it runs now, made anew after a restart."""
+        """Return the attachment to the server process that runs now, made anew after a restart."""
         current = self._attached
         if self._policy is None or current is None:
             raise PublishFailed("nothing is attached; call prepare() before publish()")
@@ -372,7 +369,7 @@ def _begin_write(attachment: Attachment, version: int) -> None:
 
 
 def _report(opened: OpenPublish, version: int, ended: dict[str, Any]) -> PublishReport:
-    """What a publish did and cost, of which the server has told the rest at its end."""
+    """Return the report of a publish; the costs come from the server's answer to its end."""
     fence, attachment = opened.fence, opened.attachment
     generated = max(0, fence.generated_tokens_total - attachment.generated_tokens_total)
     attachment.generated_tokens_total = fence.generated_tokens_total
@@ -387,7 +384,7 @@ def _report(opened: OpenPublish, version: int, ended: dict[str, Any]) -> Publish
 
 
 def _device(attachment: Attachment, wanted: str) -> str:
-    """The device of the shared tensors, which is where the forward has to run."""
+    """Return the device of the shared tensors, which is where the forward has to run."""
     device = attachment.device
     if wanted != "auto" and torch.device(wanted).type != device.type:
         raise CannotShare(f"--device {wanted}: the server's weights lie on {device}; use --device auto")

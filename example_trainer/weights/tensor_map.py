@@ -1,9 +1,9 @@
-"""From the server's manifest to views: one tensor per checkpoint name, over memory that vLLM reads.
+"""Conversion of the server's manifest into views: one tensor per checkpoint name, over memory that vLLM reads.
 
-The manifest tells, for each checkpoint tensor, which elements of it lie where in a shared storage, as
-traced from the model class's own weight loading. Here these pieces become a single strided view per
-tensor, or a refusal: a tensor is mapped exactly or not at all, and a model with one parameter
-unmapped is not trained. There is no table of model families.
+For each checkpoint tensor the manifest lists which of its elements are stored where in a shared storage, as traced from
+the model class's own weight loading. This module joins these pieces into one strided view per tensor, or refuses: a
+tensor is mapped exactly or not at all, and a model with one unmapped parameter is not trained. There is no table of
+model families.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """What one piece covers of the checkpoint tensor, and what it implies for the whole view."""
+    """The region of the checkpoint tensor that one piece covers, with the strides that it implies for the view."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -51,7 +51,7 @@ class _Box:
 
 
 def place_of(tensor: TensorMap) -> Place:
-    """The single region that a tensor's pieces form; ValueError says why they form none."""
+    """Return the single region that a tensor's pieces form; raise `ValueError` with the reason if they form none."""
     shape = tuple(tensor.shape)
     boxes = [_box(piece, shape) for piece in tensor.pieces]
     if len({box.storage for box in boxes}) != 1:
@@ -95,7 +95,7 @@ def _common_stride(boxes: list[_Box], dimension: int, shape: tuple[int, ...]) ->
         return 0
     if strides:
         raise ValueError(f"its pieces have different strides along dimension {dimension}")
-    rows = sorted((box.start[dimension], box.offset) for box in boxes)  # cut into single rows
+    rows = sorted((box.start[dimension], box.offset) for box in boxes)  # each piece is one row along it
     return (rows[1][1] - rows[0][1]) // max(1, rows[1][0] - rows[0][0])
 
 
@@ -108,7 +108,7 @@ def _dot(first: Iterable[int], second: Iterable[int]) -> int:
 
 
 def view_at(storage: torch.UntypedStorage, place: Place, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over a region of shared memory; nothing is copied."""
+    """Return a tensor over a region of shared memory; nothing is copied."""
     last = place.offset + _dot((n - 1 for n in place.shape), place.stride)
     if place.offset < 0 or (last + 1) * dtype.itemsize > storage.nbytes():
         raise CannotShare(
@@ -122,7 +122,7 @@ def view_at(storage: torch.UntypedStorage, place: Place, dtype: torch.dtype) -> 
 def map_parameters(
     model: Any, manifest: BridgeManifest, storages: Mapping[str, torch.UntypedStorage]
 ) -> dict[str, torch.Tensor]:
-    """Views over the server's tensors for every parameter of a Hugging Face model, by checkpoint name.
+    """Return views over the server's tensors for every parameter of a Hugging Face model, by checkpoint name.
 
     Raises `CannotShare` naming each parameter that cannot be mapped and why.
     """
@@ -152,7 +152,7 @@ def map_parameters(
 
 
 def _entry(name: str, model: Any, manifest: BridgeManifest) -> TensorMap:
-    """The manifest's entry for a tensor, whether or not its names carry the base model's prefix."""
+    """Return the manifest's entry for a tensor, with or without the base model's prefix in either name."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     spellings = (name, name.removeprefix(prefix), prefix + name)
     for spelling in spellings:
@@ -165,7 +165,7 @@ def _entry(name: str, model: Any, manifest: BridgeManifest) -> TensorMap:
 
 
 def _split_ties(model: Any, manifest: BridgeManifest, names: Mapping[str, str]) -> dict[str, str]:
-    """Tensors that are one in the trainer but lie in two places at the server."""
+    """Return the tensors that are tied in the trainer but stored in two places at the server, with the reason."""
     canonical = {id(parameter): names[name] for name, parameter in model.named_parameters()}
     split = {}
     for alias, parameter in model.named_parameters(remove_duplicate=False):
@@ -175,7 +175,7 @@ def _split_ties(model: Any, manifest: BridgeManifest, names: Mapping[str, str]) 
             try:
                 same = place_of(manifest.tensors[target]) == place_of(manifest.tensors[name])
             except ValueError:
-                continue  # refused by its own name
+                continue  # already refused under its own name
             if not same:
                 split[alias] = f"the trainer ties it to {name}, the server keeps it apart"
     return split

@@ -1,15 +1,10 @@
-"""Weights laid out as vLLM lays them out, for the stand-in server: fused, padded and transposed, each piece traced.
+"""Test doubles for the weight bridges: a stand-in for the vLLM server without vLLM, and a bridge without a server.
 
-A stand-in for the vLLM server, for tests: its shared tensors, its fence and bridge protocol, without vLLM.
-
-Weights are laid out as vLLM lays them out (fused qkv and gate_up, padded vocabulary, transposed
-Conv1D) in a real shared-memory segment, and logprobs come from a Hugging Face forward that reads
-them there, so that a wrong slice or a torn write shows as it would with the real server. The fence
-is the server's own, over an engine that decodes step by step: leases, lapses and aborts are real.
-
-A bridge to nowhere: loads the policy and serves it to nobody.
-
-For training on recorded batches and for tests of the loop, where no server is in sight.
+`FakeServer` has its weights in vLLM's layout (fused qkv and gate_up, padded vocabulary, transposed Conv1D; each piece
+traced) in a real shared-memory segment, and a Hugging Face forward reads them there for the logprobs, so that a wrong
+slice or a torn write shows as it would with the real server. Its fence is the server's own, over an engine that decodes
+step by step: leases, lapses and aborts are real. `LocalBridge` loads the policy and publishes to no server, for
+training on recorded batches and for tests of the loop.
 """
 
 from __future__ import annotations
@@ -49,7 +44,7 @@ _VOCABULARY_PADDING = 64
 def lay_out_as_vllm(
     weights: Mapping[str, torch.Tensor], transposed: set[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[str, int]]]:
-    """The parameters as vLLM has them, and for each checkpoint tensor the parameter and row where it begins."""
+    """Return the parameters in vLLM's layout, and for each checkpoint tensor its parameter and first row."""
     gathered: dict[str, list[torch.Tensor]] = {}
     sources: dict[str, tuple[str, int]] = {}
     for name, weight in weights.items():
@@ -90,11 +85,11 @@ Moment = Literal["request", "answer"]
 T = TypeVar("T")
 
 WHOLE_OUTPUT = 1 << 20
-"""Tokens of a step that computes an output at once."""
+"""Tokens per step that are enough to compute any output in one step."""
 
 
 class LoopThread:
-    """An event loop in a thread of its own, for what is asked from other threads."""
+    """An event loop in its own thread, for calls from other threads."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -105,7 +100,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self) -> None:
-        """End what still runs, and the thread."""
+        """Cancel all running tasks, and stop the thread."""
         self.call(_cancel_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -134,9 +129,9 @@ class FakeServer:
     ) -> None:
         self.boot_id = secrets.token_hex(8)
         self.lost: dict[str, Moment] = {}
-        """By path, what of the next exchange is lost: the connection breaks before or after it was carried out."""
+        """By path, the lost part of the next exchange: the connection breaks before or after it was carried out."""
         self.on_exchange: Callable[[str, Moment], None] = lambda *_: None
-        """Called with the path of each request as it arrives, and before its answer leaves."""
+        """Called with the path of each request when it arrives, and before its answer is sent."""
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self._segment = PosixSegment(self.boot_id)
         self._header_file = SharedFile.create(self.boot_id, "header", SegmentHeader.nbytes())
@@ -157,7 +152,7 @@ class FakeServer:
         return self.fence.policy_version
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Status and JSON for a request."""
+        """Return status and JSON for a request."""
         self.requests.append((path, body))
         self.on_exchange(path, "request")
         answer = self._answer(path, body)
@@ -186,7 +181,7 @@ class FakeServer:
             return 500, {"detail": str(error)}
 
     def wait_until_lapsed(self, limit_seconds: float = 10.0) -> None:
-        """Return once no publish is under way: the lease of one that nobody ends has to run out."""
+        """Return once no publish is under way: a lease that is not renewed has to run out."""
         deadline = time.monotonic() + limit_seconds
         while self.fence.publishing:
             if time.monotonic() > deadline:
@@ -235,7 +230,7 @@ class FakeServer:
         return {"is_paused": self.fence.paused}
 
     async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Random continuations with the logprobs that the shared weights give them at each step."""
+        """Return random continuations with the logprobs that the shared weights give them at each step."""
         await self._door.enter()
         try:
             prompt = list(body["prompt"]["prompt_token_ids"])
@@ -262,7 +257,7 @@ class FakeServer:
 
     @torch.no_grad()
     def _logprobs(self, tokens: torch.Tensor, last: int) -> list[list[float]]:
-        """Those of the last tokens of each row, under the shared weights as they are now."""
+        """Return the logprobs of the last tokens of each row, under the present shared weights."""
         logits = self._model.module(input_ids=tokens).logits[:, -last - 1 : -1].float()
         found: list[list[float]] = logits.log_softmax(-1).gather(-1, tokens[:, -last:, None]).squeeze(-1).tolist()
         return found
@@ -312,7 +307,7 @@ class FakeServer:
 
 
 class ServedFake:
-    """A `FakeServer` on a port, which can be restarted there as a crashed server would be."""
+    """A `FakeServer` on a port, which can be restarted there as after a crash."""
 
     def __init__(self, model: Path, manifest_dir: Path, **settings: Any) -> None:
         self._model, self._manifest_dir, self._settings = model, manifest_dir, settings
@@ -335,7 +330,7 @@ class ServedFake:
                     self.close_connection = True
                     return
                 data = json.dumps(answer).encode()
-                with suppress(ConnectionError):  # whoever asked may have been killed
+                with suppress(ConnectionError):  # the client may have been killed
                     self.send_response(status)
                     self.send_header("Content-Type", "application/json")
                     self.send_header("Content-Length", str(len(data)))
@@ -353,7 +348,7 @@ class ServedFake:
         self._thread.start()
 
     def restart(self) -> None:
-        """As after a crash: new tensors with the base weights, another boot id, no version."""
+        """Restart as after a crash: new tensors with the base weights, another boot id, no version."""
         self.server.stop()
         self.server = self.start()
 
@@ -369,7 +364,7 @@ class ServedFake:
 
 @contextmanager
 def served_fake(model: Path, manifest_dir: Path, **settings: Any) -> Iterator[ServedFake]:
-    """A fake server, with the settings of `FakeServer`, for the length of the block."""
+    """Run a fake server, with the settings of `FakeServer`, inside the block."""
     served = ServedFake(model, manifest_dir, **settings)
     try:
         yield served
@@ -378,7 +373,7 @@ def served_fake(model: Path, manifest_dir: Path, **settings: Any) -> Iterator[Se
 
 
 class LocalBridge(WeightBridge):
-    """Implements `WeightBridge` without a server; a publish only counts."""
+    """Implements `WeightBridge` without a server; a publish only records its version."""
 
     def __init__(self, options: PolicyOptions) -> None:
         self._options = options

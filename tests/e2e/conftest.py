@@ -1,4 +1,4 @@
-"""What the whole-process tests share: a launcher over stand-ins, started as a program, and the traces it may leave."""
+"""Fixtures of the whole-process tests: a launcher over stand-ins, run as a program, and what it may leave behind."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def standins(start_launcher: Callable[..., Launched], tmp_path: Path) -> Callabl
 
 @pytest.fixture
 def traces() -> Callable[..., list[str]]:
-    """What is left of a run: living processes of `tree`, new shared memory, temporary directories of launchers."""
+    """Return a function that lists the remains of a run: processes of `tree`, shared memory, temporary directories."""
     memory_before = memory_names()
 
     def left(launched: Launched, tree: list[psutil.Process]) -> list[str]:

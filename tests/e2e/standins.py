@@ -48,7 +48,7 @@ def broker(settings: dict[str, Any]) -> None:
 
 
 def vllm(settings: dict[str, Any]) -> None:
-    """A server with a worker of its own, shared memory, a socket file and a reluctance to stop when told to."""
+    """Run a server with a worker process, shared memory and a socket file, which is slow to stop on a signal."""
     segment = Path("/dev/shm") / f"atropos-standin-{os.getpid()}"
     segment.write_bytes(b"\0" * 4096)
     (Path(tempfile.gettempdir()) / "engine.sock").touch()

@@ -133,7 +133,7 @@ class Run:
             client.close()
 
     def left(self) -> list[str]:
-        """What there is of the run although it has ended."""
+        """List the remains of the ended run: processes, shared memory, temporary directories."""
         wait_until(lambda: not any(map(is_alive, self.tree)), 5)
         processes = [repr(process) for process in self.tree if is_alive(process)]
         memory = [name for name in self.memory if (SHARED_MEMORY / name).exists()]

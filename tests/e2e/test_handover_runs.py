@@ -54,7 +54,7 @@ def requests_for(model):
 
 
 def read(path, response, text):
-    """The version of an answer; `/v1/completions` tells none."""
+    """Return the version of an answer; `/v1/completions` returns none."""
     if path == "/v1/completions":
         assert text.endswith(b"data: [DONE]\n\n") or json.loads(text)["choices"][0]["finish_reason"] == "length", text
         return {"version": None}

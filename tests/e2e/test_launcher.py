@@ -1,4 +1,4 @@
-"""The launcher from outside: it trains to the end, and however a part of it dies, everything ends and nothing is left.
+"""The launcher from outside: it trains to the end, and if any part is killed, everything ends and nothing is left.
 
 The programs are stand-ins, so that each test takes seconds; `test_demo.py` has the real ones.
 """

@@ -25,7 +25,7 @@ from example_trainer.weights.tensor_map import Place, view_at
 SMALL = (2, 256, 512)
 LARGE = (28, 1536, 8960)  # the shape of a 1.5B model
 SHARING_REFUSED = re.compile(r"expandable|IPC|pidfd|shar(e|ing)|not supported", re.IGNORECASE)
-"""How torch and CUDA say that memory of an allocator cannot be shared."""
+"""Words with which torch and CUDA say that memory of an allocator cannot be shared."""
 
 
 class ExporterProcess:
@@ -97,7 +97,7 @@ def random_masters(views):
 
 
 def digest(tensor):
-    """As the exporter tells it of its own tensors."""
+    """Return the digest of a tensor, in the form that the exporter reports for its own tensors."""
     return hashlib.blake2b(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
 
 
@@ -171,7 +171,7 @@ def test_the_masters_survive_the_death_of_the_server(exporter, report):
 
 
 def test_expandable_segments_are_shared_whole_or_refused_with_torchs_own_reason(exporter, report):
-    """Never attached to other memory: what a trainer publishes there would reach nobody, and nobody would notice."""
+    """A handle must not map other memory: weights published there would not reach the server, without any error."""
     exporter().attach()  # without them sharing works on this machine, so that a refusal below is about them
     server = exporter(SMALL, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     before = server.ask("checksum")

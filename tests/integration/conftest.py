@@ -180,7 +180,7 @@ class VllmServer:
     def publish(
         self, write: Callable[[], object] | None = None, *, version: int | None = None, **fields: Any
     ) -> dict[str, Any]:
-        """One whole publish, under the next version unless told which; what its begin and its end said."""
+        """Make one whole publish, by default of the next version; return the answers of its begin and its end."""
         version = version or (self.version or 0) + 1
         begun = self.begin(**fields)
         header = self.header()
@@ -206,7 +206,7 @@ class VllmServer:
                 view.copy_(flat[start : start + count].view(view.shape))
 
     def kill(self) -> None:
-        """SIGKILL to the whole group; of what is left in shared memory the next start removes its own kind."""
+        """Send SIGKILL to the whole group; the next start removes the shared files of its kind that are left."""
         family = [self.process.pid, *(child.pid for child in psutil.Process(self.process.pid).children(recursive=True))]
         mapped = set().union(*map(mapped_files, family))
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -218,7 +218,7 @@ class VllmServer:
                 (SHARED_MEMORY / name).unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """As the launcher does: SIGTERM, a limit, SIGKILL to the group."""
+        """Stop the server as the launcher does: SIGTERM, a time limit, SIGKILL to the group."""
         self.client.close()
         if self.process.poll() is None:
             self.process.terminate()

@@ -1,4 +1,4 @@
-"""One-line faults of the broker's rules: what is taken, batched, dropped, kept and told, and to whom."""
+"""One-line faults of the broker's rules: accepting, batching, dropping, storing and answering."""
 
 from __future__ import annotations
 

@@ -153,8 +153,8 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "a lapse in the middle of putting weights back",
         _FENCE,
-        "publish.lease.stop()  # putting",
-        "pass  # putting",
+        "publish.lease.stop()  # restoring",
+        "pass  # restoring",
         f"{_LAPSES}an_abort_that_takes_longer_than_the_lease_does_not_lapse_meanwhile",
     ),
     Mutant(
@@ -210,8 +210,8 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "a trainer that wakes up writes over what is served",
         _FENCE,
-        "self._allow_writes(False)  # and look",
-        "pass  # and look",
+        "self._allow_writes(False)  # before",
+        "pass  # before",
         f"{_STATES}r26_who_wakes_after_the_lapse_is_refused_the_write",
     ),
     Mutant(

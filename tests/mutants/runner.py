@@ -86,7 +86,7 @@ def _run_tests(nodes: list[str], log: Path) -> None:
 
 
 def try_mutant(root: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """What became of one mutant: `code` of its test, or -1 when its line is not there exactly once."""
+    """Try one mutant and return the result: `code` of its test, or -1 if its line is not in the file exactly once."""
     path = root / job["file"]
     original = path.read_text(encoding="utf-8")
     log = root / "log.txt"

@@ -86,7 +86,7 @@ def as_job(mutant: Mutant) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What became of each mutant, and of the project as it is."""
+    """Return the result of each mutant, and of the unchanged project."""
     root = copy_project(tmp_path_factory.mktemp("mutants"))
     nodes = sorted({node for mutant in TRIED for node in as_job(mutant)["nodes"]})
     healthy = {"name": "healthy", "file": TRIED[0].file, "old": "", "new": "", "nodes": nodes}

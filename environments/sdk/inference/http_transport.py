@@ -1,12 +1,9 @@
-"""How many requests of one kind may be in flight on a server; the number can change while requests wait.
+"""HTTP to inference servers: request limits, timings, kept connections and the parsing of streamed samples.
 
-How long requests to one server took and how often they were repeated, apart for training and evaluation.
-
-HTTP requests to inference servers over kept connections: what a `Channel` sends through.
-
-aiohttp, because its C parser costs a third of httpx's CPU a request; beside a model on the same cores that is tokens.
-
-Streams of events: put together to samples, and handed on as they come. Our server's form, and a plain vLLM's.
+`Limit` bounds the requests in flight, `Timings` keeps their durations and attempts, and `HttpTransport` is what a
+`ServerChannel` sends through. It uses aiohttp, whose C parser costs a third of httpx's CPU per request: with a model on
+the same cores that CPU time is tokens. `SampleEvents` reads the event stream of the Atropos server and `PlainEvents`
+that of a stock vLLM server: they assemble samples and pass tokens on as they come.
 """
 
 from __future__ import annotations
@@ -28,7 +25,9 @@ if TYPE_CHECKING:
 
 
 class Limit:
-    """A first-come limit. Taking a free place costs no switch between tasks."""
+    """A first-come limit of requests in flight: it can change while requests wait, and a free place costs no task
+    switch.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -41,7 +40,7 @@ class Limit:
         return max(0, self._allowed - self.used)
 
     def weigh(self, share: float) -> None:
-        """Allow this share of the places, one at the least."""
+        """Allow this share of the places, but at least one."""
         self._allowed = max(1, round(self._most * share))
         self._admit()
 
@@ -74,7 +73,7 @@ class Limit:
 
 
 class Timings:
-    """The latest requests of one split."""
+    """Request timings: durations and attempts of the latest requests of one split (training or evaluation) are kept."""
 
     def __init__(self, window: int) -> None:
         self.seconds: deque[float] = deque(maxlen=window)
@@ -85,7 +84,7 @@ class Timings:
         self.attempts.append(attempts)
 
     def summary(self, prefix: str) -> dict[str, float]:
-        """Mean, deviation and 99th percentile by Atropos' names; empty where nothing was asked."""
+        """Return mean, deviation and 99th percentile by the original Atropos' names; empty without requests."""
         count = len(self.seconds)
         if not count:
             return {}
@@ -108,7 +107,7 @@ class Timings:
 
 
 OnPiece = Callable[[bytes], None]
-"""Handed the parts of a successful answer's body as they arrive."""
+"""Callback that gets the parts of a successful answer's body as they arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ class Response:
 
 
 class Transport(Protocol):
-    """What carries requests: `HttpTransport`, or an application called in process."""
+    """Interface that sends requests: `HttpTransport`, or an application called in process."""
 
     async def request(
         self, method: str, url: str, body: bytes | None, *, on_piece: OnPiece | None = None
@@ -132,7 +131,7 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """Connections to any number of servers, opened on the first request."""
+    """HTTP transport for any number of servers: its connections are opened on the first request."""
 
     def __init__(self, headers: Mapping[str, str], *, timeout_seconds: float | None = None) -> None:
         self._headers = dict(headers)
@@ -140,7 +139,7 @@ class HttpTransport:
         self._session: aiohttp.ClientSession | None = None
 
     async def request(self, method: str, url: str, body: bytes | None, *, on_piece: OnPiece | None = None) -> Response:
-        """Send and await the whole answer; raises `OSError` when the connection fails or the time is over."""
+        """Send a request and return the whole answer; raise `OSError` if the connection fails or the time is over."""
         import aiohttp  # only a served environment needs it, `--help` does not
 
         session = self._session or self._open()
@@ -148,7 +147,7 @@ class HttpTransport:
             try:
                 return await _send(session, method, url, body, on_piece)
             except aiohttp.ServerDisconnectedError:
-                # Closed while idle, or before it answered: what we send changes nothing there, so it may be repeated.
+                # Closed while idle, or before it answered: our requests change nothing there, so repeating is safe.
                 return await _send(session, method, url, body, on_piece)
         except OSError:
             raise
@@ -163,7 +162,7 @@ class HttpTransport:
     def _open(self) -> aiohttp.ClientSession:
         import aiohttp
 
-        # No limit of connections here: the channel has its own for training and evaluation.
+        # No limit of connections here: `ServerChannel` limits training and evaluation requests.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, limit_per_host=0),
             headers=self._headers,
@@ -186,7 +185,7 @@ async def _send(
 
 
 class Event(msgspec.Struct):
-    """What is new of one sample; why it ended and under which versions comes with its last event."""
+    """One event of a sample's stream: its last event also has the finish reason and the policy versions."""
 
     index: int
     token_ids: list[int]
@@ -200,7 +199,7 @@ class PlainLogprobs(msgspec.Struct):
 
 
 class PlainChoice(msgspec.Struct):
-    """One sample of a plain vLLM, or what is new of it."""
+    """One sample of a stock vLLM server: in a stream it holds the new part only."""
 
     token_ids: list[int] | None = None
     logprobs: PlainLogprobs | None = None
@@ -209,21 +208,21 @@ class PlainChoice(msgspec.Struct):
 
 
 class PlainReply(msgspec.Struct):
-    """What vLLM's own completions route answers when token ids are asked for, whole or in events."""
+    """Answer of vLLM's own completions route: token ids were requested, and it came whole or as an event."""
 
     choices: list[PlainChoice] = []
     error: dict[str, Any] | None = None
 
 
 class Problem(msgspec.Struct):
-    """What the server says when it fails on the way."""
+    """Error message: a server sends it in the middle of a stream."""
 
     detail: str = "no reason is told"
     status: int = 503
 
 
 class SampleEvents:
-    """Reads the body of a stream of `n` samples, in parts of any size."""
+    """Parser of a stream of `n` samples: it takes the body in parts of any size."""
 
     def __init__(self, n: int, on_tokens: OnTokens, url: str) -> None:
         self.samples = [Sample([], [], "", []) for _ in range(n)]
@@ -232,13 +231,13 @@ class SampleEvents:
         self._rest = b""
 
     def feed(self, part: bytes) -> None:
-        """Take up a part of the body; raises what the server says went wrong."""
+        """Parse a part of the body; raise the error that the server reports in it."""
         *events, self._rest = (self._rest + part).split(b"\n\n")
         for event in events:
             self._read(event)
 
     def finished(self) -> list[Sample]:
-        """The samples, each of which must have ended."""
+        """Return the samples; raise if one of them is incomplete."""
         if any(not sample.finish_reason for sample in self.samples):
             raise InferenceUnavailable(f"the answer of {self._url} broke off before its end")
         return self.samples
@@ -282,7 +281,7 @@ class SampleEvents:
 
 
 class PlainEvents(SampleEvents):
-    """The same of vLLM's own completions route, which tells no versions."""
+    """Parser of a stream of vLLM's own completions route: it has no policy versions."""
 
     def events_of(self, data: bytes) -> list[Event]:
         reply = msgspec.json.decode(data, type=PlainReply)

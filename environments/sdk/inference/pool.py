@@ -1,4 +1,4 @@
-"""Several inference servers as one: the least loaded healthy one is asked, and requests for many samples are split."""
+"""Several inference servers as one: requests go to the least loaded healthy one, and many samples are split up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ServerPool:
-    """The servers of an environment. A request that its server cannot take goes to another one."""
+    """The servers of an environment: a request goes to another one if its server is out."""
 
     def __init__(self, servers: list[HttpServer], *, max_n_completions: int, wait_timeout_seconds: float) -> None:
         self.servers = servers
@@ -29,16 +29,16 @@ class ServerPool:
         self._wait_timeout_seconds = wait_timeout_seconds
 
     def least_loaded(self, avoid: Sequence[HttpServer] = ()) -> HttpServer:
-        """Of the servers that may answer the one with the fewest requests; of those alone when none may."""
+        """Return the server with the fewest requests among those worth trying; among all if there are none."""
         usable = [server for server in self.servers if server.channel.worth_trying and server not in avoid]
         return min(usable or self.servers, key=lambda server: server.in_flight)
 
     def pinned(self, base_url: str | None = None) -> StickyServer:
-        """For calls that belong together, which find their prefix in the cache of one server: that one, if named."""
+        """Return a server for related calls, which share a prefix cache: the named one, or the least loaded."""
         return StickyServer(self if base_url is None else self._narrowed_to(self.named(base_url)))
 
     def named(self, base_url: str) -> HttpServer:
-        """The server with this address."""
+        """Return the server with this address."""
         for server in self.servers:
             if server.config.base_url.rstrip("/") == base_url.rstrip("/"):
                 return server
@@ -46,7 +46,7 @@ class ServerPool:
         raise RequestRefused(f"no server has the address {base_url}; there are {known}", param="base_url")
 
     def narrowed(self) -> ServerPool:
-        """The least loaded server alone."""
+        """Return a pool of the least loaded server alone."""
         return self._narrowed_to(self.least_loaded())
 
     def _narrowed_to(self, server: HttpServer) -> ServerPool:
@@ -59,7 +59,7 @@ class ServerPool:
     async def ask(
         self, server: HttpServer, call: Callable[[HttpServer, Failover], Awaitable[T]]
     ) -> tuple[HttpServer, T]:
-        """`call` on `server`, or on another when it is out; which one it was, and the result."""
+        """Run `call` on `server`, or on another if it is out; return the server that answered and the result."""
         deadline = time.monotonic() + self._wait_timeout_seconds
         avoided: list[HttpServer] = []
         while True:
@@ -78,9 +78,10 @@ class ServerPool:
         return lambda: any(other is not server and other.channel.up for other in self.servers)
 
     async def split(self, config: APIServerConfig, n: int, ask: Callable[[int], Awaitable[list[T]]]) -> list[T]:
-        """`n` results from calls for at most as many as may be asked at once, in order; what is missing is asked again.
+        """Collect `n` results, in order, from calls for at most the allowed number each; missing ones are requested
+        again.
 
-        A provider that gives fewer than asked for ignores `n`; that is kept in its config.
+        A provider that returns fewer than requested ignores `n`; its config records that.
         """
         most = 1 if config.n_kwarg_is_ignored else self.max_n_completions
         found = await ask(n) if n <= most else await _gather(ask, _sizes(n, most))
@@ -93,9 +94,9 @@ class ServerPool:
 
 
 class StickyServer:
-    """An `InferenceServer` that stays with one server of a pool for as long as that one answers.
+    """A sticky server uses one server of a pool for as long as that one answers.
 
-    The server is chosen with the first request: what a rollout does before it may take long.
+    The server is chosen at the first request, since a rollout may do much else before it.
     """
 
     def __init__(self, pool: ServerPool) -> None:
@@ -118,7 +119,7 @@ class StickyServer:
         sampling: Sampling,
         split: Split,
         *,
-        elsewhere: Failover = None,  # noqa: ARG002 - the pool knows
+        elsewhere: Failover = None,  # noqa: ARG002 - the pool decides
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
         asked = 0
@@ -142,7 +143,7 @@ class StickyServer:
         top_k: int,
         split: Split,
         *,
-        elsewhere: Failover = None,  # noqa: ARG002 - the pool knows
+        elsewhere: Failover = None,  # noqa: ARG002 - the pool decides
     ) -> PromptLogprobs:
         self._chosen, found = await self._pool.ask(
             self._server, lambda server, other: server.prompt_logprobs(prompt_tokens, top_k, split, elsewhere=other)
@@ -150,13 +151,13 @@ class StickyServer:
         return found
 
     async def chat(self, messages: list[dict[str, Any]], kwargs: dict[str, Any], split: Split) -> dict[str, Any]:
-        """The server's own chat completion."""
+        """Return the server's own chat completion."""
         return await self._openai_form(
             kwargs, lambda fields: lambda server, other: server.chat(messages, fields, split, elsewhere=other)
         )
 
     async def complete(self, prompt: str, kwargs: dict[str, Any], split: Split) -> dict[str, Any]:
-        """The server's own text completion."""
+        """Return the server's own text completion."""
         return await self._openai_form(
             kwargs, lambda fields: lambda server, other: server.complete(prompt, fields, split, elsewhere=other)
         )
@@ -166,7 +167,7 @@ class StickyServer:
         kwargs: dict[str, Any],
         call: Callable[[dict[str, Any]], Callable[[HttpServer, Failover], Awaitable[dict[str, Any]]]],
     ) -> dict[str, Any]:
-        """One answer with all choices, however many requests they took."""
+        """Return one answer with all choices, however many requests they took."""
         answers: list[dict[str, Any]] = []
         asked = 0
 
@@ -174,7 +175,7 @@ class StickyServer:
             nonlocal asked
             fields = {**kwargs, "n": n} if "n" in kwargs else dict(kwargs)
             if asked and fields.get("seed") is not None:
-                fields["seed"] += asked  # parts under one seed would repeat each other's samples
+                fields["seed"] += asked  # parts with the same seed would repeat each other's samples
             asked += n
             self._chosen, answer = await self._pool.ask(self._server, call(fields))
             answers.append(answer)
@@ -186,7 +187,7 @@ class StickyServer:
 
 
 def _from_number(on_tokens: OnTokens | None, first: int) -> OnTokens | None:
-    """The same for a request that asks for the samples from number `first` on."""
+    """Return `on_tokens` for a request whose samples begin at number `first`."""
     if on_tokens is None or not first:
         return on_tokens
     return lambda index, tokens, logprobs: on_tokens(first + index, tokens, logprobs)
@@ -209,6 +210,6 @@ async def _gather(ask: Callable[[int], Awaitable[list[T]]], sizes: list[int]) ->
 
 
 def _sum_usage(answers: list[dict[str, Any]]) -> dict[str, int]:
-    """Completion tokens add up; the prompt is the same each time and counts as often as it was sent."""
+    """Return the summed usage; the prompt counts as often as it was sent."""
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     return {name: sum(int((answer.get("usage") or {}).get(name) or 0) for answer in answers) for name in names}

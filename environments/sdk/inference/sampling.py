@@ -1,8 +1,8 @@
-"""What is asked of an inference server for one prompt, and whether a trainer can recompute its distribution.
+"""Sampling types: requests to inference servers and their samples have one form for every kind of server.
 
-What an inference server sampled for one prompt, in one form for every kind of server.
-
-What is asked of reasoning models behind a chat route: how hard to think, in the words each provider knows.
+`Sampling` holds the parameters of one prompt and decides whether a trainer can recompute their distribution. `Sample`
+and `PromptLogprobs` are results, `InferenceServer` is the interface of servers, and `Reasoning` asks reasoning models
+behind a chat route for an amount of thinking, in the fields that each provider knows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from environments.sdk.errors import RequestRefused, SamplingNotTrainable
 
 LENGTH_NAMES = ("max_tokens", "max_completion_tokens", "max_new_tokens")
 
-# Arguments of OpenAI's library about the call itself; no server is told them.
+# Arguments of OpenAI's library about the call itself; no server gets them.
 OPENAI_ONLY = frozenset({"split", "skip_reasoning", "extra_body", "extra_headers", "extra_query", "timeout", "stream"})
 
-# Fields of its chat API that say nothing about which tokens are sampled.
+# Fields of OpenAI's chat API that do not change which tokens are sampled.
 CHAT_ONLY = frozenset(
     {"user", "metadata", "store", "top_logprobs", "parallel_tool_calls", "stream_options", "service_tier", "reasoning"}
     | {"reasoning_effort", "modalities", "prompt_cache_key", "safety_identifier", "verbosity", "echo", "best_of"}
@@ -29,7 +29,7 @@ CHAT_ONLY = frozenset(
 
 NOT_SENT = OPENAI_ONLY | CHAT_ONLY | {"model", "logprobs", "n", "temperature", "stop", *LENGTH_NAMES}
 
-# Fields that change the distribution sampled from, with the values that leave it alone.
+# Fields that change the sampled distribution, with the values that do not change it.
 TRUNCATING: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1, None),
     "top_k": (0, -1, None),
@@ -45,12 +45,12 @@ TRUNCATING: Mapping[str, tuple[Any, ...]] = {
     "response_format": (None, {"type": "text"}),
 }
 
-UNSENT = (None, {"type": "text"})  # the last is what `response_format` asks for by default
+UNSENT = (None, {"type": "text"})  # the last is the default of `response_format`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling parameters by vLLM's names; `more` holds those that need no handling here."""
+    """Sampling parameters by vLLM's names: `more` holds those that need no handling here."""
 
     n: int = 1
     temperature: float = 1.0
@@ -60,7 +60,7 @@ class Sampling:
 
     @classmethod
     def from_kwargs(cls, kwargs: Mapping[str, Any]) -> Sampling:
-        """From the keyword arguments of an OpenAI-style call; the three names of the length limit mean the same."""
+        """Build it from the keyword arguments of an OpenAI-style call; the length limit may have any of three names."""
         kwargs = {**kwargs, **(kwargs.get("extra_body") or {})} if "extra_body" in kwargs else kwargs
         limit = next((kwargs[name] for name in LENGTH_NAMES if kwargs.get(name) is not None), None)
         stop = kwargs.get("stop") or ()
@@ -74,7 +74,7 @@ class Sampling:
         )
 
     def payload(self) -> dict[str, Any]:
-        """The fields of a `/generate` request."""
+        """Return the fields of a `/generate` request."""
         fields: dict[str, Any] = {
             "n": self.n,
             "temperature": self.temperature,
@@ -86,9 +86,9 @@ class Sampling:
         return fields
 
     def part(self, n: int, *, first: int = 0) -> Sampling:
-        """The same for `n` of the samples, from number `first` on: where a seed is given, each part gets its own.
+        """Return the parameters for `n` of the samples, from number `first` on; with a seed, each part gets its own.
 
-        A server counts on from the seed within a request; parts under one seed would repeat each other's samples.
+        A server counts up from the seed within a request; parts with the same seed would repeat each other's samples.
         """
         if n == self.n:
             return self
@@ -97,18 +97,18 @@ class Sampling:
         return replace(self, n=n, more=more)
 
     def cut_at_stop(self, text: str) -> str:
-        """The text before the first stop string: the tokens include it, the answer does not unless asked to."""
+        """Return the text before the first stop string: the tokens include it, the answer only if requested."""
         if not self.stop or self.more.get("include_stop_str_in_output"):
             return text
         ends = [found for stop in self.stop if stop and (found := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text
 
     def truncations(self) -> list[str]:
-        """Names of the given fields that make the sampled distribution another than the model's own."""
+        """Return the names of given fields that make the sampled distribution differ from the model's own."""
         return [name for name, neutral in TRUNCATING.items() if name in self.more and self.more[name] not in neutral]
 
     def generation_params(self) -> dict[str, Any]:
-        """What a group tells the trainer of how it was sampled."""
+        """Return the sampling parameters that a group reports to the trainer."""
         params: dict[str, Any] = {"temperature": self.temperature}
         truncations = self.truncations()
         if truncations:
@@ -117,7 +117,7 @@ class Sampling:
         return params
 
     def require_trainable(self, *, allow_truncated: bool) -> None:
-        """Refuse what the trainer cannot recompute: greedy decoding always, truncated sampling unless allowed."""
+        """Raise for sampling that the trainer cannot recompute: greedy always, truncated unless it is allowed."""
         if self.temperature <= 0:
             raise SamplingNotTrainable(
                 f"temperature {self.temperature:g} has no logprobs to train on; sample with a temperature above 0, "
@@ -134,7 +134,7 @@ class Sampling:
 
 
 def count_of(kwargs: Mapping[str, Any]) -> int:
-    """The number of samples asked for, one where nothing is said."""
+    """Return the number of samples requested; the default is one."""
     n = kwargs.get("n")
     if n is not None and int(n) < 1:
         raise RequestRefused(f"n is {n}: one sample is the least", param="n")
@@ -144,32 +144,32 @@ def count_of(kwargs: Mapping[str, Any]) -> int:
 Split = Literal["train", "eval"]
 
 OnTokens = Callable[[int, list[int], list[float]], None]
-"""Handed the number of a sample and its next tokens and logprobs, while the server goes on sampling."""
+"""Callback that gets a sample's number and its next tokens and logprobs, while the server continues sampling."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """One completion: exactly the tokens that came back, never text encoded again."""
+    """One completion: its tokens are exactly those that came back, never text encoded again."""
 
     tokens: list[int]
     logprobs: list[float]
-    """One a token; empty when the server tells none, and then nothing of it can be trained on."""
+    """One per token; empty if the server returns none, and then the sample cannot be trained on."""
     finish_reason: str
     versions: list[Span]
-    """Spans over `tokens` alone, counted from 0; empty when the server tells none."""
+    """Spans over `tokens` alone, counted from 0; empty if the server returns none."""
 
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """What a model thinks of each token of a given text; the first position has no entries."""
+    """Logprobs of each token of a given text: the first position has no entries."""
 
     prompt_tokens: list[int]
     token_ids: list[list[int]]
-    """At each position the most likely tokens, best first; the given token alone where none were asked for."""
+    """At each position the most likely tokens, best first; the given token alone if none were requested."""
     logprobs: list[list[float]]
 
     def as_mapping(self) -> dict[str, Any]:
-        """By Atropos' names."""
+        """Return the logprobs by the original Atropos' names."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "prompt_topk_token_ids": self.token_ids,
@@ -178,7 +178,7 @@ class PromptLogprobs:
 
 
 class InferenceServer(Protocol):
-    """One server, or several behind one object, that samples from prompts of tokens."""
+    """Interface of one server, or several as one: it samples from prompts of tokens."""
 
     @property
     def config(self) -> APIServerConfig: ...
@@ -192,16 +192,16 @@ class InferenceServer(Protocol):
         elsewhere: Failover = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """Sample from a prompt of tokens; raises `TokensUnavailable` where the server gives none.
+        """Sample from a prompt of tokens; raise `TokensUnavailable` if the server returns no tokens.
 
-        A server that streams hands tokens to `on_tokens` as they come; one that does not never calls it.
+        A server that streams calls `on_tokens` as tokens come; another server never calls it.
         """
         ...
 
     async def prompt_logprobs(
         self, prompt_tokens: list[int], top_k: int, split: Split, *, elsewhere: Failover = None
     ) -> PromptLogprobs:
-        """The logprobs of the prompt itself."""
+        """Return the logprobs of the prompt itself."""
         ...
 
 
@@ -219,7 +219,7 @@ OPENAI_HOST = "api.openai.com"
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """How much thinking to ask for; an effort wins over a number of tokens, and either turns it on."""
+    """Amount of thinking to request: an effort wins over a number of tokens, and either enables it."""
 
     enabled: bool = False
     effort: ReasoningEffort | None = None
@@ -231,7 +231,7 @@ class Reasoning:
         return cls(asked, config.reasoning_effort, config.max_reasoning_tokens)
 
     def applied(self, fields: dict[str, Any], base_url: str) -> dict[str, Any]:
-        """A chat request with reasoning asked for; what the request says itself stays."""
+        """Return a chat request's fields with reasoning requested; what the request sets itself stays."""
         if not self.enabled:
             return fields
         if urlsplit(base_url).hostname == OPENAI_HOST:
@@ -244,7 +244,7 @@ class Reasoning:
         return {"reasoning": {"enabled": True, **amount}, **fields}
 
     def _for_openai(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """OpenAI's own models take an effort, no other temperature than 1 and the newer name of the length limit."""
+        """Adapt a request to OpenAI's own models: an effort, temperature 1 and the newer name of the length limit."""
         changed = {"reasoning_effort": self._nearest_effort(), **fields, "temperature": 1.0}
         if "max_tokens" in changed:
             limit = changed.pop("max_tokens")
@@ -261,4 +261,4 @@ class Reasoning:
 
 
 Failover = Callable[[], bool] | None
-"""Whether another server could take the request; None where it must be this one."""
+"""Callback that returns True if another server could take the request; None if it must stay with this one."""

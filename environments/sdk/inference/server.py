@@ -1,11 +1,9 @@
-"""What the servers of every kind share: one channel, and what the pool wants to know of it.
+"""HTTP servers: the base class of every kind, servers that only have OpenAI's protocol, and a check of the vocabulary.
 
-Servers that only speak OpenAI's protocol: good for evaluation and judging, not for training.
-
-Whether an environment's tokenizer is that of the model it samples from, found out before the first sample.
-
-Our server tells the fingerprint of its vocabulary. Another one with vLLM's `/tokenize` is asked to read a text made of
-tokens from the whole vocabulary. One with neither is taken at its word, and the log says so.
+`OpenAIServer` is good for evaluation and judging, not for training. `compare_vocabulary` checks before the first sample
+that the environment's tokenizer is the one of the sampled model. An Atropos server reports the fingerprint of its
+vocabulary; another server with vLLM's `/tokenize` has to encode a text made of tokens from the whole vocabulary. A
+server with neither is trusted, and a log line says so.
 """
 
 from __future__ import annotations
@@ -42,14 +40,14 @@ __all__ = ["OpenAIServer", "refuse_for_training"]
 
 @dataclass(frozen=True, slots=True)
 class ServedPolicy:
-    """The newest policy where a plain server has each version under a name of its own, as the broker tells it."""
+    """The newest policy version on a stock vLLM server: each has its own model name, which the broker reports."""
 
     name: str
     version: int | None
 
 
 class HttpServer:
-    """One server over HTTP; the kinds differ in `generate`."""
+    """Base class of an inference server over HTTP: the kinds differ in `generate`."""
 
     def __init__(
         self, config: APIServerConfig, *, wait_timeout_seconds: float = 600.0, transport: Transport | None = None
@@ -59,22 +57,22 @@ class HttpServer:
         self.reasoning = Reasoning()
         self.policy: ServedPolicy | None = None
         self.load_tokenizer: Callable[[], Any] | None = None
-        """Gives the tokenizer whose ids are sent, to compare it with the model's; its manager sets it."""
+        """Loads the tokenizer whose ids are sent, to compare it with the model's; the server's manager sets it."""
         self.in_flight = 0
-        """Requests under way, those that wait for a place among them; the pool counts."""
+        """Requests in progress, including those that wait for a place; the pool counts them."""
 
     @property
     def model_name(self) -> str:
-        """The model to ask for."""
+        """The name of the model to request."""
         return self.config.model_name if self.policy is None else self.policy.name
 
     async def tokenizer_name(self) -> str | None:
-        """The name or folder of the tokenizer of the model that is served; None from servers that do not tell."""
+        """Return the name or folder of the served model's tokenizer; None if the server does not report it."""
         return None
 
     async def generate(
         self,
-        prompt_tokens: list[int],  # noqa: ARG002 - the interface of the kinds that can
+        prompt_tokens: list[int],  # noqa: ARG002 - used by subclasses
         sampling: Sampling,  # noqa: ARG002
         split: Split,  # noqa: ARG002
         *,
@@ -85,7 +83,7 @@ class HttpServer:
 
     async def prompt_logprobs(
         self,
-        prompt_tokens: list[int],  # noqa: ARG002 - the interface of the kinds that can
+        prompt_tokens: list[int],  # noqa: ARG002 - used by subclasses
         top_k: int,  # noqa: ARG002
         split: Split,  # noqa: ARG002
         *,
@@ -104,7 +102,7 @@ class HttpServer:
         *,
         elsewhere: Failover = None,
     ) -> dict[str, Any]:
-        """The server's own chat completion, in OpenAI's form."""
+        """Return the server's own chat completion, in OpenAI's form."""
         fields = _openai_fields(kwargs, {"messages": messages, "model": self.model_name})
         if not kwargs.get("skip_reasoning"):
             fields = self.reasoning.applied(fields, self.config.base_url)
@@ -113,12 +111,12 @@ class HttpServer:
     async def complete(
         self, prompt: str, kwargs: dict[str, Any], split: Split, *, elsewhere: Failover = None
     ) -> dict[str, Any]:
-        """The server's own text completion, in OpenAI's form."""
+        """Return the server's own text completion, in OpenAI's form."""
         fields = _openai_fields(kwargs, {"prompt": prompt, "model": self.model_name})
         return await self._post(f"{self.config.base_url.rstrip('/')}/completions", fields, split, elsewhere)
 
     def metrics(self, index: int) -> dict[str, float]:
-        """Timings by Atropos' names, those of training and of evaluation apart."""
+        """Return timings by the original Atropos' names, separate for training and evaluation."""
         train, evaluation = self.channel.timings["train"], self.channel.timings["eval"]
         prefix = f"server/server_{index}_"
         if not train.seconds and not evaluation.seconds:
@@ -134,7 +132,7 @@ class HttpServer:
         await self.channel.aclose()
 
     async def _get_object(self, url: str, elsewhere: Failover = None) -> dict[str, Any]:
-        """The JSON object there; an empty one from a server that has none."""
+        """Return the JSON object at `url`; an empty one if the server has none."""
         try:
             return msgspec.json.decode(await self.channel.get(url, elsewhere=elsewhere) or b"{}", type=dict[str, Any])
         except msgspec.MsgspecError:
@@ -156,24 +154,24 @@ def refuse_for_training(config: APIServerConfig) -> NoReturn:
 
 
 def _openai_fields(kwargs: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
-    """The request's fields as a provider takes them: what its own library would keep to itself is left out."""
+    """Return the fields to send to a provider, without those that OpenAI's own library does not send."""
     extra = kwargs.get("extra_body") or {}
     given = {name: value for name, value in kwargs.items() if name not in OPENAI_ONLY and value is not None}
     return {**given, **extra, **fixed}
 
 
 class OpenAIServer(HttpServer):
-    """One server of the chat completions API; it gives text, so `generate` refuses."""
+    """A server with OpenAI's API only: it returns text, so `generate` refuses."""
 
 
 logger = logging.getLogger(__name__)
 
 PROBED_TOKENS: Final = (512, 64)
-"""How many tokens make the text to be read; the shorter one is for servers whose context the longer one exceeds."""
+"""Numbers of tokens of the text to encode; the smaller one is for servers whose context the larger one exceeds."""
 
 
 async def compare_vocabulary(server: HttpServer, tokenizer: Any, told: str | None, elsewhere: Failover) -> None:
-    """Raise `TokenizerMismatch` unless `tokenizer` is the server's; `told` is the fingerprint that it tells, if any."""
+    """Raise `TokenizerMismatch` unless `tokenizer` is the server's; `told` is the fingerprint that it reports."""
     ours = vocabulary_of(tokenizer)
     if ours is None:
         logger.info("the tokenizer has no vocabulary that could be compared with that of %s", server.config.root_url)
@@ -189,7 +187,7 @@ def vocabulary_of(tokenizer: Any) -> Mapping[str, int] | None:
 
 
 def probe_text(tokenizer: Any, vocabulary: Mapping[str, int], count: int) -> str:
-    """Words of about `count` tokens from all over the vocabulary; what is no text of its own is left out."""
+    """Return words of about `count` tokens from the whole vocabulary, without tokens that are not printable."""
     ids = sorted(set(vocabulary.values()))
     chosen = ids[:: max(1, len(ids) // count)]
     special = set(getattr(tokenizer, "all_special_ids", ()))
@@ -222,7 +220,7 @@ async def _compare_by_text(
 
 
 async def _full_fingerprint(tokenizer: Any) -> str | None:
-    """That of transformers' own tokenizer: a model's files may add tokens that `tokenizer.json` does not hold."""
+    """Return the fingerprint of transformers' own tokenizer: it may have tokens that `tokenizer.json` lacks."""
     load = getattr(tokenizer, "load_full", None)
     if load is None:
         return None

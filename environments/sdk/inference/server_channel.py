@@ -1,9 +1,9 @@
-"""HTTP to one inference server: limits for training and evaluation, and outages waited out.
+"""HTTP to one inference server: it limits training and evaluation requests, and waits until an outage is over.
 
 A server that restarts, is paused for a publish or has no policy yet is normal here. While it is out, one request at a
-time probes it and all others wait for that one's outcome, so that an outage costs next to nothing and ends at once.
-Nothing but real requests is ever sent to find out whether a server is well. Where another server is up, a request
-leaves one that is out instead of waiting; one that is out is tried again now and then, by a single request each time.
+time is repeated as a probe and all others wait for its outcome, so that an outage costs almost nothing and its end is
+noticed at once. Only real requests are used to find out whether a server is healthy. If another server is up, a request
+moves there instead of waiting; a server that is out is tried again now and then, by a single request each time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ WAIT_LINE_SECONDS = 10.0
 
 RETRIED_STATUSES = frozenset({429, 500, 502, 503, 504})
 
-SERVER_ERROR_ATTEMPTS = 3  # a 500 that comes again is about the request, not about the moment
+SERVER_ERROR_ATTEMPTS = 3  # a repeated 500 is caused by the request, not by an outage
 
 Outcome = Response | OSError
 
 
 class ServerUnavailable(EnvironmentsError):
-    """The server is out and another one is up: told to the pool, which goes there. Environments never see it."""
+    """The server is out and another one is up: the pool catches this and goes there. Environments never see it."""
 
     ends_server = False
 
@@ -54,7 +54,7 @@ class _Call:
     on_piece: OnPiece | None = None
     attempts: int = 0
     begun: bool = False
-    """Whether a part of the answer was handed on, so that the request cannot be made again."""
+    """True once a part of the answer was passed on, so that the request cannot be repeated."""
 
     @property
     def may_leave(self) -> bool:
@@ -62,7 +62,7 @@ class _Call:
 
 
 class ServerChannel:
-    """Posts JSON to one server."""
+    """Channel to one server: it sends requests within limits and repeats them through outages."""
 
     def __init__(
         self, config: APIServerConfig, *, wait_timeout_seconds: float, transport: Transport | None = None
@@ -84,12 +84,12 @@ class ServerChannel:
 
     @property
     def up(self) -> bool:
-        """Nothing is known against it."""
+        """True if no outage of the server is known."""
         return self._recovered is None and self._avoided_seconds == 0
 
     @property
     def worth_trying(self) -> bool:
-        """Up, or out for so long that a request may find out about it."""
+        """True if the server is up, or out for so long that a request may try it again."""
         return self._recovered is None and time.monotonic() >= self._avoided_until
 
     async def post(
@@ -101,13 +101,15 @@ class ServerChannel:
         elsewhere: Failover = None,
         on_piece: OnPiece | None = None,
     ) -> bytes:
-        """The body of a successful answer; waits for a server that is out, raises what waiting does not mend.
+        """Return the body of a successful answer; wait for a server that is out, and raise errors that waiting does not
+        fix.
 
-        Once a part of it was handed to `on_piece`, a broken connection is an error and the request is not repeated.
+        Once a part of the answer was passed to `on_piece`, a broken connection is an error and the request is not
+        repeated.
         """
         async with self.limits[split]:
             if self._avoided_seconds:
-                self._avoid()  # this request finds out; others keep away until it has
+                self._avoid()  # this request tries the server; others avoid it until then
             call = _Call("POST", url, body, elsewhere, on_piece)
             started = time.monotonic()
             answer = await self._through_outages(call)
@@ -115,7 +117,7 @@ class ServerChannel:
             return answer
 
     async def get(self, url: str, *, elsewhere: Failover = None) -> bytes | None:
-        """The body there, or None when the server, once it answers, has none."""
+        """Return the body at `url`, or None if the server, once it answers, has none."""
         try:
             return await self._through_outages(_Call("GET", url, None, elsewhere))
         except InferenceRefused:
@@ -156,7 +158,7 @@ class ServerChannel:
         self._avoided_until = time.monotonic() + self._avoided_seconds
 
     async def _probe(self, call: _Call, outcome: Outcome) -> bytes:
-        """Repeat this request until the server answers it, on behalf of all."""
+        """Repeat this request until the server answers it; all other requests wait for the outcome."""
         recovered = self._recovered = anyio.Event()
         try:
             return self._settle(await self._repeat(call, outcome), call.url)
@@ -221,7 +223,7 @@ class ServerChannel:
         call.attempts += 1
         try:
             outcome = await self._send(call)
-        except OSError as error:  # among them the timeout
+        except OSError as error:  # includes the timeout
             if call.begun:
                 raise InferenceUnavailable(f"the answer of {call.url} broke off: {_describe(error)}") from error
             return error

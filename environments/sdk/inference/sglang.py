@@ -1,4 +1,4 @@
-"""SGLang's own `/generate`: token ids in, `[logprob, token id, text]` triples out."""
+"""Client of SGLang's own `/generate`: it takes token ids and returns `[logprob, token id, text]` triples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Triple = tuple[float | None, int, str | None]
 
 
 class MetaInfo(msgspec.Struct):
-    """What is read of each output's description."""
+    """Description of one output: only these fields of `meta_info` are read."""
 
     finish_reason: dict[str, Any] | str | None = None
     output_token_logprobs: list[Triple] | None = None
@@ -29,7 +29,7 @@ class Output(msgspec.Struct):
 
 
 class SglangServer(HttpServer):
-    """One SGLang server; the version of its weights is known where somebody has set it to a number."""
+    """One SGLang server: the policy version is known only if `weight_version` was set to a number there."""
 
     async def tokenizer_name(self) -> str | None:
         info = await self._get_object(f"{self.config.root_url}/get_model_info")
@@ -43,7 +43,7 @@ class SglangServer(HttpServer):
         split: Split,
         *,
         elsewhere: Failover = None,
-        on_tokens: OnTokens | None = None,  # noqa: ARG002 - it is asked for the whole
+        on_tokens: OnTokens | None = None,  # noqa: ARG002 - this kind does not stream here
     ) -> list[Sample]:
         outputs = await self._ask(prompt_tokens, _parameters(sampling), {}, split, elsewhere)
         return [self._sample(output.meta_info) for output in outputs]
@@ -111,7 +111,7 @@ class SglangServer(HttpServer):
 
 
 def _parameters(sampling: Sampling) -> dict[str, Any]:
-    """The same sampling by SGLang's names."""
+    """Return the sampling parameters by SGLang's names."""
     fields = sampling.payload()
     limit = fields.pop("max_tokens")
     if limit is not None:

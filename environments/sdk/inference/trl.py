@@ -1,6 +1,6 @@
-"""TRL's generation server: texts in, token ids out.
+"""Client of TRL's generation server: it takes texts and returns token ids.
 
-Only where it tells logprobs, and has read the prompt as the very tokens that were meant, can its samples be trained on;
+Its samples can be trained on only if it returns logprobs and has encoded the prompt to exactly the intended tokens;
 otherwise they come without logprobs, and sessions that collect for training refuse them.
 """
 
@@ -25,7 +25,7 @@ class TrlReply(msgspec.Struct):
 
 
 class TrlServer(HttpServer):
-    """One TRL server. `decode` turns prompts of tokens into the text that it takes; the pool sets it."""
+    """One TRL server: `decode` turns prompts of tokens into the text that it takes, and the server manager sets it."""
 
     decode: Callable[[Sequence[int]], str] | None = None
 
@@ -36,7 +36,7 @@ class TrlServer(HttpServer):
         split: Split,
         *,
         elsewhere: Failover = None,
-        on_tokens: OnTokens | None = None,  # noqa: ARG002 - it is asked for the whole
+        on_tokens: OnTokens | None = None,  # noqa: ARG002 - this kind does not stream here
     ) -> list[Sample]:
         if self.decode is None:
             refuse_for_training(self.config)

@@ -1,5 +1,7 @@
-"""Token ids and logprobs: in compact form from our server, in Atropos' form from others with a `/generate` route, and
-from a plain vLLM, which has none, by way of its `/v1/completions`.
+"""Client of vLLM servers: it asks for token ids and logprobs in the form that the server has.
+
+The Atropos server (`example_trainer.serving`) answers in compact form, others with a `/generate` route in the original
+Atropos' form, and a stock vLLM server, which has no such route, through its `/v1/completions`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ Dialect = Literal["compact", "atropos", "plain"]
 
 
 class CompactReply(msgspec.Struct):
-    """What our server answers to `"compact": true`."""
+    """Answer of the Atropos server to `"compact": true`."""
 
     token_ids: list[list[int]]
     logprobs: list[list[float]]
@@ -30,10 +32,10 @@ class CompactReply(msgspec.Struct):
 
 
 class AtroposReply(msgspec.Struct):
-    """What servers of Atropos' protocol answer; newer ones tell `token_ids` apart from the logprobs.
+    """Answer of servers with the original Atropos' protocol: newer ones return `token_ids` apart from the logprobs.
 
-    Of each position the first entry of the first mapping is the token that was sampled. Tuples, because reading a
-    thousand of them costs half of what lists do.
+    At each position the first entry of the first mapping is the sampled token. Tuples, because parsing a thousand of
+    them costs half as much as lists.
     """
 
     logprobs: list[list[tuple[dict[str, float], ...]]]
@@ -43,13 +45,13 @@ class AtroposReply(msgspec.Struct):
 
 
 class PromptReply(msgspec.Struct):
-    """What is read of an answer with prompt logprobs; some servers nest the positions in one more list."""
+    """Answer with prompt logprobs: only this field is read, and some servers nest its positions in one more list."""
 
     prompt_logprobs: list[Any] | None = None
 
 
 class VllmServer(HttpServer):
-    """One vLLM server, with a `/generate` route or plain."""
+    """One vLLM server: it has a `/generate` route or is a stock one."""
 
     def __init__(
         self, config: APIServerConfig, *, wait_timeout_seconds: float = 600.0, transport: Transport | None = None
@@ -119,7 +121,7 @@ class VllmServer(HttpServer):
         return str(bases[0].get("root") or bases[0].get("id")) if bases else None
 
     async def _get_to_know(self, elsewhere: Failover) -> Dialect:
-        """Before the first request: which protocol the server speaks, and whether its tokens are ours."""
+        """Find out, before the first request, which protocol the server has, and check that its tokens are ours."""
         async with self._asking:
             if self._dialect is None:
                 info = await self._get_object(f"{self.config.root_url}/bridge/info", elsewhere)
@@ -130,7 +132,9 @@ class VllmServer(HttpServer):
             return self._dialect
 
     async def _dialect_of(self, info: Mapping[str, Any], elsewhere: Failover) -> Dialect:
-        """Only our server tells a boot id; a plain vLLM describes its routes, and `/generate` is none of them."""
+        """Return the server's protocol: only an Atropos server reports a boot id; a stock one lists no `/generate`
+        route.
+        """
         if "boot_id" in info:
             return "compact"
         routes = await self.channel.get(f"{self.config.root_url}/openapi.json", elsewhere=elsewhere) or b""
@@ -144,7 +148,7 @@ class VllmServer(HttpServer):
         elsewhere: Failover,
         on_tokens: OnTokens | None,
     ) -> list[Sample]:
-        """The name that was asked for says which version has answered."""
+        """Sample by vLLM's own completions route; the model name in the request determines the policy version."""
         policy = self.policy
         fields = {"model": self.model_name, "prompt": prompt_tokens, "logprobs": 0, "return_token_ids": True}
         url = f"{self.config.root_url}/v1/completions"
@@ -203,13 +207,13 @@ def _from_atropos(reply: AtroposReply) -> list[Sample]:
 
 
 def _first_values(positions: list[tuple[dict[str, float], ...]]) -> list[float]:
-    """The first logprob of each position, where as a rule there is only one."""
+    """Return the first logprob of each position; usually there is only one."""
     values = [value for position in positions for value in position[0].values()]
     return values if len(values) == len(positions) else [next(iter(position[0].values())) for position in positions]
 
 
 def top_of_prompt(prompt_tokens: list[int], positions: list[Any], top_k: int, url: str) -> PromptLogprobs:
-    """At each position the `top_k` most likely tokens; with 0 or less the prompt's own token alone."""
+    """Return the `top_k` most likely tokens of each position; with 0 or less the prompt's own token alone."""
     if len(positions) == 1 and isinstance(positions[0], list) and len(prompt_tokens) != 1:
         positions = positions[0]
     if len(positions) != len(prompt_tokens):
@@ -227,7 +231,7 @@ def top_of_prompt(prompt_tokens: list[int], positions: list[Any], top_k: int, ur
 
 
 def _entries(entry: Any) -> dict[int, float]:
-    """One position: null, `{id: logprob}`, a list of such, or vLLM's own `{id: {"logprob": …}}`."""
+    """Return one position's logprobs, given as null, `{id: logprob}`, a list of such or `{id: {"logprob": …}}`."""
     parts = entry if isinstance(entry, list) else [entry or {}]
     return {
         int(token): float(value["logprob"] if isinstance(value, dict) else value)

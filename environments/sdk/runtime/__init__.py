@@ -1,4 +1,4 @@
-"""Serves one environment: the command line, the rollouts, and the connection to the broker.
+"""The runtime serves one environment: the command line, the rollouts, and the connection to the broker.
 
 In reading order: `cli` (verbs and flags), `worker` (`serve`), `commands` (`process`, `evaluate`, `validate`),
 `rollouts` (one item from collection to delivery), `broker_session`, `stopping` (signals). It knows an environment

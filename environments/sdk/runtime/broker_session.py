@@ -1,4 +1,4 @@
-"""An environment server's connection to the broker: registered, paced, its outbox losing and doubling nothing."""
+"""An environment server's broker connection: registration, pacing, and submissions that lose and duplicate no group."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ REPORT_SECONDS = 1.0
 
 NO_SUCH_ROUTE = frozenset({404, 405})
 
-GROUP_REFUSALS = frozenset({400, 413, 422})  # about the groups sent, not about who sends them
+GROUP_REFUSALS = frozenset({400, 413, 422})  # caused by the groups sent, not by the sender
 
 
 class BrokerConnection:
-    """Keeps `pacing` fresh and submits groups; rings `changed` whenever either moves.
+    """Connection to the broker: it keeps `pacing` current, submits groups, and notifies `changed` when either changes.
 
-    `pending_sequences` and `pending_groups` count what is handed in and not yet acknowledged.
+    `pending_sequences` and `pending_groups` count what was handed in and is not yet acknowledged.
     """
 
     def __init__(self, client: AsyncBrokerClient, request: EnvironmentRequest, *, wait_timeout_seconds: float) -> None:
@@ -58,7 +58,7 @@ class BrokerConnection:
         self._adoptions = 0
 
     async def register(self) -> EnvironmentInfo:
-        """Wait for the broker and register; again after a broker has forgotten this environment."""
+        """Wait for the broker and register, or register again after the broker has forgotten this environment."""
         await self._client.wait_until_ready(self._wait_timeout_seconds, logger.info)
         self.info = await self._client.register_environment(self._request)
         self._adopt(self.info.pacing, authoritative=True)
@@ -72,7 +72,7 @@ class BrokerConnection:
         self.changed.ring()
 
     async def keep_pacing(self) -> None:
-        """Hear from the broker for ever: at once when the pacing changes, else every ten seconds."""
+        """Poll the broker's pacing for ever: each request returns when the pacing changes, or after ten seconds."""
         while True:
             assert self.info is not None
             seen = self._adoptions
@@ -85,11 +85,11 @@ class BrokerConnection:
             except AtroposError as error:
                 await self._recover(error)
                 continue
-            # An answer that was on its way while a submission was answered may be the older one.
+            # A submission answered during this heartbeat may have brought newer pacing than the heartbeat's answer.
             self._adopt(pacing, authoritative=seen == self._adoptions)
 
     async def keep_submitting(self) -> None:
-        """Submit what is handed in, for ever; all that has gathered meanwhile goes in one request."""
+        """Submit what is handed in, for ever; up to 64 waiting groups go in one request."""
         while True:
             while not self._outbox:
                 await self.changed.wait()
@@ -97,7 +97,7 @@ class BrokerConnection:
             await self._submit(groups)
 
     async def keep_reporting(self, dropped: DroppedGroups) -> None:
-        """Tell the broker of dropped groups for as long as it takes such reports, at most every few seconds."""
+        """Report dropped groups to the broker, at most one report a second; return if it has no route for them."""
         from atropos_api.client import BrokerRefused
 
         told = 0
@@ -117,13 +117,13 @@ class BrokerConnection:
             await anyio.sleep(REPORT_SECONDS)
 
     async def leave(self) -> None:
-        """Say goodbye, so that nobody waits for this environment; a broker that is away finds out by itself."""
+        """Deregister, so that the broker does not wait for this environment; an unreachable broker is ignored."""
         if self.info is not None:
             with anyio.move_on_after(LEAVE_SECONDS, shield=True), contextlib.suppress(AtroposError):
                 await self._client.leave(self.info.environment_id)
 
     async def flush(self) -> None:
-        """Return when everything handed in is acknowledged."""
+        """Wait until everything handed in is acknowledged."""
         while self.pending_sequences:
             await self.changed.wait()
 
@@ -145,7 +145,7 @@ class BrokerConnection:
         self.changed.ring()
 
     async def _refused(self, groups: list[Group], error: Exception) -> None:
-        """Find the group the broker will not have; its neighbours are sent again without it."""
+        """Find the group that the broker refuses: the groups are sent again one by one."""
         if len(groups) > 1:
             for group in groups:
                 await self._submit([group])
@@ -156,7 +156,7 @@ class BrokerConnection:
         self.changed.ring()
 
     async def _recover(self, error: Exception) -> None:
-        """After an outage or a broker that lost its memory: wait, register again; anything else is raised."""
+        """Wait and register again after an outage or a broker that lost its state; raise any other error."""
         from atropos_api.client import BrokerRefused, BrokerUnreachable
 
         out = isinstance(error, BrokerUnreachable) or (isinstance(error, BrokerRefused) and error.status >= 500)
@@ -178,7 +178,9 @@ class BrokerConnection:
         self.pending_groups -= len(groups)
 
     def _adopt(self, pacing: Pacing, *, authoritative: bool) -> None:
-        """Take over newer pacing. Only an answer that nothing overtook may lower the revision (a restarted broker)."""
+        """Adopt newer pacing. Only an answer during which nothing else was adopted may lower the revision (a restarted
+        broker).
+        """
         known = self.pacing
         if known is not None and pacing.revision < known.revision and not authoritative:
             return

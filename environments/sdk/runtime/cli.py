@@ -1,8 +1,8 @@
-"""The command line every environment has: `serve`, `process`, `evaluate` and `validate`, with flags from its config.
+"""The command line of every environment: its verbs are `serve`, `process`, `evaluate` and `validate`.
 
-Runs one verb of an environment in an event loop: signals are heard, what was opened is closed, one error is told.
-
-Garbage collection for a server whose objects are mostly long lists of numbers, which hold no cycles.
+`read_command` merges flags, files and defaults. `run` runs one verb in an event loop: it handles signals, closes what
+was opened, and raises one error of several. `collect_rarely` tunes garbage collection for a server whose objects are
+mostly long lists of numbers, which hold no cycles.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PRESETS: dict[Verb, dict[str, Any]] = {
 
 
 class EnvironmentCommand(BaseModel):
-    """The sections of an environment's file, and the flags beside them."""
+    """Configuration of one command: the sections of an environment's file, and the flags outside them."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -66,19 +66,19 @@ class EnvironmentCommand(BaseModel):
 
     @property
     def teachers(self) -> list[APIServerConfig] | None:
-        """The servers of the teacher, for environments that have one."""
+        """The servers of the teacher; None for environments without one."""
         teacher = getattr(self, "teacher", None)
         return None if teacher is None else _listed(teacher)
 
 
 class LenientCommand(EnvironmentCommand):
-    """For environments written for Atropos, whose files may hold more."""
+    """Configuration of a command for environments of the original Atropos: their files may hold unknown keys."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 def run_verb(env_cls: type[Environment], argv: Sequence[str]) -> int:
-    """Run `VERB [flags]`; the process's exit code."""
+    """Run `VERB [flags]` and return the process's exit code."""
     verb = _read_verb(env_cls, argv)
     _require_complete(env_cls, verb)
     setup_logging(env_cls.name or env_cls.__name__)
@@ -100,7 +100,7 @@ def run_verb(env_cls: type[Environment], argv: Sequence[str]) -> int:
 
 
 def read_command(env_cls: type[Environment], verb: Verb, argv: Sequence[str]) -> EnvironmentCommand:
-    """Flags over files over the environment's own defaults."""
+    """Read the configuration: flags override files, and files the environment's own defaults."""
     env_config, server_configs = env_cls.config_init()
     server = env_cls.server_config_cls | list[env_cls.server_config_cls]  # type: ignore[name-defined]
     fields: dict[str, Any] = {"env": (type(env_config), ...), "openai": (server, ...)}
@@ -126,7 +126,7 @@ def read_command(env_cls: type[Environment], verb: Verb, argv: Sequence[str]) ->
 def pass_over_foreign_keys(
     env_cls: type[Environment], config: type[BaseModel], content: dict[str, Any], path: str
 ) -> dict[str, Any]:
-    """What a run file holds, without settings of the environment that it was written for and that this one lacks."""
+    """Return a run file's content; from a file for another environment, drop the settings that this one lacks."""
     section = content.get("env")
     written_for = section.get("server") if isinstance(section, Mapping) else None
     if not isinstance(section, Mapping) or written_for is None or server_stem(str(written_for)) in _own_names(env_cls):
@@ -144,7 +144,7 @@ def pass_over_foreign_keys(
 
 
 def _own_names(env_cls: type[Environment]) -> set[str]:
-    """By what a run file may call this environment: its file, its module, its own name."""
+    """Return the names by which a run file may call this environment: its file, its module, its own name."""
     return {server_stem(name) for name in (_program(), env_cls.__module__, env_cls.name or env_cls.__name__)}
 
 
@@ -160,7 +160,7 @@ def _read_verb(env_cls: type[Environment], argv: Sequence[str]) -> Verb:
 
 
 def _require_complete(env_cls: type[Environment], verb: Verb) -> None:
-    """Say at once what the class lacks; `--help` of an unfinished one is of use all the same."""
+    """Raise if the class lacks methods that the verb needs; `--help` works even for an unfinished class."""
     missing = sorted(getattr(env_cls, "__abstractmethods__", ()))
     collects = any(
         getattr(env_cls, name) is not getattr(Environment, name)
@@ -215,11 +215,11 @@ def _require_trainable(servers: Sequence[APIServerConfig]) -> None:
 Verb = Literal["serve", "process", "evaluate", "validate"]
 
 CLOSING_SECONDS = 10.0
-"""How long files and the page of `process` may take after a signal."""
+"""Time that closing files and writing the page of `process` may take after a signal."""
 
 
 def run(verb: Verb, make_env: Callable[[], Environment]) -> int:
-    """Make the environment and do what the verb says; the exit code. Of errors together the first one is raised."""
+    """Make the environment, run the verb and return the exit code. Of several errors the first is raised."""
     with listen_for_stop() as stop:
         env = make_env()
 
@@ -265,7 +265,7 @@ async def _serve(env: Environment, stop: StopRequest) -> None:
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, int | None], stop: StopRequest) -> int:
-    """The exit code of `work`; a signal cancels it, and it has a little time to close its files."""
+    """Run `work` and return its exit code; a signal cancels it and leaves a little time to close its files."""
     stop.patience_seconds = CLOSING_SECONDS
     task = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(stop.wait_for(1))
@@ -280,11 +280,11 @@ async def _unless_stopped(work: Coroutine[Any, Any, int | None], stop: StopReque
         stopped.cancel()
 
 
-YOUNG_OBJECTS = 50_000  # more than the rollouts in flight hold, which at 700 would be looked through all the time
+YOUNG_OBJECTS = 50_000  # more than the rollouts in flight hold: with 700 they would be scanned all the time
 
 
 def collect_rarely() -> None:
-    """Never look at what is loaded already again, and at what is new less often."""
+    """Exclude all loaded objects from garbage collection, and collect new ones less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 20, 50)

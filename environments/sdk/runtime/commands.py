@@ -1,12 +1,9 @@
-"""What an environment needs before its `setup`: places to write to, and the model's tokenizer, loaded once.
+"""The verbs `process`, `evaluate` and `validate`: this module runs them.
 
-The verb `process`: collect groups one after another into a file, without a trainer or a broker.
-
-Beside the JSON lines lies a page of the same name to read them in a browser.
-
-Runs an environment's evaluation: its requests marked as such, its results placed in the run.
-
-The verb `validate`: the environment's rewards tried on answers known to be right and wrong, without any model.
+`prepare` runs before `setup`, for `serve` as well: it checks that results can be written, and loads the model's
+tokenizer once. `process` collects groups one after another into a file, without a trainer or a broker, and writes a
+page of the same name to read them in a browser. `run_evaluation` runs an evaluation for `serve` and `evaluate`.
+`validate` tries the environment's rewards on answers known to be right and wrong, without a model.
 """
 
 from __future__ import annotations
@@ -36,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 
 class PathUnusable(EnvironmentsError):
-    """Nothing can be written where the configuration says."""
+    """A folder that the configuration names is not writable."""
 
 
 async def prepare(env: Environment, *, needs_tokenizer: bool = True) -> None:
-    """Find out at once what would fail hours later: the first group or result that cannot be written, a tokenizer."""
+    """Check at once what would otherwise fail hours later: the folders of groups and results, and the tokenizer."""
     config = env.config
     if config.data_path_to_save_groups is not None:
         _require_writable(Path(config.data_path_to_save_groups).parent, "--env.data_path_to_save_groups")
@@ -53,7 +50,7 @@ async def prepare(env: Environment, *, needs_tokenizer: bool = True) -> None:
 
 
 def evaluates(env: Environment) -> bool:
-    """Whether the environment can evaluate; a line in the log where it is asked to and cannot."""
+    """Return True if the environment can evaluate; log a line if it should and cannot."""
     config = env.config
     if not env.can_evaluate and (config.eval_at_start or config.eval_at_end or config.steps_per_eval > 0):
         logger.info("%s has no evaluate, so nothing is evaluated", type(env).__name__)
@@ -70,12 +67,12 @@ def _require_writable(folder: Path, flag: str) -> None:
 
 
 async def prepare_tokenizer(env: Environment) -> None:
-    """Load the tokenizer that is named, or else that of the model which the inference server serves.
+    """Load the configured tokenizer, or else the one of the model that the inference server serves.
 
-    Where every server speaks text alone and none is named there is none to load; whoever asks for it is told so.
+    If every server returns only text and no tokenizer is configured, none is loaded; using it then raises an error.
     """
     if "tokenizer" in vars(env) or type(env).tokenizer is not Environment.tokenizer:
-        return  # the environment has one of its own
+        return  # the environment brings its own tokenizer
     name = env.config.tokenizer_name
     if name is not None:
         env.tokenizer = await _load(name)
@@ -97,17 +94,17 @@ async def _load(name: str) -> Any:
 
 
 class NothingToCollect(EnvironmentsError):
-    """No number of groups is given: `process` has no run to take it from."""
+    """No number of groups is configured: `process` has no run to take it from."""
 
 
 async def process(env: Environment) -> None:
-    """Collect `total_steps` groups; an item that yields none is replaced by the next."""
+    """Collect `total_steps` groups; an item without a group is replaced by the next."""
     env.process_mode = True
     if env.config.total_steps < 1:
         raise NothingToCollect(f"total_steps is {env.config.total_steps}; say with --env.total_steps how many groups")
     if env.config.data_path_to_save_groups is None:
         env.config.data_path_to_save_groups = f"data/{env.registered_name}.jsonl"
-    env.config.groups_to_keep = 0  # every group that is asked for is kept
+    env.config.groups_to_keep = 0  # `process` keeps every group that it was asked for
     await prepare(env)
     await env.setup()
     await env.setup_wandb()
@@ -150,7 +147,7 @@ def _close(env: Environment, delivery: Delivery) -> None:
 
 
 class NoEvaluation(EnvironmentsError):
-    """An evaluation was asked for by name of an environment that has none."""
+    """An evaluation was explicitly requested of an environment that has none."""
 
 
 async def run_evaluation(env: Environment, *, step: int | None) -> None:
@@ -161,7 +158,7 @@ async def run_evaluation(env: Environment, *, step: int | None) -> None:
 
 
 async def evaluate_alone(env: Environment) -> None:
-    """The verb `evaluate`: set up, evaluate, done. `evaluation_only` spares an environment what it trains on."""
+    """Run the verb `evaluate`: set up and evaluate once. `evaluation_only` lets `setup` skip the training data."""
     if not env.can_evaluate:
         raise NoEvaluation(f"{type(env).__name__} has no evaluate; write one that calls self.evaluate_log")
     env.evaluation_only = True
@@ -188,7 +185,7 @@ def _require_free_folder(env: Environment) -> None:
 
 
 def _save_config(env: Environment, folder: Path) -> None:
-    """Write beside the results what they were measured with; secrets stay out."""
+    """Write the settings of the evaluation next to its results, without secrets."""
     document = {
         "env": public_settings(env.config),
         "openai": [public_settings(server.config) for server in env.server.servers],
@@ -198,7 +195,7 @@ def _save_config(env: Environment, folder: Path) -> None:
 
 
 async def validate(env: Environment) -> int:
-    """Report pass or fail for every gold item; the exit code, 1 when any failed."""
+    """Report pass or fail for every gold item, and return the exit code: 1 if any failed."""
     _require_hooks(type(env))
     await env.setup()
     count, failed = 0, []

@@ -1,8 +1,8 @@
-"""From what an environment collected to groups on their way: judged, noted for the metrics, saved, and sent.
+"""One item's rollout, from collection to delivery: collected, postprocessed and delivered, or given up with a report.
 
-A rollout sends all its groups at its end or none of them, so that one tried again after an error sends nothing twice.
-
-One item's way through the environment: collected, postprocessed, delivered, or given up with a report.
+`RolloutRunner` collects items and tries failed ones again. `Delivery` checks the collected groups, counts them, saves
+them and sends them. A rollout sends all its groups at its end or none of them, so that one that is tried again after an
+error sends nothing twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Send = Callable[[Group], None]
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A group to be sent; its rollouts as chats are made when somebody is to read them."""
+    """A group that passed the rules: its chats are built only when they are saved for people to read."""
 
     group: Group
     chats: Callable[[], Chats]
@@ -49,7 +49,7 @@ _held: ContextVar[list[Accepted] | None] = ContextVar("held", default=None)
 
 @contextmanager
 def hold_groups() -> Iterator[list[Accepted]]:
-    """Collect what is delivered inside, in this task and those it starts, instead of sending it."""
+    """Collect the groups delivered inside the block, in this task and those it starts, instead of sending them."""
     held: list[Accepted] = []
     token = _held.set(held)
     try:
@@ -59,7 +59,9 @@ def hold_groups() -> Iterator[list[Accepted]]:
 
 
 class Delivery:
-    """Where an environment's groups go: by way of the file of groups, if there is one, to `send`."""
+    """Delivery of an environment's groups: it checks and counts them, saves them if a file is configured, and sends
+    them.
+    """
 
     def __init__(self, env: Environment, rules: Callable[[], GroupRules], send: Send) -> None:
         self._env = env
@@ -70,7 +72,7 @@ class Delivery:
         self._recent = RecentGroups(Path(path), keep) if path is not None and keep else None
 
     async def deliver(self, scored_data: Any, item: Item, *, send: bool, check_length: bool) -> None:
-        """Send the groups that the rules allow; inside of `hold_groups` they wait for its end."""
+        """Send the groups that the rules allow; inside `hold_groups` they are only collected."""
         rules = self._rules() if check_length else replace(self._rules(), max_token_length=-1)
         dropped = self._env.dropped_groups
         for raw in as_groups(scored_data):
@@ -132,7 +134,7 @@ NOTHING_PAUSE_SECONDS = 0.01
 
 
 class RolloutRunner:
-    """Collects one item at a time for any caller; keeps the backlog of items to try next, the oldest first."""
+    """Runner of rollouts: it collects one item per call, and keeps the backlog of items to try next, oldest first."""
 
     def __init__(self, env: Environment, delivery: Delivery) -> None:
         self.backlog: deque[Item] = deque()
@@ -142,13 +144,14 @@ class RolloutRunner:
         env.delivery = delivery
 
     async def next_item(self) -> Item:
-        """From the backlog first, then from the environment."""
+        """Return the next item, from the backlog first, then from the environment."""
         return self.backlog.popleft() if self.backlog else await self._env.get_next_item()
 
     async def collect(self, item: Item) -> int:
-        """Collect and deliver the groups of `item`; how many, none if it was dropped, rejected or failed too often.
+        """Collect and deliver the groups of `item` and return their number: 0 if it was dropped, rejected or failed too
+        often.
 
-        Raises only what would fail for every other item as well.
+        Only errors that every other item would cause as well are raised.
         """
         started = time.monotonic()
         for attempt in range(1, self._env.config.rollout_attempts + 1):
@@ -170,7 +173,7 @@ class RolloutRunner:
         return 0
 
     async def _attempt(self, item: Item) -> int | None:
-        """How many groups of `item` were sent; None where the environment made no group of it."""
+        """Return the number of groups of `item` that were sent; None if the environment made none."""
         limit = self._env.config.worker_timeout
         try:
             with keep_journal("train"), hold_groups() as accepted:
@@ -187,7 +190,7 @@ class RolloutRunner:
         return len(accepted) if finished else None
 
     async def _came_to_nothing(self, item: Item, why: str, started: float) -> int:
-        """Count an item that the environment makes no group of, and keep such items from keeping a core busy."""
+        """Count an item without a group, and pause briefly so that a series of such items does not keep a core busy."""
         self._failures_in_a_row = 0
         self._drop(item, NO_GROUP, why)
         if time.monotonic() - started < NOTHING_PAUSE_SECONDS:
@@ -195,7 +198,10 @@ class RolloutRunner:
         return 0
 
     def _gave_up(self, item: Item, error: BaseException, attempt: int) -> bool:
-        """Log a failed attempt. A timeout is not tried again; too many items given up in a row end the server."""
+        """Log a failed attempt and return True if the item is given up; too many such items in a row end the server.
+
+        A timeout is not tried again.
+        """
         described = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if attempt < self._env.config.rollout_attempts and not isinstance(error, TimeoutError):
             self._env.metrics.retried += 1

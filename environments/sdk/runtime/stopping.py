@@ -1,7 +1,7 @@
-"""SIGTERM and SIGINT as a wish that every wait of an environment hears, and a limit for whatever does not.
+"""SIGTERM and SIGINT become a stop request that every wait of an environment notices, with a time limit for all else.
 
-The handlers are Python's own and not the event loop's: they run too while an environment's code blocks the loop, and
-start a timer that ends the process if the orderly way out takes too long.
+The handlers are Python's own, not the event loop's: they also run while an environment's code blocks the loop. They
+start a timer that ends the process if the orderly end takes too long.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ SECOND_PATIENCE_SECONDS = 2.0
 
 
 class StopRequest:
-    """How often the process was told to stop; `wait_for` returns when it was."""
+    """The stop signals that the process received: `wait_for` waits for a number of them."""
 
     def __init__(self) -> None:
         self.count = 0
         self.number: signal.Signals | None = None
         self.patience_seconds = PATIENCE_SECONDS
-        """How long the orderly end may take, from the first signal on; whoever has work to save raises it."""
+        """Time that the orderly end may take, from the first signal on; code that has work to save increases it."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._timer: threading.Timer | None = None
 
     @property
     def exit_code(self) -> int:
-        """128 + the number of the first signal, as a shell counts it."""
+        """The exit code 128 + the number of the first signal, as a shell counts it."""
         return 128 + (self.number or 0)
 
     async def wait_for(self, count: int) -> None:
-        """Until the process has been told to stop so many times."""
+        """Wait until the process has received this number of signals."""
         while self.count < count:
             event = asyncio.Event()
             entry = (asyncio.get_running_loop(), event)
             self._waiting.append(entry)
             try:
-                if self.count < count:  # a signal between the two lines above has rung for nobody
+                if self.count < count:  # a signal before the entry was in the list has set no event
                     await event.wait()
             finally:
                 self._waiting.remove(entry)
@@ -58,7 +58,7 @@ class StopRequest:
                 loop.call_soon_threadsafe(event.set)
 
     def allow(self, seconds: float) -> None:
-        """From now on the end may take so long; later the process is ended as it stands."""
+        """Limit the time for the end, from now on; after it the process exits at once."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = threading.Timer(seconds, self._end, (seconds,))
@@ -66,7 +66,7 @@ class StopRequest:
         self._timer.start()
 
     def _end(self, seconds: float) -> None:
-        # Not by way of logging: the thread that hangs may hold its lock.
+        # Not through logging: the blocked thread may hold its lock.
         os.write(
             2, f"what is under way did not end within {seconds:.0f} s of the signal; ended as it stands\n".encode()
         )
@@ -75,7 +75,9 @@ class StopRequest:
 
 @contextmanager
 def listen_for_stop() -> Iterator[StopRequest]:
-    """Take over SIGTERM and SIGINT; a limit that runs goes on after the block, for threads hold a process up too."""
+    """Handle SIGTERM and SIGINT inside the block; a running limit continues after it, since threads can also block the
+    exit.
+    """
     request = StopRequest()
     before = {number: signal.signal(number, request.note) for number in NUMBERS}
     try:

@@ -1,7 +1,7 @@
-"""`serve`: rollouts for a trainer, as many at once as the broker's pacing leaves room for, until the run is finished.
+"""The worker of `serve`: it runs as many rollouts as the broker's pacing leaves room for, until the run is finished.
 
-Everything runs in one task group: the link to the broker, the rollouts, an evaluation now and then. Admission waits
-for something to change (pacing, a finished rollout, the end of an evaluation) and never polls.
+Everything runs in one task group: the broker connection, the rollouts, and an evaluation now and then. Admission waits
+for a change (pacing, a finished rollout, the end of an evaluation) and never polls.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ logger = logging.getLogger(__name__)
 NO_ITEM_PAUSE_SECONDS = 1.0
 
 ENDING_SECONDS = 5.0
-"""What an orderly end may take beside the drains of rollouts and of groups."""
+"""Time that an orderly end may take in addition to the drains of rollouts and of groups."""
 
 FINISHING_SECONDS = 30.0
-"""What W&B may take to send what it has."""
+"""Time that W&B may take to send its data."""
 
 
 class EnvironmentWorker:
-    """Serves one environment to one broker."""
+    """The worker serves one environment to one broker."""
 
     def __init__(self, env: Environment, client: AsyncBrokerClient, stop: StopRequest | None = None) -> None:
-        """Without `stop` the worker listens for signals itself, for as long as it serves."""
+        """Make a worker; without `stop` it handles signals itself while it serves."""
         config = env.config
         self._stop = stop
         request = EnvironmentRequest(
@@ -74,7 +74,7 @@ class EnvironmentWorker:
         self._stopping = False
 
     async def serve(self) -> None:
-        """Run until the broker says the run is finished, or until SIGTERM or SIGINT."""
+        """Run until the broker reports that the run is finished, or until SIGTERM or SIGINT."""
         self._env.require_servable()
         with listen_for_stop() if self._stop is None else nullcontext(self._stop) as stop:
             try:
@@ -92,7 +92,7 @@ class EnvironmentWorker:
             self._finish()
 
     async def _begin(self, group: TaskGroup) -> None:
-        """All that comes before the first rollout; a stop ends it at once, whatever it waits for."""
+        """Do everything before the first rollout; a stop cancels it at once."""
         self._evaluates = evaluates(self._env)
         await prepare(self._env)
         await self._env.setup()
@@ -124,7 +124,7 @@ class EnvironmentWorker:
             await self._evaluate(required=True)
 
     async def _wait_for_run(self) -> None:
-        """Until a trainer has begun a run; a run that is finished already is not waited for."""
+        """Wait until a trainer has begun a run; return at once if the run is already finished."""
         while self._pacing.state == "wait":
             with anyio.move_on_after(10.0):
                 await self._changed.wait()
@@ -132,7 +132,7 @@ class EnvironmentWorker:
             logger.info("waiting for a trainer to begin a run at %s", self._env.config.rollout_server_url)
 
     async def _adopt_run(self) -> None:
-        """Learn the run's facts, which a registration before the run could not tell."""
+        """Register again, for the run's settings, which a registration before the run cannot return; adopt them."""
         info = await self._link.register()
         env = self._env
         env.curr_step = self._pacing.current_step
@@ -147,7 +147,7 @@ class EnvironmentWorker:
             env.load_checkpoint()
 
     def take_run_facts(self) -> None:
-        """Let the run's batch size and longest sequence be the environment's."""
+        """Copy the run's batch size and longest sequence to the environment."""
         info = self._link.info
         assert info is not None
         self._env.max_token_len = info.max_token_length
@@ -162,7 +162,7 @@ class EnvironmentWorker:
             if self._evaluation_due and self._evaluation is None:
                 self._evaluation_due = False
                 evaluations.start_soon(self._evaluate)
-                await anyio.lowlevel.checkpoint()  # it stops admission, where the configuration says so
+                await anyio.lowlevel.checkpoint()  # lets the evaluation start: it may stop admission
             if not self._has_room():
                 await self._changed.wait()
                 continue
@@ -173,7 +173,7 @@ class EnvironmentWorker:
                     await self._changed.wait()
 
     async def admit(self) -> None:
-        """Begin rollouts until there is no room or no item, or something else is due."""
+        """Start rollouts until there is no room or no item, or something else is due."""
         assert self._rollouts is not None
         while self._active and self._has_room() and not (self._log_due or self._evaluation_due):
             item = await self._collector.next_item()
@@ -191,7 +191,7 @@ class EnvironmentWorker:
             self._changed.ring()
 
     async def _evaluate(self, *, required: bool = False) -> None:
-        """Evaluate now; one that is `required` must succeed, any other failure is told and training goes on."""
+        """Evaluate now; a `required` evaluation must succeed, another failure is logged and training continues."""
         step = self._pacing.current_step
         try:
             with anyio.CancelScope() as self._evaluation:
@@ -207,7 +207,7 @@ class EnvironmentWorker:
             self._changed.ring()
 
     async def _end_evaluation(self) -> None:
-        """Stop an evaluation that is under way."""
+        """Cancel an evaluation in progress and wait for its end."""
         while self._evaluation is not None:
             self._evaluation.cancel()
             await self._changed.wait()
@@ -216,11 +216,11 @@ class EnvironmentWorker:
         self._log_due = False
         try:
             await self._env.wandb_log()
-        except Exception:  # the environment's own metrics may raise anything, and cost no rollout
+        except Exception:  # the environment's own metrics may raise anything, which must cost no rollout
             logger.exception("metrics of step %d could not be logged", self._env.curr_step)
 
     def _has_room(self) -> bool:
-        """Whether another group may begin: by the broker's pacing, the number of workers and a running evaluation."""
+        """Return True if another group may start: by the broker's pacing, the worker limit and a running evaluation."""
         group_size = self._env.config.group_size
         in_flight = self._rolling * group_size + self._link.pending_sequences
         return (
@@ -239,7 +239,7 @@ class EnvironmentWorker:
         return 0 if config.eval_handling is EvalHandlingEnum.STOP_TRAIN else max(1, int(most * config.eval_limit_ratio))
 
     def _note_step(self, pacing: Pacing) -> None:
-        """The trainer made a step. An environment that looks into it is asked beside all else: it may take long."""
+        """Handle a trainer step. An overridden `env_step_checks` runs in the background: it may take long."""
         self._env.status_dict = self._status(pacing)
         if type(self._env).env_step_checks is Environment.env_step_checks or self._background is None:
             self.take_step()
@@ -249,12 +249,12 @@ class EnvironmentWorker:
     async def _check_step(self) -> None:
         try:
             await self._env.env_step_checks()
-        except Exception:  # the environment's own code may raise anything; the step is made all the same
+        except Exception:  # the environment's own code may raise anything; the step is adopted in any case
             logger.exception("env_step_checks failed at step %d", self._pacing.current_step)
             self.take_step()
 
     def take_step(self) -> None:
-        """Take over the trainer's step: checkpoints, metrics and evaluations may be due."""
+        """Adopt the trainer's step: checkpoints, metrics and evaluations may be due."""
         env, pacing = self._env, self._pacing
         before, env.curr_step = env.curr_step, pacing.current_step
         env.config.group_size = env.config.group_size_at(env.curr_step)
@@ -269,11 +269,13 @@ class EnvironmentWorker:
     def _save_state(self, step: int) -> None:
         try:
             self._env.save_checkpoint(step)
-        except Exception:  # a full disk, or the environment's own code: neither is worth the rollouts under way
+        except Exception:  # a full disk or the environment's own code may fail; neither may end the running rollouts
             logger.exception("the environment's state of step %d is not kept; a run resumed there begins anew", step)
 
     def _status(self, pacing: Pacing) -> dict[str, Any]:
-        """The broker's state by Atropos' names; both queues are the whole one, in groups of this environment's size."""
+        """Return the broker's state by the original Atropos' names; both queue sizes are the whole queue's, in groups
+        of this environment's size.
+        """
         queued = -(-pacing.outstanding_sequences // self._env.config.group_size)
         return {
             "current_step": pacing.current_step,
@@ -305,7 +307,7 @@ class EnvironmentWorker:
         return not self._stopping and self._pacing.state != "finished"
 
     async def _obey(self, stop: StopRequest, group: TaskGroup) -> None:
-        """The first signal drains, the second stops at once."""
+        """Handle stop signals: the first drains, the second stops at once."""
         await stop.wait_for(1)
         logger.info("%s: finishing what is under way", stop.number.name if stop.number is not None else "stopped")
         self._stopping = True
@@ -326,7 +328,7 @@ class EnvironmentWorker:
         logger.info("stopped" if self._stopping else "the run is finished")
 
     def _note_unsent(self) -> None:
-        """What a stop in the middle of a run leaves behind; after the run's end nobody wants it."""
+        """Log and count the items and groups that a stop leaves behind; at the run's end they are not needed."""
         if not self._stopping:
             return
         if self._given_up:
@@ -336,5 +338,5 @@ class EnvironmentWorker:
 
 
 def crossed(before: int, now: int, interval: int) -> bool:
-    """Whether a multiple of `interval` lies in (before, now]; never when the interval is 0 or less."""
+    """Return True if a multiple of `interval` is in (before, now]; False if the interval is 0 or less."""
     return interval > 0 and now // interval > before // interval

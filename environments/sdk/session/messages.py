@@ -1,6 +1,7 @@
-"""Messages of a chat as sessions take them: plain dictionaries whose content is text, checked one by one.
+"""Chat messages: a request's messages are checked, and compared with the chat of a sequence.
 
-Messages of a chat compared with those of a sequence: what says that a request continues what was sampled.
+`read_messages` checks messages one by one and makes them plain dictionaries whose content is text. `Conversation` is
+the chat that a sequence holds: it decides whether a request continues what was sampled.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any
 from environments.sdk.errors import RequestRefused
 
 TEXT_KINDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Kinds of parts that are text, and the field that holds it."""
+"""The kinds of content parts that are text, and the field that holds it."""
 
 
 def read_messages(messages: Sequence[Any], *, other_parts: bool = False) -> list[dict[str, Any]]:
-    """The messages with text for content, for templates concatenate it: parts joined by newlines, nothing for null.
+    """Return the messages with text content, since chat templates concatenate it: parts joined by newlines, null as "".
 
-    That is what vLLM's own route does. Parts that are no text are refused, or written as JSON where `other_parts`.
+    vLLM's own route does the same. Parts that are no text are refused, or written as JSON if `other_parts`.
     """
     if not messages:
         raise RequestRefused("messages is empty: a chat needs one message at least", param="messages")
@@ -27,12 +28,12 @@ def read_messages(messages: Sequence[Any], *, other_parts: bool = False) -> list
 
 
 def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as dictionaries, whichever library's objects they are."""
+    """Return messages as dictionaries, whichever library's objects they are."""
     return [_plain(message, index) for index, message in enumerate(messages)]
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, given as text or as OpenAI's list of parts."""
+    """Return the text of a message's content, given as text or as OpenAI's list of parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Sequence):
@@ -97,40 +98,40 @@ def _as_json(value: Any) -> str:
 
 
 Key = frozenset[Hashable]
-"""The ways a message may be recognised; two messages are the same when they share one."""
+"""Alternative identities of a message; two messages are the same if they share one."""
 
 PREFILL_END = "\ue002"
 
 
 def placeholder(index: int) -> str:
-    """Stands for a sampled message while a chat is rendered: no template trims or rewrites it."""
+    """Return the placeholder for a sampled message while a chat is rendered: no template trims or rewrites it."""
     return f"\ue000{index}\ue001"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The chat that a sequence holds, down to the assistant's message sampled last."""
+    """The chat of a sequence: its messages up to and including the assistant's message sampled last."""
 
     messages: tuple[dict[str, Any], ...]
     keys: tuple[Key, ...]
     sampled_at: tuple[int, ...]
-    """Which of the messages were sampled in this sequence."""
+    """Indices of the messages that were sampled in this sequence."""
     prompt_text: str
-    """The chat as rendered up to where the last sample begins, earlier samples as placeholders."""
+    """The rendered chat up to the beginning of the last sample, with placeholders for earlier samples."""
 
     def is_continued_by(self, keys: Sequence[Key], *, open_end: bool) -> bool:
-        """Whether a chat with these keys begins with this one and adds to it, or leaves its last message open."""
+        """Return True if a chat with these keys begins with this one and adds to it, or leaves its end open."""
         count = len(self.keys)
         if len(keys) < count or (len(keys) == count and not open_end):
             return False
         return all(not self.keys[i].isdisjoint(keys[i]) for i in range(count - 1, -1, -1))
 
     def has_sampled_after(self, keys: Sequence[Key], index: int) -> bool:
-        """Whether the message at `index` was sampled here, after the very messages that these keys begin with."""
+        """Return True if the message at `index` was sampled here, after the messages that these keys begin with."""
         return index in self.sampled_at and all(not self.keys[i].isdisjoint(keys[i]) for i in range(index))
 
     def with_placeholders(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """These messages with the sampled ones replaced by what stands for their tokens."""
+        """Return these messages with placeholders in the place of the sampled ones."""
         sampled = self.sampled_at
         return [
             {"role": "assistant", "content": placeholder(index)} if index in sampled else message
@@ -139,7 +140,7 @@ class Conversation:
 
 
 def key_of(message: Mapping[str, Any]) -> Key:
-    """A message by role and text; one with tool calls by their ids, or by what is called where ids were lost."""
+    """Return a message's key: role and text; with tool calls their ids, or names and arguments if the ids were lost."""
     role = message.get("role")
     calls = message.get("tool_calls")
     if role == "assistant" and calls:

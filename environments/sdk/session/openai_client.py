@@ -1,6 +1,6 @@
-"""A session with the calls of OpenAI's asynchronous client, for code that was written for that client.
+"""OpenAI client adapter: it gives a session the calls of OpenAI's asynchronous client, for code written for it.
 
-Fields are taken and refused as they are over HTTP; only a stream needs the session's address.
+Fields are accepted and refused as they are over HTTP; only streaming needs the session's address.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ ABOUT_THE_CALL = frozenset({"extra_body", "extra_headers", "extra_query", "timeo
 
 
 class ManagedServerAdapter:
-    """`chat.completions.create` and `completions.create`; where OpenAI's library is there, with its own objects."""
+    """Adapter with `chat.completions.create` and `completions.create`: it returns OpenAI's own objects if that library
+    is installed.
+    """
 
     def __init__(self, managed_server: ManagedSession, base_url: str | None = None) -> None:
         self.base_url = base_url or "http://managed-session/v1"
@@ -32,7 +34,7 @@ class ManagedServerAdapter:
     with_options = copy
 
     async def close(self) -> None:
-        """There is nothing to close: the session ends with its `async with`."""
+        """Do nothing: the session ends with its `async with`."""
 
 
 class _Chat:
@@ -59,7 +61,7 @@ class _Completions:
 
 
 def _read(route: Route, session: ManagedSession, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What the session is called with. OpenAI's library marks what was left out with an object of its own."""
+    """Return the session's arguments. OpenAI's library marks omitted arguments with an object of its own."""
     given = {name: value for name, value in kwargs.items() if type(value).__name__ not in {"NotGiven", "Omit"}}
     body = {name: value for name, value in given.items() if name not in ABOUT_THE_CALL}
     asked = read_request(route, body | (given.get("extra_body") or {}))
@@ -69,7 +71,7 @@ def _read(route: Route, session: ManagedSession, kwargs: dict[str, Any]) -> dict
 
 
 def _as_openai(answer: Any, *, chat: bool) -> Any:
-    """OpenAI's own object, which some code checks for by type, or ours without that library."""
+    """Return OpenAI's own object, which some code checks for by type, or ours without that library."""
     try:
         from openai.types import Completion
         from openai.types.chat import ChatCompletion

@@ -1,12 +1,12 @@
-"""Managed sessions over HTTP, for agents that speak OpenAI's API: programs of their own, in any language.
+"""Managed sessions over HTTP, for agents that use OpenAI's API: separate programs, in any language.
 
     async with self.server.managed_server(use_proxy=True) as session:
         await run_agent(base_url=session.get_url(), api_key=session.api_key)
         return scored_group(session.nodes, scores), []
 
 Requests run as if the rollout had made them itself. Each session has an address and a key that cannot be guessed. With
-the proxy's own key (`ATROPOS_SESSION_KEY`) sessions are listed, opened and closed from outside too, by the routes of
-Atropos' session proxy; those end when nobody uses them.
+the proxy's own key (`ATROPOS_SESSION_KEY`) clients can also list, open and close sessions, by the routes of the
+original Atropos' session proxy; sessions opened so end after they have been idle for a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CREATE_FIELDS = frozenset({"tool_parser", "base_url", "track_tree"})
 
 
 class SessionSource(Protocol):
-    """What opens sessions: a `ServerManager`."""
+    """Interface of the object that opens sessions: a `ServerManager`."""
 
     @property
     def config(self) -> APIServerConfig: ...
@@ -61,10 +61,10 @@ class SessionSource(Protocol):
 
 
 class SessionProxy:
-    """An ASGI application over the sessions of one manager; `start` serves it.
+    """An ASGI application over the sessions of one manager: `start` serves it.
 
-    `tokenizer` and `model_name` stand in for the manager's own. With `asks_for_keys` off it is open to whoever the
-    program that serves it lets in.
+    `tokenizer` and `model_name` replace the manager's own. With `asks_for_keys` off the program that serves it must
+    control access itself.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class SessionProxy:
 
     @contextmanager
     def serve(self, session: ManagedSession) -> Iterator[None]:
-        """Answer requests for this session meanwhile; one that is under way at the end is given up."""
+        """Answer requests for this session inside the block; those in progress at its end are cancelled."""
         name = self._add(session)
         try:
             yield
@@ -121,7 +121,7 @@ class SessionProxy:
         try:
             await self._app({**scope, "path": path, "raw_path": path.encode(), "session_key": key}, receive, send)
         except ClientDisconnect:
-            return  # nobody waits for an answer
+            return  # the client has disconnected, so there is no one to answer
 
     def _routes(self) -> list[Route]:
         of_session = SessionRoutes(self._find, model_name=self._model_of, temperature=self._settings.temperature)
@@ -160,7 +160,7 @@ class SessionProxy:
         return JSONResponse({"servers": listed})
 
     async def _set_up(self, request: Request) -> Response:
-        """Refused: Atropos' managers tell their proxy here which servers there are."""
+        """Refuse the request: with this route the original Atropos' managers set the servers of their proxy."""
         self._require_owner(request)
         raise HTTPException(409, "the servers are those of the environment; name them with --openai.base_url")
 
@@ -193,7 +193,7 @@ class SessionProxy:
         return JSONResponse({**self._described(name, served), **reached})
 
     async def _delete(self, request: Request) -> Response:
-        """End a session; one that a rollout serves ends with the rollout, not by its agent."""
+        """End a session; one that a rollout serves ends with the rollout, and its agent may not end it."""
         served, name = self._find(request), request.path_params["name"]
         if not served.opened_outside:
             self._require_owner(request)
@@ -207,7 +207,7 @@ class SessionProxy:
         return name
 
     def _find(self, request: Request) -> Served:
-        """The session that a request names and has the key of."""
+        """Return the session that a request names; the request must send its key or the proxy's."""
         served = self._sessions.find(request.path_params["name"])
         if self._asks_for_keys:
             require_key(request.scope["session_key"], served.key, self._key)

@@ -1,6 +1,6 @@
-"""Requests of OpenAI's API as sessions read them: each field is taken or refused, none is passed over.
+"""Requests of OpenAI's API as sessions read them: every field is accepted or refused, and none is silently ignored.
 
-The tables below are what the code goes by and what the reference page of sessions shows.
+The code and the reference page of sessions both follow the tables below.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LABELS = ("user", "safety_identifier", "metadata")
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A field that a session heeds: what it means there, and which values it may have."""
+    """A supported field: what it means in a session, and which values it may have."""
 
     name: str
     meaning: str
@@ -35,7 +35,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field that a session does not do. The values in `neutral` ask for nothing, so they are taken, as null is."""
+    """An unsupported field: only the values in `neutral`, which ask for nothing, and null are accepted."""
 
     reason: str
     neutral: tuple[Any, ...] = ()
@@ -43,13 +43,13 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """A request that was read: what the session is called with, and how the client wants its answer."""
+    """A parsed request: the session's arguments, and how the client wants its answer."""
 
     arguments: dict[str, Any]
     stream: bool = False
     include_usage: bool = False
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that mean something only where the chat template reads a variable of that name."""
+    """Fields that have an effect only if the chat template reads a variable of that name."""
     labels: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -162,11 +162,11 @@ FIELDS: Mapping[Route, Mapping[str, Parameter]] = {
 }
 
 SETTLED = frozenset(REFUSED) | {"model", "prompt_cache_key"}
-"""Fields that, once they are checked, nothing is left to do for."""
+"""Fields that are only checked and then need no action."""
 
 
 def read_request(route: Route, body: Mapping[str, Any]) -> SessionRequest:
-    """The request for a session; a field that is unknown, malformed or refused raises and is named."""
+    """Parse a request for a session; an unknown, malformed or refused field raises an error that names it."""
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         _check(route, name, value)
@@ -197,7 +197,7 @@ def _check(route: Route, name: str, value: Any) -> None:
             raise RequestRefused(f"{name} must be {taken.wanted}; got {value!r:.80}", param=name)
     elif name in REFUSED:
         _refuse_unless_neutral(name, value, REFUSED[name])
-    elif name not in TRUNCATING:  # which the sampling refuses unless it may be trained on
+    elif name not in TRUNCATING:  # `Sampling` refuses those that may not be trained on
         raise RequestRefused(f"unknown field {name!r}{nearest(name, [*FIELDS[route], *TRUNCATING])}", param=name)
 
 
@@ -207,7 +207,7 @@ def _refuse_unless_neutral(name: str, value: Any, rule: Refused) -> None:
 
 
 def _read_text_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A prompt of tokens by its own name, and `logprobs` as on the other route."""
+    """Return the fields with a prompt of tokens as `input_ids`, and `logprobs` as on the chat route."""
     fields = {name: value for name, value in given.items() if name not in {"prompt", "logprobs"}}
     fields["prompt" if isinstance(given["prompt"], str) else "input_ids"] = given["prompt"]
     return {**fields, "logprobs": True} if "logprobs" in given else fields

@@ -1,6 +1,6 @@
-"""Answers of sessions as server-sent events: OpenAI's chunks, one for each piece of an answer.
+"""The HTTP routes of one session: chats, texts, rendered prompts, and the sequences so far.
 
-The routes of one session: chats, texts, prompts as they are rendered, and the sequences so far.
+A streamed answer is sent as server-sent events with OpenAI's chunks, one for each piece of the answer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(slots=True, kw_only=True)
 class _Chunks:
-    """What the chunks of one answer have in common."""
+    """Base class of chunk writers: it holds the fields that all chunks of one answer share."""
 
     model: str
     include_usage: bool
@@ -51,7 +51,7 @@ class _Chunks:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
 
     def usage(self, answer: ChatCompletion | Completion) -> dict[str, Any]:
-        """The chunk after the last, which has no choice."""
+        """Return the usage chunk: it follows the last piece and has no choice."""
         return {**self._chunk([]), "usage": answer.model_dump()["usage"]}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class _Chunks:
 
 @dataclass(slots=True, kw_only=True)
 class ChatChunks(_Chunks):
-    """Chunks of a chat: the role first, then text, then calls, then why it ended."""
+    """Writer of a chat's chunks: it writes the role first, then text, then tool calls, then the finish reason."""
 
     kind: str = "chat.completion.chunk"
     prefix: str = "chatcmpl"
@@ -89,7 +89,7 @@ class ChatChunks(_Chunks):
 
 @dataclass(slots=True, kw_only=True)
 class TextChunks(_Chunks):
-    """Chunks of a text completion."""
+    """Writer of a text completion's chunks: it tracks each choice's text offset."""
 
     kind: str = "text_completion"
     prefix: str = "cmpl"
@@ -107,7 +107,7 @@ class TextChunks(_Chunks):
 
 
 class AnswerStream:
-    """Events of one answer: `on_delta` takes the pieces, `events` gives them on as they come."""
+    """Stream of one answer's events: `on_delta` takes the pieces, `events` yields them as they come."""
 
     task: asyncio.Task[Any]
 
@@ -115,10 +115,10 @@ class AnswerStream:
         self._writer = writer
         self._pieces: asyncio.Queue[Delta | None] = asyncio.Queue()
         self.begun = asyncio.Event()
-        """Set with the first piece."""
+        """An event set with the first piece."""
 
     def follow(self, task: asyncio.Task[Any]) -> None:
-        """End when the task that makes the answer does."""
+        """End the stream when the task that makes the answer ends."""
         self.task = task
         task.add_done_callback(lambda _: self._pieces.put_nowait(None))
 
@@ -127,21 +127,21 @@ class AnswerStream:
         self.begun.set()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The pieces, then the usage if it was asked for; a task that fails ends the stream with its problem."""
+        """Yield the pieces, then the usage if it was requested; a task that fails ends the stream with its error."""
         try:
             while (delta := await self._pieces.get()) is not None:
                 for chunk in self._writer.chunks(delta):
                     yield _event(chunk)
             try:
                 answer = result_of(self.task)
-            except Exception as error:  # noqa: BLE001 - too late for a status: the client reads of it in the stream
+            except Exception as error:  # noqa: BLE001 - too late for an HTTP status, so the stream reports it
                 yield _event(problem_of(error)[1])
                 return
             if self._writer.include_usage:
                 yield _event(self._writer.usage(answer))
             yield DONE
         finally:
-            self.task.cancel()  # where the client has gone
+            self.task.cancel()  # stops the sampling if the client has disconnected
 
 
 def _event(document: dict[str, Any]) -> bytes:
@@ -156,7 +156,10 @@ SENT_AS_GIVEN = ("full_text", "tokens", "masked_tokens", "logprobs", "policy_ver
 
 
 class SessionRoutes:
-    """Answers what is asked of a session that `find` has let in; `temperature` replaces that of training requests."""
+    """Handlers of a session's routes: `find` returns the session of an authorised request.
+
+    `temperature` replaces the one of training requests.
+    """
 
     def __init__(
         self,
@@ -176,7 +179,7 @@ class SessionRoutes:
         return await self._complete("text", request)
 
     async def render(self, request: Request) -> Response:
-        """The prompt that a chat would become; nothing is sampled."""
+        """Answer with the prompt that a chat would become; nothing is sampled."""
         session = self._find(request).session
         asked = read_request("chat", await read_object(request))
         messages, tools = asked.arguments["messages"], asked.arguments.get("tools")
@@ -203,14 +206,14 @@ class SessionRoutes:
             stream = AnswerStream(writer)
             stream.follow(served.start(call(**arguments, on_delta=stream.on_delta)))
             await _until(stream.begun, stream.task, request.receive)
-            ended = BackgroundTask(stream.task.cancel)  # also where the client went before the first piece was sent
+            ended = BackgroundTask(stream.task.cancel)  # also if the client disconnects before the first piece is sent
             return StreamingResponse(stream.events(), media_type="text/event-stream", background=ended)
         task = served.start(call(**arguments))
         await _until(None, task, request.receive)
         return JSONResponse({**openai_document(result_of(task)), "model": self._model_name(session)})
 
     def _arguments(self, session: ManagedSession, asked: SessionRequest, split: str | None) -> dict[str, Any]:
-        """What the session is called with; a call for evaluation on the side leaves no sequence behind."""
+        """Return the session's arguments; a call marked as evaluation adds no sequence to the session."""
         arguments = session.arguments(asked)
         if split not in {None, "train", "eval"}:
             raise RequestRefused(f"{SPLIT_HEADER} is {split!r:.40}; it may be train or eval", param=SPLIT_HEADER)
@@ -222,7 +225,7 @@ class SessionRoutes:
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object of a request's body, up to a limit of size."""
+    """Return the JSON object of a request's body, up to a size limit."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
@@ -236,9 +239,9 @@ async def read_object(request: Request) -> dict[str, Any]:
 
 
 async def _until(begun: asyncio.Event | None, task: asyncio.Task[Any], receive: Receive) -> None:
-    """Wait until the answer has begun or is there; a client that goes away meanwhile ends its request.
+    """Wait until the answer has begun or is complete; if the client disconnects meanwhile, its request is cancelled.
 
-    What fails before the answer has begun is raised here, while it can still have a status of its own.
+    An error before the answer has begun is raised here, while it can still have an HTTP status of its own.
     """
     gone = asyncio.ensure_future(_disconnected(receive))
     waited: set[asyncio.Future[Any]] = {task, gone}

@@ -1,4 +1,4 @@
-"""Chat and text completions with the attributes of OpenAI's objects, without that library's cost a rollout."""
+"""Chat and text completions: they have the attributes of OpenAI's objects, without that library's cost per rollout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AssistantMessage:
     refusal: str | None = None
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
-        """The message to put into the next request."""
+        """Return the message to put into the next request."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             message["tool_calls"] = [call if isinstance(call, dict) else call.model_dump() for call in self.tool_calls]
@@ -82,14 +82,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A sampled token as text, and how likely it was."""
+    """A sampled token: its text and its logprob."""
 
     text: str
     logprob: float
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """The `logprobs` of a chat's choice. A token that is only a part of a letter has no text, so no bytes either."""
+    """Return the `logprobs` of a chat's choice. A token that is part of a character has no text, so no bytes either."""
     entries = [
         {
             "token": token.text,
@@ -103,7 +103,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def text_logprobs(tokens: Sequence[TokenLogprob], *, offset: int = 0) -> dict[str, Any]:
-    """The `logprobs` of a text completion's choice; `offset` is where its first token begins."""
+    """Return the `logprobs` of a text completion's choice; `offset` is the position of its first token in the text."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
@@ -117,7 +117,7 @@ def text_logprobs(tokens: Sequence[TokenLogprob], *, offset: int = 0) -> dict[st
 
 
 def openai_document(answer: ChatCompletion | Completion) -> dict[str, Any]:
-    """The answer as JSON, with reasons that OpenAI's objects have a word for."""
+    """Return the answer as a JSON document, with finish reasons that OpenAI's objects know."""
     document = answer.model_dump()
     for choice in document["choices"]:
         choice["finish_reason"] = openai_finish_reason(choice["finish_reason"])
@@ -129,7 +129,7 @@ def openai_finish_reason(reason: str) -> str:
 
 
 def read_openai_chat(answer: Mapping[str, Any]) -> ChatCompletion:
-    """The chat completion that a foreign server answered."""
+    """Read the chat completion that a server with OpenAI's API answered."""
     choices = [
         ChatChoice(
             index=int(choice.get("index", index)),
@@ -142,7 +142,7 @@ def read_openai_chat(answer: Mapping[str, Any]) -> ChatCompletion:
 
 
 def read_openai_completion(answer: Mapping[str, Any]) -> Completion:
-    """The text completion that a foreign server answered."""
+    """Read the text completion that a server with OpenAI's API answered."""
     choices = [
         TextChoice(int(choice.get("index", index)), choice.get("text") or "", choice.get("finish_reason") or "stop")
         for index, choice in enumerate(_items(answer, "choices"))

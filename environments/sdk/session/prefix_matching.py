@@ -1,9 +1,9 @@
-"""Chats whose history is no longer what was sampled: counted, and told once with the place where they differ.
+"""Prefix matching: which sequence a call continues, and the tokens of its prompt.
 
-Which sequence a call continues, and the tokens of its prompt: those it has already, and the new part encoded.
-
-A chat is compared message by message. The messages that were sampled are rendered as placeholders, so that a template
-that trims answers or drops their thoughts still tells what comes between them; their tokens are used as they came.
+The prompt is the tokens that the sequence already has, and the new part encoded. A chat is compared message by message.
+The sampled messages are rendered as placeholders, so that the text between them is known even with a template that
+trims answers or drops their thoughts; their tokens are used as they were sampled. Chats whose history differs from what
+was sampled are counted by `DriftLog`, and the first one is logged with the place of the difference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHOWN_CHARACTERS = 40
 
 
 class DriftLog:
-    """Shared by the sessions of an environment, so that the same mistake is not told a thousand times."""
+    """Log of drifted chats, shared by an environment's sessions: the same mistake is not logged a thousand times."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -56,7 +56,7 @@ class DriftLog:
 
 
 def first_difference(one: str, other: str) -> int:
-    """Where two texts part; the shorter one's end if it begins the other."""
+    """Return the index where two texts first differ; the shorter one's length if it begins the other."""
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return index
@@ -68,7 +68,7 @@ THINK_TAGS = ("<think>", "</think>")
 
 @dataclass(slots=True)
 class Prompt:
-    """What a call sends, what it continues, and for a chat the conversation that its answer will complete."""
+    """The prompt of a call: it names the sequence that it continues and its chat, if there are any."""
 
     tokens: list[int]
     text: str
@@ -80,11 +80,11 @@ class Prompt:
 
 @dataclass(slots=True)
 class Chat:
-    """A chat request: its messages and how they are rendered. An assistant's message at the end is gone on with."""
+    """A chat request: its messages and how they are rendered. An assistant's message at the end is to be continued."""
 
     messages: list[dict[str, Any]]
     given: Sequence[Any] = ()
-    """The messages as they came, for a provider that reads more than text."""
+    """The messages as the caller gave them, for a provider that reads more than text."""
     tools: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     keys: list[Key] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Chat:
 
     @property
     def answered_at(self) -> int:
-        """The index of the message that the answer belongs to."""
+        """The index of the message that the answer belongs to: the open one at the end, or a new one."""
         return len(self.messages) - self.open_end
 
     @property
@@ -114,7 +114,7 @@ class Chat:
         return text_of(self.messages[-1].get("content")) if self.open_end else ""
 
     def completed(self, content: str | None, tool_calls: Any, said: str, prompt: Prompt) -> Conversation:
-        """The chat with an answer: what the client got of it, and the text that the model said."""
+        """Return the chat with an answer: the part that the client received, and the text that the model sampled."""
         answered_at, prefill = self.answered_at, self.prefill
         got = {"role": "assistant", "content": prefill + (content or ""), "tool_calls": tool_calls}
         sampled = prompt.sampled_before
@@ -126,7 +126,7 @@ class Chat:
         )
 
     def render(self, codec: Codec, messages: list[dict[str, Any]]) -> str:
-        """The text of these messages in this chat's way, up to where the answer begins."""
+        """Render messages with this chat's tools and options, up to the beginning of the answer."""
         if not self.open_end:
             return codec.render(messages, tools=self.tools, options=self.options, add_generation_prompt=True)
         last = {**messages[-1], "content": text_of(messages[-1].get("content")) + PREFILL_END}
@@ -135,7 +135,7 @@ class Chat:
 
 
 class Prompter:
-    """Makes the prompts of one session."""
+    """Builder of one session's prompts: each prompt continues the longest known sequence that fits."""
 
     def __init__(self, codec: Codec, drift: DriftLog, *, preserve_think_blocks: bool) -> None:
         self._codec = codec
@@ -143,7 +143,7 @@ class Prompter:
         self._preserve = preserve_think_blocks
 
     def for_chat(self, chat: Chat, known: Iterable[SequenceNode]) -> Prompt:
-        """`known` in the order in which they are preferred, should several be equally long."""
+        """Return a chat's prompt; `known` is ordered by preference among equally long sequences."""
         known = list(known)
         candidates = [
             node
@@ -165,13 +165,13 @@ class Prompter:
         return self._continue_text(text, known) or Prompt(self._codec.encode(text), text)
 
     def for_tokens(self, tokens: list[int], known: Iterable[SequenceNode]) -> Prompt:
-        """A prompt that is tokens already continues the longest sequence that it begins with."""
+        """Return a prompt of given tokens; it continues the longest sequence that it begins with."""
         fitting = [node for node in known if tokens[: len(node.tokens)] == node.tokens]
         base = max(fitting, key=lambda node: len(node.tokens), default=None)
         return Prompt(list(tokens), self._codec.decode(tokens), base)
 
     def _continue_chat(self, chat: Chat, base: SequenceNode) -> Prompt | None:
-        """The prompt as `base` and what the template adds to it; None where the template tells another story."""
+        """Return the prompt as `base` and what the template adds; None if the template changes the history."""
         conversation = base.conversation
         assert conversation is not None
         if not self._preserve and self._has_thoughts(conversation):
@@ -192,7 +192,7 @@ class Prompter:
         )
 
     def _continue_as_rendered(self, chat: Chat, base: SequenceNode, conversation: Conversation) -> Prompt | None:
-        """Where thoughts are the template's business: only if it left every one of them in its place."""
+        """Return the prompt if the template handles thoughts; None unless it kept every one of them."""
         messages = [
             {"role": "assistant", "content": conversation.messages[index]["content"]}
             if index in conversation.sampled_at
@@ -208,10 +208,10 @@ class Prompter:
         return Prompt(tokens, text, base, chat, text, conversation.sampled_at)
 
     def _begins_alike(self, chat: Chat, conversation: Conversation, before: str) -> bool:
-        """Whether the text before the last sample is the one it was sampled after.
+        """Return True if the text before the last sample agrees with the one that it was sampled after.
 
-        Templates write an answer's opening differently while it is asked for and once it is history (an empty block
-        of thoughts, say). That opening is kept as it was prompted, so only the text before it has to agree.
+        Templates write an answer's opening differently in a prompt and in the history (an empty block of thoughts,
+        say). That opening is kept as it was prompted, so only the text before it has to agree.
         """
         if before == conversation.prompt_text:
             return True
@@ -227,7 +227,7 @@ class Prompter:
         return Prompt(base.tokens + self._tail_tokens(base, tail), text, base)
 
     def _tail_tokens(self, base: SequenceNode, tail: str) -> list[int]:
-        """What comes after a sequence; the end token that it has already is not written a second time."""
+        """Return the tokens after a sequence; an end token that the sequence already has is not repeated."""
         tokens = self._codec.encode_part(tail)
         return tokens[1:] if base.ended and tokens[:1] == base.tokens[-1:] else tokens
 
@@ -239,7 +239,7 @@ class Prompter:
         return any(tag in text for tag in THINK_TAGS for text in texts)
 
     def _note_rewritten_message(self, chat: Chat, known: list[SequenceNode], *, start: int) -> None:
-        """Tell when an assistant's message was sampled here, but is given back as something else."""
+        """Note a drift if an assistant's message was sampled here but comes back as something else."""
         for index in range(start, len(chat.messages)):
             message = chat.messages[index]
             if message.get("role") != "assistant":

@@ -1,12 +1,9 @@
-"""One sequence of a session: its tokens, and for each whether, how likely and by which policy it was sampled.
+"""Sequences of a session: they are built here, and logged for the rollout or evaluation that sampled them.
 
-What a rollout or an evaluation has sampled, kept beside the code that does it.
-
-Environments assemble groups by hand, often from token lists alone. Each rollout runs with a journal of the sequences
-that its sessions produced, so that versions and sampling parameters can be added to the group afterwards. Code inside
-an evaluation gets `split="eval"` without saying so.
-
-A rollout as messages to read: the chat that its session held, or its text cut where the model began to write.
+A `SequenceNode` holds a sequence's tokens with masks, logprobs and policy versions. Environments assemble groups by
+hand, often from token lists alone, so each rollout runs with a `SampleLog` of the sequences that its sessions produced:
+policy versions and sampling parameters are added to the group from it. Code inside an evaluation gets `split="eval"`
+from it. `messages_of` returns a rollout as readable messages.
 """
 
 from __future__ import annotations
@@ -27,12 +24,12 @@ NOT_TRAINED = -100
 NO_LOGPROB = 1.0
 
 ESTIMATED = "estimated_tokens"
-"""In a group's `generation_params`: its tokens are a tokenizer's reading of text, not what was sampled."""
+"""The key in a group's `generation_params` that marks its tokens as re-tokenised text, not as the sampled tokens."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceNode:
-    """A sequence as it grew over one or more turns; all lists are as long as `tokens`.
+    """A sequence grown over one or more turns: all lists are as long as `tokens`.
 
     `masked_tokens` holds the token where it was sampled and -100 elsewhere, `logprobs` its logprob and 1.0 elsewhere.
     `policy_versions` are spans over the sampled tokens, in positions of the whole sequence.
@@ -45,17 +42,19 @@ class SequenceNode:
     policy_versions: list[Span]
     metadata: dict[str, Any] = field(default_factory=dict)
     texts: tuple[str, ...] = ()
-    """The sequence as text without its end token: as sampled, and as a client sees it. What a next turn begins with."""
+    """The sequence as text without its end token: as sampled, and as a client sees it. A next turn begins with one of
+    them.
+    """
     ended: bool = False
-    """Whether the last token is an end token, which `texts` leaves out."""
+    """True if the last token is an end token, which `texts` leaves out."""
     recall: Callable[[], Conversation] | None = None
-    """Makes `conversation`, which most sequences are never asked for."""
+    """Builds `conversation` on demand: most sequences never need it."""
 
     _conversation: Conversation | None = None
 
     @property
     def conversation(self) -> Conversation | None:
-        """The chat that the sequence holds; None after a completion of plain text."""
+        """The chat of the sequence; None after a completion of plain text."""
         if self._conversation is None and self.recall is not None:
             self._conversation = self.recall()
         return self._conversation
@@ -69,7 +68,7 @@ class SequenceNode:
         return len(self.masked_tokens) - self.masked_tokens.count(NOT_TRAINED)
 
     def tail_after(self, text: str) -> str | None:
-        """What `text` adds to this sequence, from its end token on; None if it does not continue it."""
+        """Return what `text` adds to this sequence, from its end token on; None if it does not continue it."""
         for known in self.texts:
             if text.startswith(known):
                 return text[len(known) :]
@@ -77,7 +76,7 @@ class SequenceNode:
 
 
 def grow(base: SequenceNode | None, prompt_tokens: Sequence[int], sample: Sample) -> SequenceNode:
-    """The sequence after a turn: `base` as it was, then the new part of the prompt untrained, then the sample."""
+    """Return the sequence after a turn: `base` unchanged, then the prompt's new part untrained, then the sample."""
     kept = len(base.tokens) if base is not None else 0
     start = len(prompt_tokens)
     new = start - kept
@@ -98,14 +97,14 @@ def grow(base: SequenceNode | None, prompt_tokens: Sequence[int], sample: Sample
 
 @dataclass(slots=True)
 class SampleLog:
-    """The sequences sampled by one rollout, or the versions met by one evaluation."""
+    """Sample log: it holds the sequences sampled by one rollout, or the policy versions used by one evaluation."""
 
     split: Split
     nodes: list[SequenceNode] = field(default_factory=list)
     versions: set[int] = field(default_factory=set)
 
     def find(self, tokens: Sequence[int]) -> SequenceNode | None:
-        """The sequence with these tokens; the last one, should several be equal."""
+        """Return the sequence with these tokens; the last one if several are equal."""
         for node in reversed(self.nodes):
             if node.tokens is tokens or node.tokens == tokens:
                 return node
@@ -117,7 +116,7 @@ _journal: ContextVar[SampleLog | None] = ContextVar("journal", default=None)
 
 @contextmanager
 def keep_journal(split: Split) -> Iterator[SampleLog]:
-    """Collect what is sampled inside, in this task and those it starts."""
+    """Log what is sampled inside the block, in this task and those it starts."""
     journal = SampleLog(split)
     token = _journal.set(journal)
     try:
@@ -136,7 +135,7 @@ def current_journal() -> SampleLog | None:
 
 
 def record(nodes: Sequence[SequenceNode], split: Split) -> None:
-    """Note new sequences; an evaluation keeps their policy versions alone."""
+    """Log new sequences; of an evaluation only their policy versions are kept."""
     journal = _journal.get()
     if journal is None:
         return
@@ -151,7 +150,7 @@ Decode = Callable[[list[int]], str]
 def messages_of(
     node: SequenceNode | None, tokens: Sequence[int], mask: Sequence[int], decode: Decode
 ) -> list[dict[str, Any]]:
-    """The messages of one rollout; what was sampled is the assistant's, all else the user's where no chat tells."""
+    """Return the messages of one rollout; without a chat the sampled text is the assistant's, all else the user's."""
     chat = node.conversation if node is not None else None
     if chat is not None:
         return [dict(message) for message in chat.messages]

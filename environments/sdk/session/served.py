@@ -1,13 +1,10 @@
-"""What can go wrong with a request to a session, in the form of OpenAI's errors.
+"""Sessions served over HTTP: their keys, their lifetime, access control, errors, and the HTTP server itself.
 
-Access to served sessions: with a key, and never for a page of another site.
-
-A page that somebody visits on this machine reaches loopback addresses like any program here. It is known by what its
-browser says of it: the host name that it asked for, its origin, and a content type that needs no permission.
-
-Sessions that are reached over HTTP: their ids and keys, the rollouts that they belong to, and when they end.
-
-The HTTP server of an environment's sessions, in the environment's own event loop.
+Errors have the form of OpenAI's. `ServedSessions` keeps the sessions with their ids and keys, the rollouts they belong
+to, and when they end. `Listener` runs the HTTP server in the environment's own event loop. Access needs a key, and
+requests of web pages are refused: a page opened in a browser on this machine can reach loopback addresses like any
+local program. Such requests are recognised by the host name they ask for, their origin, and a content type that
+browsers send without permission.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 
 
 def problem_of(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """The status and the body that an error is answered with."""
+    """Return the status and the body with which an error is answered."""
     if isinstance(error, HTTPException):
         return error.status_code, _problem(error.status_code, str(error.detail))
     status = _status_of(error)
@@ -86,12 +83,12 @@ OWN_SITES = frozenset({"same-origin", "none"})
 
 
 def new_secret() -> str:
-    """An id or a key that cannot be guessed: 192 random bits."""
+    """Return an id or a key that cannot be guessed: 192 random bits."""
     return secrets.token_urlsafe(24)
 
 
 def refuse_foreign_host(headers: Headers, names: frozenset[str]) -> None:
-    """Refuse a name that somebody may have pointed at this machine."""
+    """Refuse a host name that is not this server's: an attacker may have pointed it at this machine."""
     host = headers.get("host", "")
     if not _is_own(host, names):
         raise HTTPException(403, f"the host {host[:80]!r} is no name of this server; --env.session_url names one")
@@ -106,14 +103,14 @@ def refuse_foreign_page(headers: Headers) -> None:
 
 
 def refuse_other_content(method: str, headers: Headers) -> None:
-    """Refuse bodies that are not said to be JSON: those a page may send anywhere without asking."""
+    """Refuse bodies not declared as JSON: browsers let a page send those anywhere without permission."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if method == "POST" and kind != "application/json":
         raise HTTPException(415, f"the content type must be application/json, not {kind[:80] or 'missing'}")
 
 
 def split_key(path: str, headers: Headers) -> tuple[str, str]:
-    """The key of a request, from its header or from `/t/KEY/` before the path, and the path without it."""
+    """Return the key of a request, from its header or from `/t/KEY/` before the path, and the path without it."""
     if path.startswith(KEY_PREFIX):
         key, _, rest = path.removeprefix(KEY_PREFIX).partition("/")
         return key, f"/{rest}"
@@ -127,7 +124,7 @@ def require_key(given: str, *accepted: str) -> None:
 
 
 def _is_own(host: str, names: frozenset[str]) -> bool:
-    """An address, a loopback name, or one of `names`; HTTP without a host is no browser's."""
+    """Return True for an address, a loopback name, one of `names`, or no host: browsers always send one."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -142,14 +139,14 @@ def _is_own(host: str, names: frozenset[str]) -> bool:
 
 
 IDLE_SECONDS = 1800.0
-"""How long a session that was opened from outside may be left alone before it ends."""
+"""Idle time after which a session that was opened over HTTP ends."""
 
 MOST_OPENED_OUTSIDE = 1024
 
 
 @dataclass(slots=True)
 class Served:
-    """A session and the context of the rollout that it belongs to."""
+    """A served session: its calls run in the context of the rollout that it belongs to."""
 
     session: ManagedSession
     key: str
@@ -175,7 +172,7 @@ class Served:
 
 
 class ServedSessions:
-    """The sessions of one proxy, by id. Those that were opened from outside end when nobody uses them."""
+    """The sessions of one proxy: they are kept by id, and those opened over HTTP end after an idle time."""
 
     def __init__(self, *, idle_seconds: float = IDLE_SECONDS, most_opened_outside: int = MOST_OPENED_OUTSIDE) -> None:
         self._idle_seconds = idle_seconds
@@ -191,7 +188,7 @@ class ServedSessions:
         return list(self._served.items())
 
     def add(self, session: ManagedSession, *, opened_outside: bool = False) -> str:
-        """Serve a session from now on; its id."""
+        """Add a session to those served, and return its id."""
         outside = sum(served.opened_outside for _, served in self.items())
         if opened_outside and outside >= self._most_opened_outside:
             raise HTTPException(429, f"{outside} sessions are open; DELETE those that have ended")
@@ -208,7 +205,7 @@ class ServedSessions:
         return served
 
     def remove(self, name: str) -> None:
-        """End the serving of a session; its requests under way are given up."""
+        """Stop serving a session; its requests in progress are cancelled."""
         served = self._served.pop(name, None)
         if served is not None:
             served.session.address = None
@@ -222,7 +219,7 @@ class ServedSessions:
 
 
 def result_of(task: asyncio.Task[Any]) -> Any:
-    """What a task has come to; one that was cancelled had its session closed meanwhile."""
+    """Return a task's result; a cancelled task means that its session was closed meanwhile."""
     if task.cancelled():
         raise InferenceUnavailable("the session was closed meanwhile")
     return task.result()
@@ -233,8 +230,9 @@ WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared with, not 
 BACKLOG = 512
 
 KEEP_ALIVE_SECONDS = 300
-"""How long an idle connection is kept. Tools of agents take longer than the usual 5 seconds, and a client that sends
-just as its connection is closed gets an error."""
+"""Time that an idle connection is kept. Tools of agents take longer than the usual 5 seconds, and a client that sends
+just as its connection is closed gets an error.
+"""
 
 
 class SessionsNotServed(EnvironmentsError):
@@ -242,7 +240,7 @@ class SessionsNotServed(EnvironmentsError):
 
 
 class QuietServer(uvicorn.Server):
-    """Leaves signals to the environment, and tells when it listens."""
+    """A quiet uvicorn server: it leaves signals to the environment, and sets `listening` once it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -258,7 +256,7 @@ class QuietServer(uvicorn.Server):
 
 
 class Listener:
-    """Serves an application at the address that the settings name, a free loopback port by default."""
+    """HTTP server for an application at the configured address: a free loopback port by default."""
 
     def __init__(self, app: Any, settings: SessionSettings) -> None:
         self._settings = settings
@@ -274,7 +272,7 @@ class Listener:
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listen from now on; the root of the addresses by which agents reach it."""
+        """Start to listen, and return the root URL by which agents reach it."""
         listener = self._bind()
         self._running = asyncio.create_task(self._server.serve(sockets=[listener]), context=contextvars.Context())
         await self._server.listening.wait()

@@ -1,13 +1,12 @@
-"""`ManagedSession`: what `env.server.managed_server()` yields.
+"""`env.server.managed_server()` yields a `ManagedSession`, or a `TextSession` if the server returns only text.
 
-Each call adds sequences or, when its prompt continues one, extends it. A continued sequence keeps the very tokens that
-were sampled: only the text that the next turn adds is encoded, and never with an end token that is already there.
-A second call that goes on from the same place becomes a branch: a sequence of its own, with the same tokens before it.
+Each call adds sequences or, if its prompt continues one, extends it. A continued sequence keeps exactly the tokens that
+were sampled: only the text that the next turn adds is encoded, and an end token that is already there is not repeated.
+A second call that continues the same sequence becomes a branch: a sequence of its own with the same tokens before it.
 
-Sessions with a server that tells text alone: evaluations by any provider, and trials of an environment without vLLM.
-
-The tokens are what the tokenizer makes of the text, which need not be what was sampled, and there are no logprobs. So
-they are refused for training, unless `allow_estimated_tokens` is set; then their groups are marked and say no logprobs.
+`TextSession` serves evaluations by any provider, and trials of an environment without vLLM. Its tokens are the
+tokenizer's encoding of the text, which may differ from what was sampled, and it has no logprobs. So its sequences are
+refused for training, unless `allow_estimated_tokens` is set; then their groups are marked and carry no logprobs.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from environments.sdk.tools import ToolParser, expected_call, tool_parser
 
 
 class ManagedSession:
-    """A conversation, or several side by side, with one inference server."""
+    """A session with one inference server: it holds one or several conversations."""
 
     reads_text_alone: ClassVar[bool] = True
-    """Whether messages must be text: the prompts are tokens that the chat template is encoded to."""
+    """True if messages must be text: the prompts are the tokens of the rendered chat template."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class ManagedSession:
         if tokenizer is None:
             raise ValueError("a session needs a tokenizer: its server has none, so give it one")
         self.address: SessionAddress | None = None
-        """Where it is served, while it is."""
+        """The HTTP address, while the session is served."""
         self._server = server
         self._codec = tokenizer if isinstance(tokenizer, Codec) else Codec(tokenizer)
         self._reader = SampleReader(self._codec)
@@ -89,7 +88,7 @@ class ManagedSession:
     ) -> ChatCompletion:
         """Answer a chat; keyword arguments as OpenAI's and vLLM's, and `split="eval"`.
 
-        `on_delta` is handed the answer piece by piece, as its tokens arrive.
+        `on_delta` is called with the answer piece by piece, as its tokens arrive.
         """
         tools, choice = kwargs.pop("tools", None), kwargs.pop("tool_choice", None) or "auto"
         input_ids, one_call = kwargs.pop("input_ids", None), kwargs.pop("parallel_tool_calls", None) is False
@@ -114,7 +113,7 @@ class ManagedSession:
         return ChatCompletion(choices, _usage(turn, nodes), model=self.model_name)
 
     async def completion(self, *, prompt: str = "", on_delta: OnDelta | None = None, **kwargs: Any) -> Completion:
-        """Go on with a text, or with the tokens given as `input_ids`."""
+        """Continue a text, or the tokens given as `input_ids`."""
         input_ids, known = kwargs.pop("input_ids", None), self._known()
         made = self._prompter.for_tokens(input_ids, known) if input_ids else self._prompter.for_text(prompt, known)
         turn = self._begin(made, kwargs, on_delta)
@@ -130,7 +129,7 @@ class ManagedSession:
     def render(
         self, messages: Sequence[Any], *, tools: Any = None, options: Mapping[str, Any] | None = None
     ) -> tuple[str, list[int]]:
-        """The prompt that a chat would be sent as, and its tokens; nothing is sampled and no sequence is kept."""
+        """Return the prompt that a chat would become, and its tokens; nothing is sampled and no sequence is kept."""
         prompt = self._prompter.for_chat(self._read_chat(messages, tools, options or {}), self._known())
         return prompt.text, prompt.tokens
 
@@ -144,7 +143,7 @@ class ManagedSession:
         split: Split | None = None,
         **_: Any,
     ) -> dict[str, Any]:
-        """What the model thinks of each token of a text; nothing is sampled and no sequence is kept."""
+        """Return the model's logprobs of each token of a text; nothing is sampled and no sequence is kept."""
         if input_ids is None:
             input_ids = (
                 self._codec.encode(prompt or "")
@@ -169,18 +168,18 @@ class ManagedSession:
 
     @property
     def nodes(self) -> list[SequenceNode]:
-        """All sequences, in the order of the calls that began them."""
+        """All sequences, in the order of the calls that started them."""
         return [node for place in self._places for node in place]
 
     def get_state(self) -> dict[str, list[SequenceNode]]:
         return {"nodes": self.nodes}
 
     async def fetch_state(self) -> dict[str, list[SequenceNode]]:
-        """The same, by the name that sessions behind Atropos' proxy have."""
+        """Return `get_state()`, by the name that it has in sessions behind the original Atropos' proxy."""
         return self.get_state()
 
     def arguments(self, asked: SessionRequest) -> dict[str, Any]:
-        """What `chat_completion` or `completion` is called with for a request that was read."""
+        """Return the arguments of `chat_completion` or `completion` for a parsed request."""
         template = str(getattr(self.tokenizer, "chat_template", None))
         for name in asked.template_variables:
             if name not in template:
@@ -190,9 +189,10 @@ class ManagedSession:
         return {**asked.arguments, **more, **({"labels": asked.labels} if asked.labels else {})}
 
     def get_url(self, *, with_key: bool | None = None) -> str:
-        """The base URL of this session for any client of OpenAI's API, while it is open.
+        """Return the base URL of this session for any client of OpenAI's API, while it is open.
 
-        Clients send `api_key`; `with_key` gives an address that has it inside, for those that are told nothing else.
+        Clients send `api_key`; `with_key` returns an address that contains the key, for clients that take only an
+        address.
         """
         return self._served_at().url(with_key=with_key)
 
@@ -215,7 +215,7 @@ class ManagedSession:
         return Chat.read(messages, tools, options, other_parts=not self.reads_text_alone)
 
     def _known(self) -> Iterator[SequenceNode]:
-        """Sequences that may be continued, those first that no other call has gone on from."""
+        """Yield sequences that may be continued, first those that no other call is extending."""
         nodes = self.nodes
         yield from (node for node in nodes if node not in self._being_extended)
         yield from (node for node in nodes if node in self._being_extended)
@@ -230,12 +230,12 @@ class ManagedSession:
         place, replaces = self._place_of(prompt.base) if keep else ([], False)
         turn = Turn(prompt, place, replaces, sampling, split, sampling.generation_params(), keep=keep, labels=labels)
         logprobs = kwargs.get("logprobs")
-        turn.logprobs = logprobs is not None and logprobs is not False  # 0 asks for those of the sampled tokens
+        turn.logprobs = logprobs is not None and logprobs is not False  # 0 requests those of the sampled tokens
         turn.deltas = DeltaWriter(self._codec, self._reader, on_delta) if on_delta is not None else None
         return turn
 
     def _place_of(self, base: SequenceNode | None) -> tuple[list[SequenceNode], bool]:
-        """Where the new sequences go, and whether the one that they continue makes way for them."""
+        """Return the list for the new sequences, and whether they replace the one that they continue."""
         if base is not None and base not in self._being_extended:
             found = next((place for place in self._places if base in place), None)
             if found is not None:
@@ -274,7 +274,7 @@ class ManagedSession:
         return await self._server.generate(turn.prompt.tokens, turn.sampling, turn.split, on_tokens=receive)
 
     def _do_without_logprobs(self, turn: Turn) -> None:
-        """Refuse what needs the logprobs that the server does not tell: training, and clients that ask for them."""
+        """Refuse what needs logprobs that the server does not return: training, and clients that ask for them."""
         if turn.split == "train" and self._trainable:
             self._refuse_for_training()
         if turn.logprobs:
@@ -287,7 +287,7 @@ class ManagedSession:
     def _logprobs(
         self, turn: Turn, nodes: Sequence[SequenceNode], form: Callable[[list[TokenLogprob]], dict[str, Any]]
     ) -> list[dict[str, Any] | None]:
-        """The logprobs of each answer in the form of its route, where they were asked for."""
+        """Return the logprobs of each answer in the form of its route, if they were requested."""
         if not turn.logprobs:
             return [None] * len(nodes)
         start = len(turn.prompt.tokens)
@@ -299,7 +299,7 @@ class ManagedSession:
         return self._parser
 
     def _put(self, turn: Turn, nodes: list[SequenceNode]) -> None:
-        """An extended sequence is replaced where it stood; further samples of the same prompt follow it."""
+        """Put new sequences where the extended one was; further samples of the same prompt follow it."""
         place = turn.place
         start = next((i for i, node in enumerate(place) if node is turn.prompt.base), len(place))
         replaced = place[start : start + turn.replaces]
@@ -313,7 +313,7 @@ def _usage(turn: Turn, nodes: Sequence[SequenceNode]) -> Usage:
 
 
 class TextServer(InferenceServer, Protocol):
-    """What answers in OpenAI's form."""
+    """Interface of a text server: it answers in OpenAI's form."""
 
     async def chat(self, messages: list[dict[str, Any]], kwargs: dict[str, Any], split: Split) -> dict[str, Any]: ...
 
@@ -321,7 +321,7 @@ class TextServer(InferenceServer, Protocol):
 
 
 class TextSession(ManagedSession):
-    """A managed session whose tokens are an estimate."""
+    """A managed session whose tokens are estimated: the server returns only text."""
 
     reads_text_alone = False
 
@@ -330,7 +330,7 @@ class TextSession(ManagedSession):
         self._allowed = allow_estimated_tokens
 
     async def _generate(self, turn: Turn) -> list[Sample]:
-        self._do_without_logprobs(turn)  # before the provider is paid for an answer that is refused
+        self._do_without_logprobs(turn)  # first, so that no provider is paid for an answer that is refused
         turn.generation_params[ESTIMATED] = True
         server = cast("TextServer", self._server)
         fields = {name: value for name, value in turn.sampling.payload().items() if value is not None}
@@ -360,7 +360,7 @@ class TextSession(ManagedSession):
 
 
 def written(message: AssistantMessage) -> str:
-    """An answer as a model would have written it, tool calls in the form of Hermes."""
+    """Return an answer as the model would have written it, with tool calls in Hermes' form."""
     calls = [
         json.dumps({"name": call.function.name, "arguments": _parsed(call.function.arguments)}, ensure_ascii=False)
         for call in message.tool_calls or []

@@ -1,9 +1,9 @@
-"""One call to a session: what it asks for, and how its samples become sequences and answers.
+"""One call to a session: its request, and how its samples become sequences and answers.
 
-An answer piece by piece, as its tokens arrive: text that is certain, then calls, then why it ended.
-
-Text is certain once no later token can change what a client sees of it: letters that came in parts, stop strings and
-tool calls that may have begun are held back. Together the pieces are the whole answer's content.
+`SampleReader` makes sequences and messages of samples. `DeltaWriter` streams an answer as its tokens arrive: text that
+is certain, then tool calls, then the finish reason. Text is certain once no later token can change what a client sees
+of it: incomplete characters, possible stop strings and possible tool calls are held back. The pieces together are the
+whole answer's content.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from environments.sdk.tools import JsonParser, ParsedText, ToolParser, overlap
 
 @dataclass(slots=True)
 class Turn:
-    """One call to the server and where its sequences go.
+    """One call to the server: it knows the list that its sequences go to.
 
-    The place is reserved when the call starts, so that the order of sequences never depends on who ends first.
+    Its place is reserved when the call starts, so that the order of sequences never depends on which call ends first.
     """
 
     prompt: Prompt
@@ -37,22 +37,22 @@ class Turn:
     call_expected: bool = False
     tool_choice: Any = None
     one_call: bool = False
-    """Whether further calls in an answer are left out of what the client sees."""
+    """True if the client sees only the first tool call of an answer."""
     logprobs: bool = False
     keep: bool = True
-    """Whether its sequences belong to the session's; they do not where an agent asks for something on the side."""
+    """True if its sequences are kept in the session; not so for an agent's separate evaluation calls."""
     labels: Mapping[str, Any] = field(default_factory=dict)
     deltas: DeltaWriter | None = None
 
 
 class SampleReader:
-    """Makes of a sample the grown sequence, and what the client gets of it."""
+    """Reader of samples: it builds the grown sequence and the content that the client gets."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
 
     def read(self, turn: Turn, sample: Sample) -> SequenceNode:
-        """The sequence with its texts: what was sampled, and what a client sees of it."""
+        """Return the sequence with its texts: as sampled, and as a client sees it."""
         node = grow(turn.prompt.base, turn.prompt.tokens, sample)
         node.ended = self._has_end_token(sample, turn.sampling)
         body = sample.tokens[:-1] if node.ended else sample.tokens
@@ -73,7 +73,7 @@ class SampleReader:
         return node
 
     def logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> list[TokenLogprob]:
-        """Each token as text with its logprob."""
+        """Return each token as text with its logprob."""
         return [TokenLogprob(self._codec.text_of(t), value) for t, value in zip(tokens, logprobs, strict=True)]
 
     def _has_end_token(self, sample: Sample, sampling: Sampling) -> bool:
@@ -84,7 +84,7 @@ class SampleReader:
 
 
 def _answer_chat(turn: Turn, chat: Chat, node: SequenceNode, said: str) -> None:
-    """The message that the client gets, and by which it will be recognised when it comes back."""
+    """Set the message that the client gets, by which it is recognised when it comes back."""
     message, reason = AssistantMessage(said), node.finish_reason
     if turn.parser is not None:
         parsed = _parse(turn.parser, said, call_expected=turn.call_expected)
@@ -94,7 +94,7 @@ def _answer_chat(turn: Turn, chat: Chat, node: SequenceNode, said: str) -> None:
             reason = "tool_calls" if reason == "stop" else reason
     node.metadata["message"] = message
     node.metadata["choice_finish_reason"] = reason
-    prompt = turn.prompt  # not the turn, which holds the node: only the garbage collector would free such a circle
+    prompt = turn.prompt  # not the turn, which holds the node: only the garbage collector would free such a cycle
     node.recall = lambda: chat.completed(message.content, message.tool_calls, said, prompt)
 
 
@@ -104,12 +104,12 @@ def _parse(parser: ToolParser, text: str, *, call_expected: bool) -> ParsedText:
 
 
 PIECE_TOKENS = 8
-"""How an answer is cut that came whole, because its server streams nothing."""
+"""Number of tokens per piece of an answer that arrived whole, because its server does not stream."""
 
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice; `finish_reason` is told with the last piece."""
+    """A piece of one choice: the last one has the `finish_reason`."""
 
     index: int
     text: str = ""
@@ -132,7 +132,7 @@ class _Choice:
 
 
 class DeltaWriter:
-    """Hands the pieces of one turn's answers to `on_delta`."""
+    """Stream writer: it passes the pieces of one turn's answers to `on_delta`."""
 
     def __init__(self, codec: Codec, reader: SampleReader, on_delta: OnDelta) -> None:
         self._codec = codec
@@ -141,7 +141,7 @@ class DeltaWriter:
         self._choices: dict[int, _Choice] = {}
 
     def receive(self, turn: Turn, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Take up tokens of one sample and tell what has become certain."""
+        """Add tokens of one sample, and send what has become certain."""
         choice = self._choices.setdefault(index, _Choice())
         choice.received += len(tokens)
         choice.tokens += tokens if turn.parser else [t for t in tokens if t not in self._codec.special_ids]
@@ -152,7 +152,7 @@ class DeltaWriter:
             self._tell(Delta(index, choice.text[choice.told : certain], told), choice)
 
     def end(self, turn: Turn, index: int, sample: Sample, node: SequenceNode) -> None:
-        """Tell the rest of an answer that is known whole by now."""
+        """Send the rest of an answer that is now complete."""
         known = self._choices.setdefault(index, _Choice()).received
         for start in range(known, len(sample.tokens), PIECE_TOKENS):
             part = slice(start, start + PIECE_TOKENS)
@@ -173,7 +173,7 @@ class DeltaWriter:
         self._on_delta(delta)
 
     def _decode(self, choice: _Choice) -> str:
-        """The text of the new tokens; nothing while their last letter is incomplete.
+        """Return the text of the new tokens; "" while their last character is incomplete.
 
         Tokens are decoded together with those of the piece before, since some decoders begin a text differently.
         """
@@ -189,7 +189,7 @@ class DeltaWriter:
 
 
 def _certain_length(turn: Turn, text: str) -> int:
-    """How much of a text that goes on can be told already."""
+    """Return how many characters of an unfinished text can be sent already."""
     end = len(text)
     if not turn.sampling.more.get("include_stop_str_in_output"):
         for stop in turn.sampling.stop:
@@ -201,7 +201,7 @@ def _certain_length(turn: Turn, text: str) -> int:
 
 
 def _call_pieces(index: int, call: dict[str, Any]) -> list[dict[str, Any]]:
-    """A call as a stream tells it: who is called, then with what."""
+    """Return a tool call as stream pieces: first the name, then the arguments."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     first = {"index": index, "id": call["id"], "type": "function", "function": {"name": name, "arguments": ""}}
     return [first, {"index": index, "function": {"arguments": arguments}}]

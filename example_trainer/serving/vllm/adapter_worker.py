@@ -1,9 +1,9 @@
-"""Mixed into vLLM's worker: adapters that arrive as tensors are served from memory and never read from a disk.
+"""A mixin for vLLM's worker: adapters that arrive as tensors are served from memory and never read from a disk.
 
-vLLM loads an adapter by its path, at the first use and again whenever it has been evicted. An adapter sent as bytes is
-kept here under a path that is none (`memory:...`), and vLLM's loading looks here first. What lies in vLLM's stacked
-buffers afterwards is compared with what was sent, so that a wrong slice or a tensor left out is found at once. Disk
-loads are counted: there should be one for each adapter that was loaded by path.
+vLLM loads an adapter by its path, at the first use and again after each eviction. An adapter sent as bytes is kept here
+under a path that names no file (`memory:...`), and vLLM's loading looks here first. The content of vLLM's stacked
+buffers is then compared with the sent tensors, so that a wrong slice or a missing tensor is found at once. Disk loads
+are counted: there should be one for each adapter that was loaded by path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Kept:
-    """What one worker holds of the adapters it was sent, by their path, and how often it read one from a disk."""
+    """The adapters sent to one worker, by their path, and its number of loads from a disk."""
 
     payloads: dict[str, bytes] = field(default_factory=dict)
     disk_loads: int = 0
@@ -40,7 +40,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one tensor of an adapter belongs: a stacked buffer `[slots, 1, rows, columns]` and the scale it gets."""
+    """The place of one adapter tensor: a stacked buffer `[slots, 1, rows, columns]` and the scale applied to it."""
 
     buffer: torch.Tensor
     scale: float
@@ -51,7 +51,7 @@ class Place:
         return self.buffer[index, 0, :rows, :columns]
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether the side that the model gives has its size, and the rank is not above the largest."""
+        """Return True if the side given by the model has its size, and the rank is not above the largest."""
         rows, columns = self.buffer.shape[-2:]
         if tensor.ndim != 2:
             return False
@@ -60,11 +60,11 @@ class Place:
 
 
 def install() -> None:
-    """Let vLLM's loading of adapters look at the kept ones first, once a process."""
+    """Make vLLM's loading of adapters look at the kept ones first, once per process."""
     if hasattr(WorkerLoRAManager, _INSTALLED):
         return
     setattr(WorkerLoRAManager, _INSTALLED, True)
-    load = WorkerLoRAManager._load_adapter  # noqa: SLF001  the one way in which vLLM gets at an adapter
+    load = WorkerLoRAManager._load_adapter  # noqa: SLF001  the only function with which vLLM loads an adapter
 
     def load_adapter(manager: Any, request: Any) -> Any:
         kept = kept_by(manager)
@@ -93,9 +93,9 @@ class AdapterWorker:
     model_runner: Any
 
     def atropos_add_adapter(self, name: str, number: int, path: str, payload: bytes) -> str:
-        """Take an adapter in, put it into a slot and compare the slot with what was sent.
+        """Load a sent adapter into a slot and compare the slot with the sent tensors.
 
-        What does not fit raises, and everything is as it was.
+        If it does not fit, raise and restore the previous state.
         """
         manager = self.model_runner.lora_manager
         kept_by(manager).payloads[path] = payload
@@ -108,14 +108,14 @@ class AdapterWorker:
         return json.dumps({"digest": digest})
 
     def atropos_check_adapter(self, number: int, path: str) -> str:
-        """The checksum of a kept adapter, and the names of tensors that its slot holds other values of."""
+        """Return a kept adapter's checksum, and the names of its tensors for which its slot holds other values."""
         manager = self.model_runner.lora_manager
         payload = AdapterPayload.read(kept_by(manager).payloads[path])
-        manager._adapter_manager.activate_adapter(number)  # noqa: SLF001  it may have lost its slot to others
+        manager._adapter_manager.activate_adapter(number)  # noqa: SLF001  it may have been evicted from its slot
         return json.dumps({"digest": payload.digest(), "misplaced": misplaced(manager, number, payload)})
 
     def atropos_drop_adapter(self, number: int, path: str) -> str:
-        """Forget an adapter that no request uses any more."""
+        """Remove an adapter that no request uses any more."""
         manager = self.model_runner.lora_manager
         kept_by(manager).payloads.pop(path, None)
         removed = manager.remove_adapter(number)
@@ -136,7 +136,7 @@ class AdapterWorker:
 
 
 def build(manager: Any, number: int, payload: AdapterPayload) -> LoRAModel:
-    """VLLM's form of an adapter; raises `ValueError` for what this model or this vLLM cannot take."""
+    """Return the adapter in vLLM's form; raise `ValueError` for one that this model or this vLLM cannot take."""
     helper = PEFTHelper.from_dict(payload.config)
     helper.validate_legal(manager.lora_config)
     tensors = payload.tensors()
@@ -153,14 +153,14 @@ def build(manager: Any, number: int, payload: AdapterPayload) -> LoRAModel:
 
 
 def _check_slot(manager: Any, number: int, payload: AdapterPayload) -> str:
-    """The payload's checksum, once its slot is seen to hold just that."""
+    """Return the payload's checksum, after checking that its slot holds exactly its tensors."""
     if wrong := misplaced(manager, number, payload):
         raise ValueError(f"{len(wrong)} tensors are not where they belong in vLLM's buffers: {', '.join(wrong[:3])}")
     return payload.digest()
 
 
 def misplaced(manager: Any, number: int, payload: AdapterPayload) -> list[str]:
-    """Tensors of the payload whose slot in vLLM's buffers holds other values."""
+    """Return the tensors of the payload for which the slot in vLLM's buffers holds other values."""
     inner = manager._adapter_manager  # noqa: SLF001  vLLM offers no view of its slots
     index = inner.lora_index_to_id.index(number)
     helper = PEFTHelper.from_dict(payload.config)
@@ -190,7 +190,7 @@ def _check(manager: Any, helper: PEFTHelper, tensors: Tensors) -> None:
 
 
 def _placed(manager: Any, helper: PEFTHelper, tensors: Tensors) -> Iterator[tuple[str, Place, torch.Tensor]]:
-    """Each tensor with its place; raises `ValueError` for a module that takes no adapter."""
+    """Yield each tensor with its place; raise `ValueError` for a module that takes no adapter."""
     inner = manager._adapter_manager  # noqa: SLF001
     slices = {part: (packed, i) for packed, parts in inner.packed_modules.items() for i, part in enumerate(parts)}
     for name, tensor in tensors.items():

@@ -1,13 +1,10 @@
-"""What a server has of a broadcast: its membership in the group, and the weights that lie aside until all have theirs.
+"""A mixin for vLLM's worker: it receives weights over a process group, first apart, then loads them into the model.
 
-Joining and receiving wait for the trainer and for every other server, which may die meanwhile, so both happen in a
-thread of their own and the engine goes on decoding under the old weights.
-
-Mixed into vLLM's worker: receives weights over a process group, first aside, then into the model.
-
-What has arrived lies aside until every server has told the same checksum, so that a broadcast that breaks off changes
-nothing. Loading is vLLM's own, which knows how it fuses and splits; it happens inside the fence of a publish, and a
-copy of what was there before is kept until that publish has ended, so that all servers can go back together.
+Received weights are not loaded until every server has reported the same checksum, so that an interrupted broadcast
+changes nothing. vLLM's own loading is used, which knows how it fuses and splits; it happens inside the fence of a
+publish, and a copy of the previous weights is kept until that publish has ended, so that all servers can return to them
+together. Joining and receiving wait for the trainer and for every other server, any of which may be killed meanwhile,
+so both run in a thread of their own and the engine continues decoding under the old weights.
 """
 
 from __future__ import annotations
@@ -23,15 +20,15 @@ from example_trainer.weight_protocol.broadcast_group import BroadcastGroup, Rend
 
 
 class BroadcastReceiver:
-    """One membership; whatever fails ends it, which the other members notice at once."""
+    """One membership in a group; any failure ends it, which the other members notice at once."""
 
     def __init__(self, group_id: str, rendezvous: Rendezvous, device: torch.device) -> None:
         self.group_id = group_id
         self.transfer_id: str | None = None
-        """Of the weights that lie aside or are on their way here."""
+        """Id of the weights that are being received, or are received and not loaded."""
         self.aside: dict[str, torch.Tensor] = {}
         self.before: dict[torch.Tensor, torch.Tensor] = {}
-        """The model's own tensors, each with a copy in host memory, until it is settled which of the two are served."""
+        """The model's own tensors, each with a copy in host memory, until the publish has ended or been undone."""
         self._group: BroadcastGroup | None = None
         self._told: dict[str, Any] | None = None
         self._error: Exception | None = None
@@ -46,17 +43,17 @@ class BroadcastReceiver:
         self._start(lambda: self._receive(described, model))
 
     def progress(self) -> dict[str, Any]:
-        """`{"running": true}`, or what the exchange has come to; raises what ended it."""
+        """Return `{"running": true}`, or the result of the exchange; raise the error that ended it."""
         if self._error is not None:
             raise RuntimeError(f"{self._error}") from self._error
         return self._told or {"running": True}
 
     def forget(self) -> None:
-        """Let go of what lies aside and of the copy of what was before."""
+        """Discard the received weights and the copy of the previous ones."""
         self.aside, self.before = {}, {}
 
     def leave(self) -> None:
-        """End the membership; an exchange that is still waiting ends by itself and is of no effect."""
+        """End the membership; an exchange that is still waiting fails by itself and has no effect."""
         self.forget()
         group, self._group = self._group, None
         if group is not None:
@@ -68,7 +65,7 @@ class BroadcastReceiver:
         def run() -> None:
             try:
                 self._told = exchange()
-            except Exception as error:  # noqa: BLE001 - told to whoever asks how far it has come
+            except Exception as error:  # noqa: BLE001 - `progress` raises it
                 self._error = error
                 self.leave()
 
@@ -87,7 +84,7 @@ class BroadcastReceiver:
 
 
 def own_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers, each once."""
+    """Return parameters and buffers, each once."""
     return list({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values())
 
 
@@ -101,7 +98,7 @@ class BroadcastWorker:
     def atropos_join_broadcast(
         self, group_id: str, address: str, port: int, rank: int, world_size: int, backend: Any
     ) -> str:
-        """Begin to join the trainer and the other servers, once; what an earlier group left aside is forgotten."""
+        """Begin to join the trainer and the other servers, once; weights received in an earlier group are discarded."""
         if self._atropos_reception is None or self._atropos_reception.group_id != group_id:
             self.atropos_leave_broadcast()
             place = Rendezvous(address, port, rank, world_size, backend)
@@ -109,14 +106,14 @@ class BroadcastWorker:
         return json.dumps({})
 
     def atropos_receive_broadcast(self, transfer_id: str, described: dict[str, tuple[list[int], str]]) -> str:
-        """Begin to receive one set of weights aside, once."""
+        """Begin to receive one set of weights without loading them, once."""
         reception = self._joined()
         if reception.transfer_id != transfer_id:
             reception.receive(transfer_id, described, self.model_runner.model)
         return json.dumps({})
 
     def atropos_broadcast_progress(self) -> str:
-        """How far what was begun has come; at its end the rank, or the checksum of what has arrived."""
+        """Return the progress of the exchange; at its end the rank, or the checksum of the received weights."""
         return json.dumps(self._joined().progress())
 
     def atropos_leave_broadcast(self) -> str:
@@ -127,7 +124,7 @@ class BroadcastWorker:
         return json.dumps({})
 
     def atropos_load_broadcast(self) -> str:
-        """Load what lies aside into the model; the scheduler stands still meanwhile."""
+        """Load the received weights into the model; the scheduler is paused meanwhile."""
         reception = self._joined()
         if not reception.aside:
             raise RuntimeError("nothing has been received")
@@ -143,7 +140,7 @@ class BroadcastWorker:
         return json.dumps({"loaded": len(loaded or ())})
 
     def atropos_settle_broadcast(self, keep: bool) -> str:
-        """Keep what was loaded, or put back, bit by bit, what was there before."""
+        """Keep the loaded weights, or restore the previous ones bit by bit."""
         reception = self._joined()
         if not keep:
             if not reception.before:

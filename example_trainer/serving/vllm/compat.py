@@ -1,7 +1,14 @@
-"""Everything that depends on vLLM's private names, in one place, checked when the server starts.
+"""Everything that depends on vLLM's inner names, in one place, checked at start.
 
-vLLM gives no promise about these. `check_internals` tries them all, so that a new release which moved one is reported
-in a line that names it, not by a strange failure in the middle of a run.
+vLLM does not promise to keep them. `check_internals` looks up each one, so that a new release that moved one is
+reported in a line naming it, not by an obscure failure in the middle of a run.
+
+It also finds out why an engine process failed: vLLM writes the engine's exception only to the log, so each of vLLM's
+processes writes the exception that ended it to a file that the server has named, and the server's own error line
+reports it. And it lets no process of the server outlive it: vLLM's engine core does not watch its parent and would keep
+its memory and port for ever, so the kernel kills each child when its parent ends, even by SIGKILL. vLLM calls
+`register` in each of its processes (entry point group `vllm.general_plugins`); the forked engine core calls
+`die_with_parent` itself.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ ENTRY_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 
 
 class MortalForkProcess(ForkProcess):
-    """A forked child that the kernel ends when its parent dies."""
+    """A forked child that the kernel kills when its parent ends."""
 
     def start(self) -> None:
         self._atropos_parent = os.getpid()
@@ -51,7 +58,7 @@ def on_cpu() -> bool:
 
 
 def check_internals() -> None:
-    """Raise `CannotServe` if this vLLM lacks a name that we build on."""
+    """Raise `CannotServe` if this vLLM lacks a name that the server uses."""
     import importlib
 
     needed = {
@@ -88,9 +95,10 @@ def check_internals() -> None:
 
 
 def fork_engine_core() -> None:
-    """Let vLLM fork its engine core out of this process, whose imports it then need not repeat. On a CPU only.
+    """Make vLLM fork its engine core from this process, so that it need not repeat the imports. On a CPU only.
 
-    vLLM insists on `spawn` for CPUs; nothing has run in torch's thread pool here yet, and with one thread nothing will.
+    vLLM insists on `spawn` for CPUs. Forking is safe: torch's thread pool has not been used here yet, and with one
+    thread it never will be.
     """
     context = MortalForkContext()
     modules: list[Any] = list(sys.modules.values())
@@ -100,7 +108,7 @@ def fork_engine_core() -> None:
 
 
 def inspect_models_here() -> None:
-    """Look at a model's class in this process instead of a new one, which would import vLLM again."""
+    """Inspect a model's class in this process instead of a new one, which would import vLLM again."""
     from vllm.model_executor.models import registry
 
     def call(look: Callable[[], T]) -> T:
@@ -110,7 +118,7 @@ def inspect_models_here() -> None:
 
 
 def import_for_fork() -> None:
-    """Import what the engine core will need, so that it is there after the fork."""
+    """Import the modules that the engine core will need, so that they are loaded after the fork."""
     import vllm.v1.core.sched.scheduler
     import vllm.v1.engine.async_llm
     import vllm.v1.engine.core
@@ -119,7 +127,7 @@ def import_for_fork() -> None:
 
 
 def parse_arguments(arguments: list[str]) -> Namespace:
-    """VLLM's own parser and checks; a mistake becomes our one line."""
+    """Parse with vLLM's own parser and checks; a mistake becomes a one-line error."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -145,7 +153,7 @@ def parse_arguments(arguments: list[str]) -> Namespace:
 
 
 def leave_out_launch_overlap_on_blackwell() -> None:
-    """Adapters' kernels fail there where one's launch overlaps the end of another's; vLLM has a switch for it."""
+    """Switch off vLLM's launch overlap on Blackwell: adapter kernels fail if one starts before the last has ended."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
@@ -154,7 +162,7 @@ def leave_out_launch_overlap_on_blackwell() -> None:
 
 
 def use_socket(listening: socket.socket) -> None:
-    """Have vLLM serve on a socket that listens already, in place of one of its own."""
+    """Make vLLM serve on a socket that listens already, instead of one of its own."""
     from vllm.entrypoints.launchers import launcher
 
     def create(_: tuple[str, int], *, reuse_port: bool) -> socket.socket:  # noqa: ARG001  vLLM's signature
@@ -164,7 +172,7 @@ def use_socket(listening: socket.socket) -> None:
 
 
 def end_engine(async_llm: Any) -> None:
-    """End the idle engine at once. It has nothing to save; vLLM's own way takes seconds to free what the exit frees."""
+    """Kill the idle engine at once: it has nothing to save, and vLLM's way spends seconds on what the exit frees."""
     if async_llm.output_handler is not None:
         async_llm.output_handler.cancel()
     resources = async_llm.engine_core.resources
@@ -180,6 +188,6 @@ def end_engine(async_llm: Any) -> None:
 
 
 def engine_processes(async_llm: Any) -> list[Any]:
-    """The engine's processes as this one started them."""
+    """Return the engine's processes as this process started them."""
     manager = async_llm.engine_core.resources.engine_manager
     return [] if manager is None else list(manager.processes)

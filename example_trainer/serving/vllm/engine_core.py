@@ -1,18 +1,15 @@
-"""Tokens of a request that is answered only at its end are sent to the API process at its end, not one by one.
+"""Additions to vLLM's engine core for a publish, because only its scheduler has the exact numbers.
 
-vLLM sends each token of each request in every step and unpacks it on the other side, which on cores shared with the
-decoding costs as much as a good part of the decoding. Where nobody looks at a token before the last one, the engine
-core keeps them and sends all in one piece. A pause sends what is kept, because a message has one weight version.
+Pausing, counting the tokens that a pause discards and that are computed again, stamping the version and resuming: each
+is one call from the API process. The methods are added to vLLM's `EngineCore` in the process that runs it, by importing
+the worker extension there (or before the fork), and are called through `call_utility_async`.
 
-vLLM's logprob rows are as wide as the widest request of a step wants them, so one request's rows change their width
-with its neighbours. Each is cut to what its own request asked for before it is kept; rows of two widths cannot be
-joined, and an exception here ends the engine.
-
-What the engine core must do itself in a publish, because only its scheduler knows it exactly.
-
-Pausing, counting what a pause throws away and what is computed again, stamping the version and resuming: each is one
-call from the API process. The methods are added to vLLM's `EngineCore` in the process that runs it, by importing the
-worker extension there (or before the fork), and are reached through `call_utility_async`.
+Tokens of a request that is answered only at its end are sent to the API process at its end (`HeldOutputs`). vLLM sends
+each token of each request in every step, which on cores shared with the decoding costs as much as a good part of the
+decoding. A pause sends the held tokens, because a message has one weight version. vLLM's logprob rows are as wide as
+the widest request of a step wants them, so one request's rows change their width with the other requests. Each is cut
+to the width its own request asked for before it is held; rows of two widths cannot be joined, and an exception here
+ends the engine.
 """
 
 from __future__ import annotations
@@ -25,9 +22,9 @@ from typing import Any
 
 @dataclass(slots=True)
 class Held:
-    """What has been sampled for one request since anything was sent: its outputs in order.
+    """The outputs of one request since the last one sent, in order.
 
-    `columns` is the width of its own logprob rows, None where it asked for none.
+    `columns` is the width of its own logprob rows, None if it asked for none.
     """
 
     client_index: int
@@ -47,14 +44,14 @@ class HeldOutputs:
         self._held: dict[str, Held] = {}
 
     def pass_on(self, scheduler: Any, outputs: list[Any]) -> list[Any]:
-        """Of a step's outputs, those to be sent now, each with what had been kept of its request."""
+        """Return those of a step's outputs that are sent now, each merged with the held ones of its request."""
         return [sent for output in outputs if (sent := self._hold_or_merge(scheduler, output)) is not None]
 
     def forget(self, request_id: str) -> None:
         self._held.pop(request_id, None)
 
     def take_all(self) -> dict[int, list[Any]]:
-        """Everything kept, by client, merged; nothing is kept after that."""
+        """Return everything held, by client, merged; nothing is held after that."""
         taken: dict[int, list[Any]] = {}
         for held in self._held.values():
             taken.setdefault(held.client_index, []).append(merge(held.outputs))
@@ -80,20 +77,20 @@ class HeldOutputs:
 
 
 def may_wait(params: Any) -> bool:
-    """Whether nobody looks at this request's tokens before the last: no stream, no text to search for stop strings."""
+    """Return True if no token is needed before the last: no stream, no text to search for stop strings."""
     from vllm.sampling_params import RequestOutputKind
 
     return params is not None and not params.detokenize and params.output_kind == RequestOutputKind.FINAL_ONLY
 
 
 def logprob_columns(params: Any) -> int | None:
-    """The sampled token's own logprob and as many alternatives as were asked for; -1 asks for the whole vocabulary."""
+    """Return 1 for the sampled token plus the alternatives asked for; None if -1 asked for the whole vocabulary."""
     asked = params.num_logprobs
     return None if asked is None or asked < 0 else asked + 1
 
 
 def fit_columns(logprobs: Any, columns: int) -> Any:
-    """`logprobs` with rows of just that width; alternatives that a row lacks have the probability 0."""
+    """Return `logprobs` with rows of exactly that width; alternatives that a row lacks have the probability 0."""
     import numpy as np
 
     tokens, values = logprobs[0], logprobs[1]
@@ -109,12 +106,12 @@ def fit_columns(logprobs: Any, columns: int) -> Any:
 
 
 def is_plain(output: Any) -> bool:
-    """Whether an output says no more than `merge` can join."""
+    """Return True if an output has only fields that `merge` can join."""
     return output.new_sampling_mask is None and output.routed_experts is None and output.pooling_output is None
 
 
 def merge(outputs: list[Any]) -> Any:
-    """One output that says what these say one after the other."""
+    """Return one output with the content of these, one after the other."""
     last = outputs[-1]
     if len(outputs) == 1:
         return last
@@ -141,7 +138,7 @@ _INSTALLED = "atropos_installed"
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over the life of one scheduler. `lost` holds, by request, how many computed tokens a pause threw away."""
+    """Counts over the life of one scheduler. `lost` maps a request to its computed tokens that a pause discarded."""
 
     generated_tokens: int = 0
     recomputed_tokens: int = 0
@@ -158,7 +155,7 @@ class Tally:
 
 
 def install() -> None:
-    """Add the methods to vLLM's classes, once a process."""
+    """Add the methods to vLLM's classes, once per process."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
@@ -194,7 +191,7 @@ def _answer_after_pause(core: Any, discard: bool, answer: Future[dict[str, int]]
     try:
         pending.result()
         answer.set_result(_after_pause(core, discard))
-    except Exception as error:  # noqa: BLE001  the caller waits in another process and must be told
+    except Exception as error:  # noqa: BLE001  the caller waits in another process and needs the error
         answer.set_exception(error)
 
 
@@ -208,12 +205,12 @@ def _after_pause(core: Any, discard: bool) -> dict[str, int]:
         discarded = _count_computed(scheduler)
         for request in scheduler.running:
             tally.lost[request.request_id] = max(request.num_computed_tokens, tally.lost.get(request.request_id, 0))
-        core._reset_caches()  # noqa: SLF001  what vLLM's own pause with clear_cache does
+        core._reset_caches()  # noqa: SLF001  vLLM's own pause with clear_cache does the same
     return tally.as_reply(paused_requests=paused, discarded_tokens=discarded)
 
 
 def _send_held(core: Any, tally: Tally) -> None:
-    """What has been sampled up to a pause leaves under the version it was sampled with."""
+    """Send the tokens sampled before a pause under the version they were sampled with."""
     from vllm.v1.engine import EngineCoreOutputs
 
     version = core.get_weight_version()
@@ -222,7 +219,7 @@ def _send_held(core: Any, tally: Tally) -> None:
 
 
 def _count_computed(scheduler: Any) -> int:
-    """Tokens whose KV running requests hold, a block shared by several counted once."""
+    """Return the number of tokens whose KV running requests hold, counting a block shared by several once."""
     size = scheduler.block_size
     filled: dict[int, int] = {}
     for request in scheduler.running:
@@ -235,7 +232,7 @@ def _count_computed(scheduler: Any) -> int:
 
 
 def _resume(core: Any, version: str | None) -> dict[str, int]:
-    """Stamp everything sampled from here on with `version`, if one is given, and go on."""
+    """Stamp tokens sampled from here on with `version`, if one is given, and resume."""
     core.model_executor.collective_rpc("synchronize_device")
     if version is not None:
         core.set_weight_version(version)
@@ -252,7 +249,7 @@ def _counters(core: Any) -> dict[str, int]:
 
 
 def _counting_schedule(schedule: Any) -> Any:
-    """`schedule`, noting which of the tokens it plans had been computed before a pause threw them away."""
+    """Return `schedule` changed to count the planned tokens that had been computed before a pause discarded them."""
 
     def counting(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         plan = schedule(scheduler, *args, **kwargs)
@@ -281,7 +278,7 @@ def _note_recomputed(scheduler: Any, tally: Tally, plan: Any) -> None:
 
 
 def _counting_update(update: Any) -> Any:
-    """`update_from_output`, counting the tokens it hands out and keeping those that may wait."""
+    """Return `update_from_output` changed to count the tokens it returns and to hold those that may wait."""
 
     def counting(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = update(scheduler, *args, **kwargs)

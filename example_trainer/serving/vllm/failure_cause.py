@@ -1,6 +1,10 @@
-"""Why and when a process of the server ends: its fatal error is noted for the API process, and it ends with its parent.
+"""Why and when a process of the server ends: its fatal error is recorded, and it ends with its parent.
 
-`register` is the plugin that vLLM loads in each of its processes, so this module stays small and imports no vLLM.
+vLLM writes an engine's exception only to the log, so each of vLLM's processes writes the exception that ended it to a
+file that the server has named, and the server's own error line reports it. vLLM's engine core does not watch its parent
+and would keep its memory and port for ever, so the kernel kills each child when its parent ends, even by SIGKILL. vLLM
+calls `register` in each of its processes (entry point group `vllm.general_plugins`), so this module stays small and
+imports no vLLM; the forked engine core calls `die_with_parent` itself.
 """
 
 from __future__ import annotations
@@ -25,9 +29,9 @@ _LONGEST = 500
 
 
 class _Note(logging.Filter):
-    """Writes down the exception of each error that is logged with one, and lets all pass; the last one stays.
+    """Writes the exception of each error that is logged with one to a file, and lets all pass; the last one stays.
 
-    No handler, for the engine configures its logging anew, which takes the handlers away and leaves the filters.
+    It is not a handler, because the engine configures its logging anew, which removes handlers and keeps filters.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,14 +47,14 @@ class _Note(logging.Filter):
 
 
 def ask_for_cause(environ: MutableMapping[str, str], boot_id: str) -> Path:
-    """Have the processes that this one starts note why they end; the file they note it in, once there is one."""
+    """Make the processes started from here write why they end; return the path of the file, which they create."""
     path = Path(tempfile.gettempdir()) / f"atropos-{boot_id}-cause"
     environ[_VARIABLE] = str(path)
     return path
 
 
 def note_cause() -> None:
-    """In a process of vLLM: note the exception that ends it, where the server asked for that."""
+    """Make a process of vLLM write the exception that ends it, if the server has named a file."""
     named = os.environ.get(_VARIABLE)
     for name in _LOGGERS if named else ():
         logger = logging.getLogger(name)
@@ -59,7 +63,7 @@ def note_cause() -> None:
 
 
 def read_cause(path: Path) -> str | None:
-    """What was noted; it is taken away with that."""
+    """Return the recorded cause, and remove the file."""
     try:
         text = path.read_text(encoding="utf-8")
         path.unlink()
@@ -69,7 +73,7 @@ def read_cause(path: Path) -> str | None:
 
 
 def how_ended(processes: list[Any]) -> str:
-    """Of the engine's processes those that ended, as far as their exit codes tell."""
+    """Return the cause of the engine processes' end, as far as their exit codes show it."""
     codes = [process.exitcode for process in processes if process.exitcode is not None]
     killed = [signal.Signals(-code).name for code in codes if code < 0]
     if killed:
@@ -78,7 +82,7 @@ def how_ended(processes: list[Any]) -> str:
 
 
 def one_line(text: str) -> str:
-    """What an error says, which with vLLM may be many lines of configuration."""
+    """Return an error's text on one line; vLLM's may include many lines of configuration."""
     return " ".join(text.split())[:_LONGEST]
 
 
@@ -86,7 +90,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """In a child process of vLLM: end with the parent, and note why it ends. In the server itself: nothing."""
+    """Make a child process of vLLM end with its parent and write why it ends; has no effect in the server itself."""
     note_cause()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:

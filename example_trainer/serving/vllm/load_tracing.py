@@ -1,8 +1,8 @@
-"""Which part of which parameter each checkpoint tensor is loaded into, found by watching the model load.
+"""Tracing of the model's weight loading: which part of which parameter each checkpoint tensor is loaded into.
 
 vLLM fuses, splits, renames and pads as it loads. Instead of a table for each model family, the model's own
-`load_weights` is called once more with tensors that have names and shapes but no data; every copy it makes is noted and
-none is done. The notes say where each element of a checkpoint tensor lies in the server's memory.
+`load_weights` is called once more with tensors that have names and shapes but no data; every copy it makes is recorded
+and none is carried out. The records give the place of each element of a checkpoint tensor in the server's memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Trace:
 
 
 class _CopyWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Notes copies out of the given sources and keeps everything else from changing real memory."""
+    """Records copies out of the given sources and keeps all other operations from changing real memory."""
 
     def __init__(self, sources: Mapping[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -55,14 +55,14 @@ class _CopyWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             self.copies.append((self._sources.get(_storage_id(args[1])), _note(args[0], args[1])))
             return args[0]
         if func in {torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor}:
-            return args[0]  # vocabulary padding is cleared; it is clear already
+            return args[0]  # the loader clears vocabulary padding, which is clear already
         return func(*args, **(kwargs or {}))
 
 
 def trace_load_weights(load_weights: LoadWeights, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Trace:
-    """Call `load_weights` with tensors of these names and shapes and say where they would have gone.
+    """Call `load_weights` with tensors of these names and shapes and return where they would have been loaded.
 
-    They have the type of the model, not of the files, so that no loader converts them on the way.
+    They have the dtype of the model, not of the files, so that no loader converts them on the way.
     """
     sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     names = {_storage_id(tensor): name for name, tensor in sources.items()}

@@ -1,25 +1,23 @@
-"""Requests without an adapter in one step with an adapter's, on a CPU.
+"""Corrections of four errors in vLLM, each installed once per process.
 
-vLLM marks their rows with the slot -1. Its kernels for GPUs leave such rows out; its code for CPUs takes -1 for the
-last slot, so that a request for the model itself was computed with whatever adapter lay there.
+`install_adapters_on_cpu`: requests without an adapter in one step with an adapter's, on a CPU. vLLM marks their rows
+with the slot -1. Its GPU kernels leave such rows out; its CPU code takes -1 for the last slot, so that a request for
+the base model was computed with the adapter in that slot.
 
-Guided decoding by the library that was chosen for each request.
+`install_grammar_libraries`: guided decoding with the library chosen for each request. vLLM chooses one for each request
+(xgrammar, or another if that one cannot take the grammar), and then compiles all of them with the first request's
+choice, so the first request on a server decided which grammars it accepted. Here each library has its own manager. They
+write the same form of token mask, so one batch may mix them.
 
-vLLM chooses one for each request (xgrammar, or another where that one cannot take the grammar), and then compiles all
-of them with the first request's choice, whichever it was: what came first on a server decided which grammars it took.
-Here each library has a manager of its own. They write the same form of token mask, so one batch may mix them.
+`install_logprob_token_ids`: logprobs of named tokens for one request only. In vLLM's sampler `logprob_token_ids`
+replaces the most likely tokens by the named ones for the whole batch: another request of the step that asked for
+alternatives got token 0 with the probability 0 instead. Here only the rows that named tokens get them.
 
-Logprobs of named tokens for one request, which vLLM would give to all requests of its step.
-
-`logprob_token_ids` replaces the most likely tokens by named ones, in vLLM's sampler for the whole batch: a neighbour
-who asked for alternatives got token 0 with the probability 0 instead. Here only the rows that named tokens get those.
-
-A request's own seed on a CPU, where vLLM's engine would die of it.
-
-A step samples for every request of the batch, also for one whose prompt it has read only in part. vLLM throws that
-token away and turns the request's generator back by an offset, which a CPU's generator does not have: the error ends
-the engine. Here the generator of such a request sits out the step, which comes to the same: one seed gives the same
-tokens however a prompt was cut into parts, and whether or not the request was paused and computed again.
+`install_seeds_on_cpu`: a request's own seed on a CPU, which made vLLM's engine fail. A step samples for every request
+of the batch, also for one whose prompt has been read only in part. vLLM discards that token and turns the request's
+generator back by an offset, which a CPU generator does not have: the error ends the engine. Here the generator of such
+a request is left out of the step, with the same result: one seed gives the same tokens however a prompt was cut into
+parts, and whether or not the request was paused and computed again.
 """
 
 from __future__ import annotations
@@ -29,11 +27,11 @@ from functools import wraps
 from typing import Any
 
 _COMPUTING = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
-"""What all of vLLM's functions for adapters on a CPU come down to."""
+"""The operations that all of vLLM's CPU functions for adapters use."""
 
 
 def install_adapters_on_cpu() -> None:
-    """Put the functions in place wherever vLLM's code for CPUs has imported them."""
+    """Replace the functions wherever vLLM's code for CPUs has imported them."""
     from vllm.lora.ops import torch_ops
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
@@ -46,7 +44,7 @@ def install_adapters_on_cpu() -> None:
 
 
 def leaving_out_rows_without_adapter(compute: Any) -> Any:
-    """`compute`, whose rows of the slot -1 stay as they are."""
+    """Return `compute` changed so that rows of the slot -1 stay as they are."""
 
     @wraps(compute)
     def computing(inputs: Any, weights: Any, output: Any, slots: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +65,7 @@ _MANAGERS = "atropos_managers"
 
 
 def install_grammar_libraries() -> None:
-    """Wrap the beginning of a grammar, once a process."""
+    """Wrap the beginning of a grammar, once per process."""
     from vllm.v1.structured_output import StructuredOutputManager
 
     if hasattr(StructuredOutputManager, _INSTALLED):
@@ -85,7 +83,7 @@ def _by_library(begin: Any) -> Any:
 
 
 def _manager_for(manager: Any, library: str) -> Any:
-    """The first library's is vLLM's own, which makes the masks of all; the others share everything but the library."""
+    """Return a library's manager: the first is vLLM's own and makes all masks; the others share all but the library."""
     managers = vars(manager).setdefault(_MANAGERS, {})
     if library not in managers:
         managers[library] = copy.copy(manager) if managers else manager
@@ -98,7 +96,7 @@ _ASKED = "atropos_most_likely"
 
 
 def install_logprob_token_ids() -> None:
-    """Wrap vLLM's sampler, once a process."""
+    """Wrap vLLM's sampler, once per process."""
     from vllm.v1.sample.sampler import Sampler
 
     if hasattr(Sampler, _INSTALLED):
@@ -115,7 +113,7 @@ def install_logprob_token_ids() -> None:
 
 
 def _gather(sampler: Any, logprobs: Any, named: dict[int, list[int]], sampled: Any) -> Any:
-    """Each row's sampled token, and after it the named tokens or the most likely ones; rows are padded with -inf."""
+    """Return each row's sampled token, then its named or most likely tokens; rows are padded with -inf."""
     import torch
     from vllm.v1.outputs import LogprobsTensors
 

@@ -1,8 +1,8 @@
-"""Mixed into vLLM's worker: shares the live parameters and says where each checkpoint tensor lies in them.
+"""A mixin for vLLM's worker: it shares the live parameters and maps each checkpoint tensor to its place in them.
 
-vLLM imports this module in the worker before it loads the model, so what is changed here at import holds for the
-load. On a CPU the packed copies that vLLM would compute with are switched off: they would hide the parameters, and a
-change of the shared tensors would not be seen.
+vLLM imports this module in the worker before it loads the model, so changes made here at import apply to the load. On a
+CPU the packed copies that vLLM would compute with are switched off: they would hide the parameters, and a change of the
+shared tensors would have no effect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ patches.install_grammar_libraries()
 
 
 def keep_linear_weights_unpacked() -> None:
-    """Let linear layers on a CPU compute with `layer.weight` itself instead of a private packed copy."""
+    """Make linear layers on a CPU compute with `layer.weight` itself instead of a private packed copy."""
     from vllm.model_executor.layers import utils
 
     def use_plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001  vLLM's signature
@@ -57,7 +57,7 @@ class SharedWeightsWorker(AdapterWorker, BroadcastWorker):
         shapes = read_checkpoint_shapes(model, revision)
         trace = trace_load_weights(module.load_weights, shapes, self.model_runner.model_config.dtype)
         shared = dict(_tensors_to_share(module, trace))
-        # Tracing names memory as it was before the move, so the old addresses are kept beside the new places.
+        # The trace has addresses from before the move, so the old addresses are kept together with the new places.
         before = {name: _address(tensor) for name, tensor in shared.items()}
         segment = make_segment(_device_name(self.device), boot_id)
         exported = segment.export(shared)
@@ -79,7 +79,7 @@ class SharedWeightsWorker(AdapterWorker, BroadcastWorker):
         )
 
     def atropos_checksum(self) -> str:
-        """A checksum over the shared tensors as the server sees them now, and over the first few alone."""
+        """Return a checksum over the shared tensors as the server sees them now, and one for each of the first few."""
         shared, segment, _ = self._atropos_shared
         segment.synchronise()
         total = hashlib.blake2b(digest_size=16)
@@ -93,7 +93,7 @@ class SharedWeightsWorker(AdapterWorker, BroadcastWorker):
 
 
 def _tensors_to_share(module: torch.nn.Module, trace: Trace) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters, and those buffers that the checkpoint is loaded into."""
+    """Yield all parameters, and those buffers that the checkpoint is loaded into."""
     yield from module.named_parameters(remove_duplicate=False)
     loaded = {copy.target_storage for copies in trace.copies.values() for copy in copies}
     for name, buffer in module.named_buffers(remove_duplicate=False):
@@ -122,7 +122,7 @@ def _describe_parameters(shared: dict[str, torch.Tensor], exported: Exported) ->
 def _describe_tensors(
     trace: Trace, shared: dict[str, torch.Tensor], before: dict[str, tuple[int, int]], exported: Exported
 ) -> dict[str, Any]:
-    """Each traced copy, moved from the address it was seen at to its place in the exported storages."""
+    """Return each traced copy, moved from its traced address to its place in the exported storages."""
     bases: dict[int, tuple[Placement, int, torch.dtype]] = {}
     for name, (storage, offset) in before.items():
         bases.setdefault(storage, (exported.placements[name], offset, shared[name].dtype))
@@ -151,17 +151,17 @@ def _describe_piece(copy: Copy, base: Placement, base_offset: int) -> Piece:
 
 
 def _tied_names(before: dict[str, tuple[int, int]], trace: Trace) -> dict[str, str]:
-    """Parameters that are the same memory as one the checkpoint names, whatever the configuration says about tying."""
+    """Return parameters in the same memory as one in the checkpoint, whatever the configuration says about tying."""
     owners = {before[name]: name for name in trace.copies if name in before}
     return {name: owners[place] for name, place in before.items() if place in owners and owners[place] != name}
 
 
 def _describe_unmapped(trace: Trace, before: dict[str, tuple[int, int]], tied: dict[str, str]) -> list[str]:
-    """What would not be shared exactly: checkpoint tensors and parameters without a counterpart, with the reason."""
+    """Return checkpoint tensors and parameters that cannot be shared exactly, with the reason."""
     found = [
         f"{name}: {reason}"
         for name, reason in trace.unmapped.items()
-        if name not in tied and "rotary_emb." not in name  # old checkpoints carry tables that are computed today
+        if name not in tied and "rotary_emb." not in name  # old checkpoints hold tables that are now computed
     ]
     loaded = {copy.target_storage for copies in trace.copies.values() for copy in copies}
     found.extend(f"{name}: not in the checkpoint" for name, (storage, _) in before.items() if storage not in loaded)

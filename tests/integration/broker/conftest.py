@@ -54,7 +54,7 @@ class LegacyClient:
         return self.http.request("GET", "/status-env", json={"env_id": env_id})
 
     def idents(self):
-        """Which groups the next batch holds."""
+        """Return the idents of the groups in the next batch."""
         batch = self.batch()
         return None if batch is None else [item["tokens"][0][0] for item in batch]
 

@@ -1,4 +1,4 @@
-"""What environments that come late, or stay, see once a run has ended: to stop, or to wait for the next."""
+"""After the end of a run, environments that stay or connect late are told to stop, or to wait for the next run."""
 
 from atropos_api.client import BrokerClient
 from atropos_api.wire import EnvironmentRequest, RunRequest

@@ -1,4 +1,4 @@
-"""Who comes in: tokens by header and by path, and nobody on behalf of a foreign page."""
+"""The request guard admits tokens by header and by path, and no request from a page of another site."""
 
 import httpx
 import pytest

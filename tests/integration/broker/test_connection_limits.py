@@ -1,4 +1,4 @@
-"""Slow, silent and greedy connections, on real sockets: closed in time, at nobody else's cost."""
+"""Slow, silent and greedy connections on real sockets are closed in time and do not affect other clients."""
 
 import contextlib
 import json

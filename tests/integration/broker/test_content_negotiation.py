@@ -22,7 +22,7 @@ LOGPROBS = [[1.0, -0.25, -9.999999974752427e-07], [1.0, -0.30000001192092896, -2
 
 
 class Caller:
-    """An environment and a trainer, with every header in the test's hand."""
+    """An environment and a trainer; the test chooses every header."""
 
     def __init__(self, url):
         self.http = httpx.Client(base_url=url, timeout=20)

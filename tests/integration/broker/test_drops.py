@@ -1,4 +1,4 @@
-"""Dropped groups are counted by environment and reason, whoever dropped them, and shown to whoever watches."""
+"""Dropped groups are counted by environment and reason, no matter who dropped them, and shown in every status."""
 
 import logging
 

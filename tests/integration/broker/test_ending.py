@@ -52,7 +52,7 @@ def wait_for(condition, seconds=30.0):
 
 
 def ask(url, path, stack):
-    """A request whose answer nobody waits for."""
+    """Send a request without waiting for its answer."""
     connection = stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))))
     connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     return connection

@@ -1,4 +1,4 @@
-"""What operators see: events that resume, watchers that cost nothing, metrics that Prometheus reads."""
+"""Monitoring works: event streams resume, watchers cost nothing, and Prometheus reads the metrics."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Calls that a connection answers by itself are answered as by the application: in order, in full, to whom it may."""
+"""Calls answered by the connection itself match the application's answers: in order, whole, and authorised."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ JSON = "Content-Type: application/json"
 
 
 class Peer:
-    """One connection that says exactly what it is told to."""
+    """One connection that sends exactly the given bytes."""
 
     def __init__(self, url):
         host, port = url.removeprefix("http://").split(":")

@@ -1,4 +1,4 @@
-"""Bodies that no client should send hurt nobody but their sender. `ATROPOS_MUTANTS=10000` makes the short run long."""
+"""Malformed bodies affect only the client that sends them; `ATROPOS_MUTANTS=10000` makes the short run long."""
 
 import json
 import os

@@ -59,7 +59,7 @@ ENDLESS = "/v1/events"
 
 
 def can_be_wrong(operation):
-    """Whether it takes anything but free text."""
+    """Return True if the operation takes anything but free text, so that a request can be invalid."""
     return operation.body is not None or any(one.schema != {"type": "string"} for one in operation.parameters)
 
 

@@ -70,7 +70,7 @@ def test_a_hold_ends_by_itself_unless_it_is_renewed(client, run):
 
 
 def test_a_hold_answers_to_its_whole_id_alone(client, run):
-    """Else whoever sends the first letter ends the evaluations of others."""
+    """If a prefix were accepted, a client could release the holds of other evaluations."""
     hold = client.hold_policy(60)
     whole = hold.hold_id
     for other in (whole[:-1], whole[:1], whole + "x", whole.swapcase(), whole[::-1]):

@@ -15,7 +15,7 @@ from atropos_api.testing import serve_in_thread
 
 
 def post_and_hang_up(url, body, *, path="/scored_data", after_seconds=0.0):
-    """Send a submission and be gone before its answer."""
+    """Send a submission and close the connection before its answer."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         # A reset instead of an orderly end, as when a client is killed.

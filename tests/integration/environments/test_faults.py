@@ -1,4 +1,4 @@
-"""Promises that each stand against a fault of the original: in its scheduler, its metrics and its defaults."""
+"""Each test keeps a fault of the original from coming back: in its scheduler, its metrics or its defaults."""
 
 import anyio
 import pytest

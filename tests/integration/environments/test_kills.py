@@ -121,7 +121,7 @@ def script(path, text):
 
 
 class Trainer(threading.Thread):
-    """Takes batch after batch of one group, until told that no more will come."""
+    """Takes batch after batch of one group, until the test says that no more will come."""
 
     def __init__(self, url):
         super().__init__()

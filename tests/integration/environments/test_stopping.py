@@ -78,7 +78,7 @@ def until_there(path, process):
 
 
 def ends_by_one_sigterm(waits):
-    """The exit code of each process, told to stop once it waits; `waits`: name to process and what waits for that."""
+    """Stop each process once it waits and return the exit codes; `waits`: name to process and a wait for that."""
     codes = {}
     for name, (process, wait) in waits.items():
         wait()

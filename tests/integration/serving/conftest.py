@@ -1,4 +1,4 @@
-"""What the tests of publishing share: publishes into a decoding server, and the judgement of each token."""
+"""Fixture of the publishing tests: it publishes into a decoding server and returns what each token is checked with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many clients at once on one server, what each was told, and whether that is what it is told alone."""
+"""Many clients at once on one server: their answers are recorded and compared with those to a client alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import aiohttp
 from .asks import Ask
 
 NEGLIGIBLE = -60.0
-"""Below it a token is never sampled, and whether a neighbour's top_p made it -inf is all the same."""
+"""A token with a logprob below this is never sampled, so it is equal to the -inf that a neighbour's top_p makes."""
 
 
 @dataclass
@@ -31,18 +31,18 @@ class Output:
 
 @dataclass
 class Said:
-    """One answer. `status` 0: the client went away before it came."""
+    """One answer; `status` is 0 if the client disconnected before it came."""
 
     status: int
     outputs: list[Output] = field(default_factory=list)
     prompt: list[dict[int, float] | None] | None = None
     body: str = ""
     versions: tuple[int, int] = (0, 0)
-    """The oldest and the newest that may have been served meanwhile."""
+    """The oldest and the newest version that may have been served meanwhile."""
 
 
 class Crowd:
-    """Asks one server. `versions` tells the policy version served now and the one that is being published."""
+    """Sends requests to one server; `versions` returns the policy version served now and the one being published."""
 
     def __init__(self, url: str, versions: Callable[[], tuple[int, int]] = lambda: (0, 0)) -> None:
         self._url = url
@@ -182,7 +182,7 @@ def read_prompt(told: list[Any] | None) -> list[dict[int, float] | None] | None:
 
 
 def difference(lone: Said, other: Said, tolerance: float = 1e-3) -> str | None:
-    """What of an answer is not as it is alone, or None."""
+    """Describe the first difference between an answer and the one to the same request alone; None if there is none."""
     if (lone.status, len(lone.outputs)) != (other.status, len(other.outputs)):
         return f"alone {lone.status} with {len(lone.outputs)} outputs, here {other.status}: {other.body[:300]}"
     for mine, theirs in zip(lone.outputs, other.outputs, strict=True):
@@ -215,7 +215,7 @@ def differing_rows(mine: Any, theirs: Any, tolerance: float, what: str = "altern
 
 
 def same_row(mine: dict[int, float], theirs: dict[int, float], tolerance: float) -> bool:
-    """The same alternatives, but for which of several equally unlikely ones came last."""
+    """Return True if the alternatives are the same, except for the choice among equally unlikely ones at the end."""
     mine, theirs = worth_telling(mine), worth_telling(theirs)
     if any(token in theirs and not close(value, theirs[token], tolerance) for token, value in mine.items()):
         return False
@@ -239,7 +239,7 @@ def close(a: float | None, b: float | None, tolerance: float) -> bool:
 
 
 def until_difference(lone: list[Said], said: Said, numbers: Callable[[int], int]) -> str | None:
-    """What is not as alone of the tokens that are of the first version, where the weights changed on the way."""
+    """Describe how an answer's tokens of its first version differ from the answer alone under its weights, or None."""
     for position, output in enumerate(said.outputs):
         spans = output.versions or []
         if not spans:

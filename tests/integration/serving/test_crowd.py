@@ -37,13 +37,13 @@ MOST_GROWTH_BYTES = 64 << 20
 
 @dataclass
 class Policy:
-    """Which weights are served: the number of those of each version."""
+    """The policy that a server serves: `numbers` holds, for each version, the number of its weights."""
 
     server: object
     reference: object
     numbers: dict[int, int] = field(default_factory=dict)
     versions: tuple[int, int] = (0, 0)
-    """The one that is served, and the one that is being published, if there is."""
+    """The version that is served, and the one that is being published, or twice the served one."""
 
     def publish(self, number, **fields):
         served = self.server.version or 0
@@ -55,7 +55,7 @@ class Policy:
 
 @dataclass
 class Verdict:
-    """What came of a crowd's requests."""
+    """The verdict on a crowd's requests: it counts the outcomes and lists the wrong answers."""
 
     counts: Counter = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -188,7 +188,7 @@ def alone(crowd, asks):
 
 
 def mixed(kinds, count, asks, mistakes):
-    """So many requests with their numbers, always beside others: some left by their client, and mistakes between."""
+    """Return `count` requests with their numbers, in random order; some clients disconnect, some requests are wrong."""
     rng = random.Random(11)
     numbers = [number for _ in range(count // kinds) for number in rng.sample(range(kinds), kinds)]
     sent = []

@@ -1,4 +1,4 @@
-"""What `/generate` promises, against the real vLLM."""
+"""`/generate` keeps its promises on a real vLLM."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_logprobs_are_those_after_temperature(plain_server, reference):
 
 @pytest.mark.parametrize("compact", [False, True])
 def test_prompt_logprobs_are_the_models_own_for_each_token_given(plain_server, reference, compact):
-    """What a teacher is asked for: the given tokens' logprobs and the most likely ones beside them."""
+    """A teacher returns the given tokens' logprobs and those of the most likely tokens at each position."""
     import torch
 
     asked = {"prompt_logprobs": 3, "max_tokens": 1, "temperature": 0.0, "compact": compact}
@@ -145,7 +145,7 @@ def test_another_method_is_answered_with_405_and_the_right_one(plain_server):
 
 
 def test_one_seed_gives_the_same_tokens_however_the_prompt_was_cut_into_parts(plain_server):
-    """On a CPU vLLM's engine dies of this: it reads 256 tokens a step (of all requests), the prompt has 700."""
+    """On a CPU vLLM's engine crashed on this: it reads 256 tokens a step (of all requests), the prompt has 700."""
     prompt = [5 + number % 290 for number in range(700)]
 
     def tokens(seed):
@@ -159,7 +159,7 @@ def test_one_seed_gives_the_same_tokens_however_the_prompt_was_cut_into_parts(pl
 
 
 def events_of(server, **fields):
-    """What a stream sent, read to its end."""
+    """Return the events of a stream, read to its end."""
     with server.client.stream("POST", "/generate", json={"prompt": PROMPT, "stream": True, **fields}) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert lines[-1] == "[DONE]"

@@ -1,4 +1,4 @@
-"""What clients other than ours ask: answered rightly or refused with the reason, and nothing of it stays behind."""
+"""Requests of clients other than ours are answered rightly or refused with the reason, and leave nothing behind."""
 
 from __future__ import annotations
 

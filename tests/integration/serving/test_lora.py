@@ -213,7 +213,7 @@ def test_the_model_itself_is_computed_without_an_adapter_whatever_runs_beside_it
 
 
 def in_metrics(server):
-    """The names of all adapters that `/metrics` tells of."""
+    """Return the names of all adapters in `/metrics`."""
     rows = re.findall(r"^vllm:lora_requests_info{(.*)}", server.client.get("/metrics").text, re.MULTILINE)
     return {name for row in rows for names in re.findall(r'_lora_adapters="(.*?)"', row) for name in names.split(",")}
 

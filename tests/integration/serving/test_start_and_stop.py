@@ -1,4 +1,4 @@
-"""How the server starts, what it refuses to start with, and how it ends."""
+"""The server starts, refuses bad settings, and ends as it should."""
 
 from __future__ import annotations
 

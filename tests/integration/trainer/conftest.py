@@ -33,7 +33,7 @@ def even_tokens(answer: Any) -> float:
 
 @dataclass
 class Workbench:
-    """What a test needs to start trainers against one broker."""
+    """The things a test needs to start trainers against one broker."""
 
     url: str
     model: Path

@@ -1,4 +1,4 @@
-"""A small trainer that publishes once and dies, by SIGKILL, where it is told to.
+"""A small trainer that publishes once and is killed, by SIGKILL, at a given point.
 
 One process imports everything and attaches; each publish is made by a fork of it, so that a death costs no start.
 Read from standard input: `VERSION MASTERS POINT` lines. Written: the fork's process id, then how it ended.
@@ -18,7 +18,7 @@ from example_trainer.weights import logprob_parity
 from example_trainer.weights.shared_vllm import SharedOptions, SharedVllmBridge
 
 LEASE_SECONDS = 0.5
-"""Of a publish that nobody will end; others have time, however busy the machine is."""
+"""Lease of a publish that will not be ended; other publishes have a long one, for busy machines."""
 
 
 def variant(base, version):
@@ -32,13 +32,13 @@ def die():
 
 
 def die_after(owner, name):
-    """Let the call be made, and end this process with it."""
+    """Kill this process right after the call of this method."""
     call = getattr(owner, name)
     setattr(owner, name, lambda *arguments: (call(*arguments), die()))
 
 
 class DeadlyHalfWay(dict):
-    """Ends this process when half of what it holds has been asked for."""
+    """Kills this process when half of its items have been read."""
 
     def __getitem__(self, name):
         if list(self).index(name) >= len(self) // 2:

@@ -1,4 +1,4 @@
-"""Clients that know nothing of versions, publishes or restarts: kept connections, no retry, no second thought."""
+"""Clients that know nothing of versions, publishes or restarts: they keep connections and never retry."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class PlainClients:
             connection.close()
 
     def falling(self):
-        """Answers of an older version than one that was seen, by whomever, before they were asked for."""
+        """Return answers of an older version than one that any client had seen before their request."""
         seen = sorted((answer.ended, answer.version) for answer in self.answers if answer.version is not None)
         newest = list(itertools.accumulate((version for _, version in seen), max))
         times, fallen = [ended for ended, _ in seen], []

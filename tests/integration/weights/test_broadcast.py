@@ -106,7 +106,7 @@ def shift(policy, seed):
 
 
 def agree(bridge, version):
-    """Whether every server samples from just what the trainer computes with."""
+    """Return True if every server samples from exactly the weights that the trainer computes with."""
     for member in bridge._members:
         boot = member.client.info().boot_id
         samples = [
@@ -159,7 +159,7 @@ def test_r1_on_both_servers_each_token_is_of_the_version_stamped_on_it(
 
 
 class Faults:
-    """What goes wrong on the trainer's side, for the second server or for all."""
+    """Faults to inject on the trainer's side, for the second server or for all."""
 
     def __init__(self, bridge, servers, monkeypatch):
         self.second, self.servers, self.patch = bridge._members[1].client, servers, monkeypatch
@@ -252,7 +252,7 @@ def test_whatever_fails_before_all_have_loaded_both_go_on_with_the_old_version_u
 
 
 def test_r41_whichever_exchange_with_one_server_is_lost_both_come_to_the_new_version(bridge, servers, monkeypatch):
-    """At once, or where one has loaded and nobody knows, after all have gone back."""
+    """They do so at once, or, if it is unknown whether one has loaded, after all have gone back to the old version."""
     second, weights = bridge._members[1].client, bridge._policy.snapshot()
     exchanges = ("info", "join", "receive", "publish/begin", "load", "publish/end")
     started = time.monotonic()
@@ -280,7 +280,7 @@ def test_a_server_that_is_not_told_to_go_on_is_told_again(bridge, faults):
 
 
 def test_a_server_that_cannot_be_told_serves_neither_version_until_it_gets_the_new_one(bridge, servers, faults):
-    """Its lease lapses; it cannot know how the others went on, and the same publish reaches it again."""
+    """Its lease expires; it cannot know which version the others serve, so it refuses until the publish is repeated."""
     version = bridge.highest_version() + 1
     shift(bridge._policy, 11)
     seen = set()

@@ -36,7 +36,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def bridge(tiny_qwen2, tmp_path_factory):
-    """A bridge to a port at which nobody answers, so that it starts its own server there."""
+    """A bridge to a port without a server, so that it starts its own server there."""
     folder, port = tmp_path_factory.mktemp("hotswap"), free_port()
     vllm = VllmOptions(
         port=port,
@@ -69,7 +69,7 @@ def shift(policy, seed):
 
 
 def agrees(bridge, version):
-    """Whether what the server samples now is of this version, and the trainer computes the same for it."""
+    """Return True if the server samples from this version now, and the trainer computes the same logprobs."""
     server, policy = bridge._server, bridge._policy
     identity = server.identify()
     samples = [

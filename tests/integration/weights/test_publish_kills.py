@@ -40,7 +40,7 @@ PROMPT, OUTPUT_TOKENS = [5, 17, 9, 33], 48
 
 
 class Trainer:
-    """The process whose forks publish and die."""
+    """The parent process of the publishing trainers: each publish runs in a fork, which may be killed."""
 
     def __init__(self, model, fake):
         script = Path(__file__).parent / "dying_trainer.py"
@@ -53,7 +53,7 @@ class Trainer:
         assert self._process.stdout.readline() == "ready\n"
 
     def publish(self, version, masters="fp32", point="none"):
-        """How the process ended that published."""
+        """Publish in a new process; return how that process ended."""
         child = Future()
 
         def kill(path, moment):

@@ -39,7 +39,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def decoy(neighbours):
-    """A stranger's process that is called like vLLM, on the port next to the server's."""
+    """Start a process of somebody else that is named like vLLM, on the port next to the server's."""
     command = ["-c", DECOY, str(neighbours[1]), "vllm", "serve", "example_trainer.vllm_api_server"]
     process = subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     process.stdout.readline()
@@ -57,7 +57,7 @@ def shift(policy, seed):
 
 
 def agrees(bridge, version):
-    """Whether what the server samples now is of this version, and the trainer computes the same for it."""
+    """Return True if the server samples from this version now, and the trainer computes the same logprobs."""
     client = ServerClient(bridge._manager.url)
     info = client.info()
     prompt = probe_prompts(300, 512)[3]

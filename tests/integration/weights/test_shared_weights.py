@@ -26,7 +26,7 @@ FORMS = {
     "masters": {"forwards_from_masters": True},
     "none": {"forwards_from_masters": False, "policy": {"master_weights": "none"}},
 }
-"""Where the masters are, and what the forward reads."""
+"""Bridge settings by form: the place of the masters, and the weights that the forward reads."""
 
 
 def samples_of(bridge, version):
@@ -143,7 +143,7 @@ def test_one_copy_the_segment_is_the_same_file_in_both_processes_and_counted_onc
 
 
 def _mapping(pid, path):
-    """Inode and proportional size of a file's mapping in a process, as /proc/PID/smaps tells."""
+    """Return inode and proportional size of a file's mapping in a process, from /proc/PID/smaps."""
     inode, pss, inside = None, 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         fields = line.split()
@@ -169,7 +169,7 @@ def test_no_file_over_a_megabyte_is_written_per_publish(shared_server, bridge_to
 
 
 def _written(processes):
-    """Bytes handed to write() by these processes: files, pipes and sockets together."""
+    """Return the bytes that these processes passed to write(): files, pipes and sockets together."""
     return sum(process.io_counters().write_chars for process in processes)
 
 
@@ -273,7 +273,7 @@ def test_r41_a_trainer_killed_between_its_whole_write_and_the_end_leaves_the_new
 
 
 def die_with_the_whole_write(bridge, version):
-    """In a process of its own: publish, and be killed before anybody is told."""
+    """Publish in a process of its own that is killed before it ends the publish."""
     try:
         bridge._attached.client.end_publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         bridge.publish(version)
@@ -282,7 +282,7 @@ def die_with_the_whole_write(bridge, version):
 
 
 def die_while_writing(bridge, policy):
-    """In a process of its own: begin a publish as this form does, write some of it, and be killed."""
+    """Begin a publish in a process of its own, write a part as this form does, and be killed."""
     try:
         if policy.steps_served:
             with policy.changing(), torch.no_grad():

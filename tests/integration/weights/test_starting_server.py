@@ -103,7 +103,7 @@ def test_a_port_that_something_else_holds_is_told_with_its_holder(bridge_to):
 
 
 def _hang_up(stranger):
-    """On whoever connects, until the socket is shut down."""
+    """Accept and close connections until the socket is shut down."""
     try:
         while True:
             stranger.accept()[0].close()

@@ -38,7 +38,7 @@ def has_run(*, legacy):
 
 
 class BrokerMachine(RuleBasedStateMachine):
-    """Environments submit over both contracts, trainers come and go, the process dies now and then."""
+    """Environments submit over both contracts, trainers connect and disconnect, and the process is killed at times."""
 
     @initialize(
         max_staleness=st.sampled_from([None, None, 1, 2]),
@@ -167,7 +167,7 @@ class BrokerMachine(RuleBasedStateMachine):
         assert (len(taken.rows), taken.duplicates) == (accepted, len(groups) - accepted)
 
     def expect(self, groups, key, *, always_alive=False, arrived=True):
-        """Tell the reference of the groups that are news; answers how many."""
+        """Give the reference the groups that are no repeats; return their number."""
         fresh = self.repeats.news(groups, key, self.now)
         if fresh or always_alive:
             self.model.touch(groups[0][1])

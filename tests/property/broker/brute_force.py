@@ -1,10 +1,10 @@
-"""The choice of a batch's groups by trying."""
+"""Chooses a batch's groups by brute force; it stands alone so that the reference shares no code with the broker."""
 
 from functools import cache
 
 
 def first_exact(rows, weights, target, needs):
-    """The first of the rows, in lexicographic order, that weigh `target` and give each environment its need."""
+    """Return the first rows in lexicographic order that weigh `target` and give each environment its need, or None."""
 
     @cache
     def search(place, missing, owed):
@@ -18,5 +18,5 @@ def first_exact(rows, weights, target, needs):
 
 
 def adds_up(missing, sizes):
-    """Whether sizes, in any number, can add up to `missing`."""
+    """Return True if `sizes`, each used any number of times, can add up to `missing`."""
     return missing == 0 or any(missing >= size and adds_up(missing - size, sizes) for size in sizes)

@@ -1,4 +1,4 @@
-"""Which groups of a submission are news, kept beside the reference: that one is only told of those that are."""
+"""Finds the new groups of each submission for the reference broker, which gets only groups that are no repeats."""
 
 WINDOW_SECONDS = 30
 
@@ -12,7 +12,7 @@ class ExpectedRepeats:
     def __init__(self):
         self.keys, self.lost, self.recorded = set(), {}, set()
         self.unsure = []
-        """Groups of the last record that have no key: nobody has written yet that they were answered."""
+        """Groups of the last submission without a key: no record says yet that they were answered."""
         self.taken = 0
 
     def news(self, groups, key, now):
@@ -24,7 +24,7 @@ class ExpectedRepeats:
         return [group for group in groups if self.lost.pop(group[:2], None) is None]
 
     def note(self, groups, fresh, key, *, arrived, now):
-        """These of the groups were taken, and the answer arrived or did not."""
+        """Record that the `fresh` groups were accepted, and if the answer arrived."""
         if fresh:
             self.keys |= {key} - {None}
             self.recorded = self.expected if key is None else set(self.lost)
@@ -40,7 +40,7 @@ class ExpectedRepeats:
         self.unsure = []
 
     def restart(self, rows, now):
-        """What is recorded may come again, and what nobody knows to be answered, as far as it is there."""
+        """Expect repeats of the recorded groups, and of those stored whose answers may not have arrived."""
         places = {row.place for row in rows}
         there = {name for place, name in self.unsure if place in places}
         self.lost = dict.fromkeys(self.recorded | there, now + WINDOW_SECONDS)

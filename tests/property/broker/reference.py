@@ -31,7 +31,7 @@ class Reference:
             known.seen, known.connected, known.run = self.now, True, self.run or known.run
 
     def usable(self, size, queue):
-        """Whether batches can be filled with groups of this size, of those queued and of those registered."""
+        """Return True if groups of this size fill a batch together with sizes that are queued or registered."""
         sizes = {size, *(row.size for row in queue), *(env.size for env in self.envs.values() if env.connected)}
         return self.run.unit == "groups" or adds_up(self.run.size - size, sizes)
 

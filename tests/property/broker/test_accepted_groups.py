@@ -1,4 +1,4 @@
-"""Whatever group the broker accepts, a trainer that decodes by type can read it: none poisons the batch it is in.
+"""Every group that the broker accepts can be read by a trainer that decodes by type: none makes its batch unreadable.
 
 `ATROPOS_ACCEPTED_EXAMPLES=20000` makes the short run long.
 """
@@ -43,7 +43,7 @@ JUNK = [
 
 NEEDED = {"tokens", "masks", "scores"}
 RARE = {"distill_token_ids", "distill_logprobs", "unknown"}
-"""Groups with these are not judged at once."""
+"""Groups with these take the slower check of each field."""
 
 
 def places(value):
@@ -62,7 +62,7 @@ def change(group, changes):
 
 
 def found_by(check, body):
-    """What a check says of a body: what is kept of it and known about it, or the error."""
+    """Return the result of a check on a body: the stored text and the facts about it, or the error."""
     try:
         checked = check(body)
     except BrokerError as error:

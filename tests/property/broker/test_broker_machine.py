@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, the broker hands out the batches of the naive reference, on every store."""
+"""After any events in any order, the broker hands out the same batches as the naive reference, on every store."""
 
 import contextlib
 import importlib.util
@@ -34,7 +34,7 @@ STEPS = int(os.environ.get("ATROPOS_PROPERTY_STEPS", "40"))
 
 
 class DurableMachine(BrokerMachine):
-    """What the kernel has at the moment of the kill is what the next process finds."""
+    """Machine on the durable store: after a kill the next process finds what the kernel had at that moment."""
 
     def open_store(self):
         self.directory = Path(tempfile.mkdtemp(prefix="atropos-machine-"))

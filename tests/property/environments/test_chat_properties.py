@@ -27,7 +27,7 @@ def tokenizers(tmp_path_factory):
 
 @st.composite
 def turns(draw):
-    """What is said, how it is answered (text, tool call or any tokens at all), cut off or not, how many samples."""
+    """Draw a turn: the user's text, the answer (text, tool call or any tokens), cut off or not, number of samples."""
     kind = draw(st.sampled_from(["text", "call", "tokens"]))
     text = "".join(draw(st.lists(st.sampled_from(PIECES), max_size=6)))
     return {

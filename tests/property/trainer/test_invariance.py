@@ -84,7 +84,7 @@ def test_p2_packing_and_micro_batches_change_neither_loss_nor_gradient(
 
 
 class _Told(Ranks):
-    """A rank that is told what the others said: the exchange itself is tested over gloo."""
+    """A rank that gets the others' values from the test; the exchange itself is tested over gloo."""
 
     def __init__(self, rank: int, world_size: int, told: list[Any] | None = None) -> None:
         self.rank, self.world_size, self.told, self.said = rank, world_size, told, None

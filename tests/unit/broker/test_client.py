@@ -1,4 +1,4 @@
-"""What the clients repeat, what they refuse to repeat, and what they say when nobody answers."""
+"""The clients repeat only what is safe to repeat, and say what is wrong when the broker does not answer."""
 
 import shutil
 import ssl

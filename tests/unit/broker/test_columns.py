@@ -1,4 +1,4 @@
-"""The columns form as it is described, what its door refuses, and groups as clients hold them."""
+"""The columns form matches its description, invalid bodies are refused, and clients get the same groups back."""
 
 import json
 import re

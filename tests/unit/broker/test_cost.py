@@ -1,4 +1,4 @@
-"""What the broker costs, held by counting instead of by the clock: payload stays text, and queues may be long."""
+"""Limits on the broker's cost, by counting calls instead of time: payload stays text, and queues may be long."""
 
 import json
 import sys
@@ -44,7 +44,7 @@ def fill(contract, fields, count, first=0):
 
 
 def calls_of(function):
-    """How many functions run, Python's and C's, until this one returns."""
+    """Return the number of functions, Python's and C's, that run until this one returns."""
     count = 0
 
     def note(_frame, event, _argument):

@@ -1,4 +1,4 @@
-"""Bodies that the disk changed or lost: dropped, counted, shown, and in nobody's way."""
+"""Bodies that the disk changed or lost are dropped, counted and shown, and block nothing else."""
 
 import os
 

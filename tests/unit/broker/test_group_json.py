@@ -1,4 +1,4 @@
-"""What a group must be, and that what is kept is the text that came."""
+"""Groups are checked, and the stored text is exactly the text received."""
 
 import json
 

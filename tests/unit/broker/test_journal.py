@@ -1,4 +1,4 @@
-"""What was kept in the journal alone is as safe as what is in the database, and never counts twice."""
+"""Submissions that are in the journal alone are as safe as those in the database, and never count twice."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Who is alive, from counts kept between questions, is who is alive when everybody is counted anew."""
+"""The liveness snapshot from incremental counts equals the one that counts all environments anew."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What a queued group costs in memory, measured on a process of its own."""
+"""The memory of a queued group is bounded, measured on a process of its own."""
 
 import subprocess
 import sys

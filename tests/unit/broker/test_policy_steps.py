@@ -1,4 +1,4 @@
-"""What a publish is announced with: the step its weights come from, and the model name that has to be asked for."""
+"""The announcement of a publish carries the step its weights come from, and the model name to request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written down about the broker is what the code says."""
+"""The broker's reference page and help texts agree with the code."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What every store promises, tested on each: rows and bodies come back, transactions are whole, losses are named."""
+"""The contract of every store, tested on each: rows and bodies come back, transactions are whole, losses are named."""
 
 import concurrent.futures
 import os

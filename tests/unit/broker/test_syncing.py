@@ -1,4 +1,4 @@
-"""What each `--fsync` promises, and what the power may cost when it fails between any two steps."""
+"""Each `--fsync` setting keeps its promise: a power failure between any two steps loses no more than it allows."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ from atropos_api.wire.group_json import check_group, decode_fields
 
 
 class Disk:
-    """Notes what was forced to the disk: the sizes that files had then."""
+    """Records the sizes that files had when they were synced to the disk."""
 
     def __init__(self, monkeypatch, *, delay=0.0):
         self.sizes = {}
@@ -40,7 +40,7 @@ class Disk:
         self.sizes[str(Path(f"/proc/self/fd/{descriptor}").readlink())] = size
 
     def cut_power(self, source, target, *, keep):
-        """What a disk may hold afterwards: nothing that was not forced to it, or (`keep`) all of bodies or ledger."""
+        """Copy the disk as after a power failure: only synced bytes remain, or with `keep` all of bodies or ledger."""
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(source, target)
         for path in [*source.glob("segments/*.log"), source / "ledger.sqlite-wal", source / "journal"]:

@@ -1,4 +1,4 @@
-"""A store that cannot be opened is told in one line that names the place."""
+"""A store that cannot be opened is reported in one line that names the path."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""R9: repeats without a key are recognised, at the rules: no socket decides here whether an answer got through."""
+"""R9: repeats without a key are recognised; tested on the rules, so the test decides if an answer arrived."""
 
 from dataclasses import replace
 
@@ -97,7 +97,7 @@ def send_one(legacy, ident, *, answered=True):
 
 @pytest.mark.parametrize("kills", [1, 2, 5])
 def test_a_repeat_is_known_after_any_number_of_crashes_that_came_before_it(legacy, store, clock, kills):
-    """R9: what others sent meanwhile, and were answered, does not make it news."""
+    """R9: submissions of others that were answered meanwhile do not make the repeat a new group."""
     legacy.take([fields(1)])
     for ident in range(2, 2 + kills):
         legacy = open_legacy(store, clock)

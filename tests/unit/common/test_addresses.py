@@ -1,4 +1,4 @@
-"""A mistyped address is told at once, with what was meant, and not after minutes of waiting for nobody."""
+"""A mistyped address is reported at once, with the likely correction, and not after minutes of waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes from outside can neither forge lines of a log nor fill the disk with them."""
+"""Input from outside can neither forge log lines nor fill the disk with them."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ from atropos_api.common import logs
 
 @contextlib.contextmanager
 def written(monkeypatch):
-    """What is written to stderr, with pytest's own handlers set aside."""
+    """Yield a function that returns the lines written to stderr; pytest's own handlers are disabled."""
     root = logging.getLogger()
     with monkeypatch.context() as patch:
         stderr = io.StringIO()

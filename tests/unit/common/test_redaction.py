@@ -1,4 +1,4 @@
-"""Secrets stand in no record, no log line, no error line and no command line, whoever declared or passed them."""
+"""Secrets appear in no record, log line, error line or command line, no matter who declared or passed them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files are there whole or not at all, and never in the place of one that a command was not told to replace."""
+"""Files are written whole or not at all, and never replace a file unless the command was told to."""
 
 import os
 

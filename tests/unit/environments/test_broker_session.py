@@ -1,4 +1,4 @@
-"""The link to the broker: nothing handed in is lost or doubled, whatever the broker goes through."""
+"""The broker connection loses and doubles no submitted group, no matter how the broker fails."""
 
 from collections import Counter
 

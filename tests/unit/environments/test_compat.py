@@ -1,4 +1,4 @@
-"""What stands behind Atropos' names does what environments expect of them, without the faults of the originals."""
+"""Our code behind Atropos' names does what environments expect of them, without the faults of the originals."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""What code written for Atropos touches besides an environment's methods: attributes, arrays, signatures, messages."""
+"""The contract with code written for Atropos, besides methods: attributes, arrays, signatures, messages."""
 
 import importlib
 import inspect

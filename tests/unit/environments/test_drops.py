@@ -1,4 +1,4 @@
-"""Dropped groups: counted by reason, told in the log after the first eight and each half a minute, never silent."""
+"""Dropped groups are counted by reason, and logged after the first eight and every half minute, never silently."""
 
 import logging
 

@@ -36,7 +36,7 @@ HOSTILE = '</pre><script>alert(1)</script><img src=x onerror="alert(2)"><a href=
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page: its elements, attributes and texts."""
+    """A page as a browser would parse it: it collects elements, attributes and texts."""
 
     def __init__(self, source):
         super().__init__(convert_charrefs=True)

@@ -17,7 +17,7 @@ from .test_surface import Env, Rehearsal, collector_of
 
 
 class Clock:
-    """A clock that goes on when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0

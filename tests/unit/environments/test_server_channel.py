@@ -1,4 +1,4 @@
-"""The way to an inference server: outages waited out by one probe, mistakes told at once."""
+"""The server channel waits out an outage with one probe, and reports mistakes at once."""
 
 import time
 

@@ -154,7 +154,7 @@ async def test_two_calls_that_go_on_from_one_place_are_two_branches(tokenizers):
 
 
 async def test_an_answer_without_a_finish_reason_is_still_an_answer(tokenizers):
-    """Fault (e): a server that tells no reason does not break the reply."""
+    """Fault (e): a server that returns no finish reason does not break the reply."""
     tokenizer = tokenizers["chatml"]
     fake = scripted(tokenizer, "ab")
     reply = fake._reply

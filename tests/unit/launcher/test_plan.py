@@ -1,4 +1,4 @@
-"""What will run follows from what was asked for: programs, ports, addresses, settings."""
+"""The plan of a launch follows from its settings: programs, ports, addresses, settings files."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_each_attempt_has_logs_of_its_own(tmp_path: Path) -> None:
 
 
 def test_log_dir_is_taken_exactly_where_it_is_given(tmp_path: Path) -> None:
-    """R20: unset it lies inside the run directory, set it lies exactly there."""
+    """R20: if unset it is inside the run directory, if set it is exactly that path."""
     run = plan_run_dir(tmp_path / "run", name="demo", log_dir=tmp_path / "elsewhere", resume=False)
     run.create()
     assert (tmp_path / "elsewhere/latest").exists()

@@ -1,4 +1,4 @@
-"""Run files and flags reach the program they belong to, and mistakes in them are told in one line."""
+"""Run files and flags reach the program they belong to, and mistakes in them are reported in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot begin is one line with the flag and the way out: places, ports, variables, models."""
+"""A launch that cannot begin ends with one line that names the flag and the remedy: paths, ports, variables, models."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 DEMO: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "configs/demo.yaml").read_text(encoding="utf-8"))
 PAGE = (ROOT / "docs/howto/four-terminals.md").read_text(encoding="utf-8")
 NAMES = {"name", "model_name"}
-"""What a run and its model are called; the page has a folder of its own for the model."""
+"""Settings that name a run and its model; the page uses another folder for the model."""
 
 
 def command(program: str) -> list[str]:
@@ -33,7 +33,7 @@ def command(program: str) -> list[str]:
 
 
 def differing(settings: Any, section: str, *, without: set[str]) -> dict[str, tuple[Any, Any]]:
-    """Settings of the demo's section that are others on the page, as the page has them and as the demo has them."""
+    """Return the settings of the demo's section that differ on the page, with the page's value and the demo's."""
     wanted = {key: value for key, value in DEMO[section].items() if key not in without}
     return {key: (getattr(settings, key), value) for key, value in wanted.items() if getattr(settings, key) != value}
 

@@ -32,7 +32,7 @@ sys.exit(f"imported {{loaded}}" if loaded else code)
 
 
 def _children_seconds() -> float:
-    """CPU time of the children that have ended: the clock would tell of what else the machine does."""
+    """Return the CPU time of ended children; wall time would depend on the machine's other load."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -1,4 +1,4 @@
-"""A fence with a stub engine and a real header, as the server puts them together."""
+"""Fixtures that join a fence, a stub engine and a real header as the server does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer asks of a fence, in short."""
+"""Short forms of a trainer's calls to a fence; a module of its own because several test files share them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def refusal_of(door):
 
 
 async def reached(condition, limit_seconds=2.0):
-    """Whether it came to hold within the limit."""
+    """Wait until the condition holds; return True if it did within the limit."""
     for _ in range(int(limit_seconds / _LOOK_SECONDS)):
         if condition():
             return True

@@ -1,4 +1,4 @@
-"""The outermost layer: who needs a key, which routes pass the door, what becomes of a stream that breaks."""
+"""The outermost layer: it requires keys, sends routes through the admission gate, and ends streams that break off."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Wire:
 
 
 class Application:
-    """What stands behind the front: it notes the paths it was asked for."""
+    """The application behind the front; it records the paths of its requests."""
 
     def __init__(self, door):
         self.asked, self.inside, self._door = [], [], door
@@ -136,7 +136,7 @@ async def test_another_sites_page_gets_no_answer_by_any_route_but_health(app, do
 
 
 async def test_a_websocket_of_another_sites_page_is_refused(app, door):
-    """Browsers ask nobody before they open one."""
+    """Browsers open a websocket to another site without a preflight request."""
     sites = Sites(host="127.0.0.1", names=[], origins=[], has_keys=False)
     front = Front(app, app, door, root_path="", keys=[], sites=sites)
     wire = Wire("/v1/realtime", headers=[(b"host", b"127.0.0.1:9001"), (b"origin", b"http://evil.example")])
@@ -148,7 +148,7 @@ async def test_a_websocket_of_another_sites_page_is_refused(app, door):
 
 
 class BreakingEngine:
-    """An engine that gives one token and dies."""
+    """An engine that returns one token and then fails."""
 
     serves_adapter = None
 
@@ -190,7 +190,7 @@ async def test_a_stream_that_breaks_ends_with_the_reason(door, monkeypatch):
 
 
 async def test_an_adapter_that_goes_while_its_request_waits_at_the_door_leaves_nobody_inside(door, monkeypatch):
-    """One too many inside, and no later publish would find the server drained."""
+    """If the gate counted one request too many, no later publish would find the server drained."""
     monkeypatch.setattr(generate, "sampling_params", lambda _: None)
     engine = BreakingEngine()
     models = SimpleNamespace(lora_requests={})

@@ -1,4 +1,4 @@
-"""Who may ask: names of this machine, no pages of other sites, holders of a key where one is set."""
+"""The guard admits requests to this machine's names, none from other sites' pages, and with the key if one is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fence's states, with an engine that notes what it is told; what lapses is in `test_fence_lapses`."""
+"""The fence's states, with an engine that records its calls; expired leases are in `test_fence_lapses`."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ async def test_each_publish_has_a_random_id_of_its_own(fence):
 
 
 class NotedChange:
-    """What the server has loaded itself, and whether it can put the old weights back."""
+    """A change of weights that the server loaded itself; it records its calls and may be able to go back."""
 
     def __init__(self, *, can_go_back=True):
         self.can_go_back, self.calls = can_go_back, []

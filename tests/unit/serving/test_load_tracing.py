@@ -1,4 +1,4 @@
-"""What the tracer reads off a loader: fused, padded, tied, transposed and partly loaded tensors."""
+"""The tracer records how a loader fills tensors: fused, padded, tied, transposed and partly loaded ones."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Recorded:
 
 @dataclass
 class Seen:
-    """What one run left behind."""
+    """The observable results of one run."""
 
     code: int
     directory: Path
@@ -74,11 +74,11 @@ class Seen:
     policy: Policy | None
     log: str
     layer_calls: int
-    """How often the first block was begun, recomputation included."""
+    """Number of forward calls of the first block, recomputation included."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Of the steps; none where the run was sent to another directory."""
+        """Metrics rows of the steps; empty if the run wrote to another directory."""
         path = self.directory / "metrics.jsonl"
         return read_metrics(path) if path.exists() else []
 
@@ -98,7 +98,7 @@ class Seen:
 
     @property
     def weights(self) -> Tensors:
-        """As the newest checkpoint holds them."""
+        """The weights in the newest checkpoint."""
         (file,) = (self.directory / "latest").glob("*.safetensors")
         tensors: Tensors = load_file(file)
         return tensors
@@ -124,10 +124,10 @@ class FlagBench:
         self._known: dict[tuple[str, ...], Seen] = {}
         self._runs = 0
         self.recorded = Recorded(self._batches)
-        """What the last run that was begun told the broker, also where it failed."""
+        """The calls to the broker of the last run that was started, even if it failed."""
 
     def run(self, *argv: str) -> Seen:
-        """One run; the same flags are run once."""
+        """Run the command with these flags; the same flags are run only once."""
         if argv not in self._known:
             self._known[argv] = self._run(argv)
         return self._known[argv]

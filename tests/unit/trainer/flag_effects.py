@@ -1,4 +1,4 @@
-"""What each flag of the trainer does, as seen from outside: in metrics, weights, files, or what the broker is told.
+"""The effect of each trainer flag, as seen from outside: in metrics, weights, files, or messages to the broker.
 
 `EFFECTS` compares a run with the flag to one without it. `SERVED` looks at the command that the trainer starts its
 inference server with. `ELSEWHERE` names the test that watches what needs more than one process on recorded batches.
@@ -68,7 +68,7 @@ def _events(seen: Seen) -> str:
 
 
 def _begun(seen: Seen) -> dict[str, Any]:
-    """What the server was told when a publish began."""
+    """Return the body of the first request that began a publish."""
     return next(body for path, body in seen.recorded.served if path.endswith("publish/begin"))
 
 

@@ -19,7 +19,7 @@ FORKS.set_forkserver_preload(["example_trainer.testing", "transformers.models.qw
 
 
 def run_ranks(world_size: int, meeting: Path, task: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `task(ranks, *arguments)` gave on each of `world_size` ranks; `meeting` is the path of a file to come."""
+    """Return the results of `task(ranks, *arguments)` on `world_size` ranks; they meet by a new file at `meeting`."""
     results = FORKS.Queue()
     places = [(rank, world_size, f"file://{meeting}") for rank in range(world_size)]
     processes = [FORKS.Process(target=_rank, args=(*place, results, task, arguments)) for place in places]

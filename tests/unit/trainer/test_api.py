@@ -1,4 +1,4 @@
-"""Fetching batches: one ahead and no further, waits that are heard, stops that are quick."""
+"""The trainer fetches one batch ahead and no further, logs its waits, and stops quickly."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_a_write_that_breaks_off_leaves_no_checkpoint_behind(
 
 
 class Disk:
-    """What is forced to the disk and what is renamed, in this order."""
+    """Records which paths are synced to the disk and which are renamed, in this order."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, str]] = []

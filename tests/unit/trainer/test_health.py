@@ -122,7 +122,7 @@ def test_stop_on_takes_health_or_the_names_of_signs() -> None:
 
 
 def test_a_resumed_run_is_judged_by_what_it_was_before() -> None:
-    """Memory as a checkpoint's JSON holds it: signs that are there are not told again, counts and windows go on."""
+    """Its state is in the checkpoint's JSON: signs present are not reported again, counts and windows continue."""
     steps = [HEALTHY | {names.REWARD_MEAN: 0.6 + 0.01 * (step % 3)} for step in range(8)]
     steps += [HEALTHY | {names.TRAIN_KL: 2.0, names.TRAIN_SKIPPED: 1.0, names.TOKENS_PER_SECOND: 900.0}] * 3
     steps += [HEALTHY | {names.REWARD_MEAN: 0.05, names.TRAIN_SKIPPED: 1.0, names.TOKENS_PER_SECOND: 300.0}] * 6

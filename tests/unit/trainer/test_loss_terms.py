@@ -1,4 +1,4 @@
-"""What a token's loss has besides its surrogate: reference divergence, entropy, a teacher, a loss of one's own."""
+"""Terms of a token's loss besides its surrogate: reference divergence, entropy, a teacher, a custom loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other arrives bit for bit, executes nothing, and where it can be stays on this host."""
+"""Messages between ranks arrive bit for bit, execute nothing, and stay on this host where possible."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TENSORS = (
 
 
 class Evil:
-    """Executed by whoever unpickles it."""
+    """An object that runs code in the process that unpickles it."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("executed",)
@@ -103,7 +103,7 @@ def test_a_message_of_a_stranger_is_not_executed(tmp_path: Path, monkeypatch: py
 
 
 def exchange(ranks: Ranks) -> dict[str, Any]:
-    """What of different sizes each rank tells the others, with torch's own exchange of objects forbidden."""
+    """Exchange values of different sizes between the ranks, with torch's own exchange of objects forbidden."""
 
     def forbidden(*_: object) -> None:
         raise AssertionError("pickled")
@@ -152,7 +152,7 @@ def test_the_group_over_which_weights_are_sent_listens_on_loopback_alone() -> No
 
 
 def rank_listening(port: int, results: Any) -> None:
-    """The addresses on which rank 0 of two listens, with what torch is told of interfaces meanwhile and after."""
+    """Report the addresses on which rank 0 of two listens, and the variables for torch's network interfaces."""
     with joined_ranks(0, 2, f"tcp://127.0.0.1:{port}", device="cpu", timeout_seconds=60.0) as ranks:
         addresses = sorted({entry.laddr.ip for entry in _listening()})
         results.put((addresses, ranks.gather(0), [os.environ.get(name) for name in INTERFACE_VARIABLES]))

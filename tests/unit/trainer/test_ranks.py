@@ -158,7 +158,7 @@ def test_p2_ranks_give_the_loss_gradients_metrics_and_weights_of_one_process(
 
 
 def load_and_poison(ranks: Ranks, model: Path, groups: list[Group]) -> dict[str, Any]:
-    """Where the model was read to, and a step in which the gradient of one rank alone is not finite."""
+    """Load a model and train a step in which one rank's gradient is not finite; return what each rank did."""
     read: list[str] = []
 
     def reads(options: PolicyOptions, stored: Any, dtype: torch.dtype, device: torch.device) -> Any:

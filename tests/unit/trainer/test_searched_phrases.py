@@ -1,4 +1,4 @@
-"""What people search for stands in our messages in those words, and on the troubleshooting page."""
+"""The phrases that people search for are in our messages word for word, and on the troubleshooting page."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ GROUP = SimpleNamespace(send=lambda _: "sent", close=lambda: None)
 
 
 class Client(ServerClient):
-    """A server with these answers, and what it was told of a publish."""
+    """A server that gives these answers and records the calls of a publish."""
 
     def __init__(self, name, *, digest="sent", version=1, torn=False, loads=True):
         super().__init__(f"http://{name}")

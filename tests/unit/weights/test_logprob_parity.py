@@ -27,7 +27,7 @@ def policy_of(path, dtype):
 
 @torch.no_grad()
 def sampled_by(policy, *, noise=0.0):
-    """What a server with this policy's weights would answer, its logits off by random noise."""
+    """Return the samples that a server with this policy's weights would give, with random noise on its logits."""
     torch.manual_seed(1)
     samples = []
     for prompt in probe_prompts(300, 256):

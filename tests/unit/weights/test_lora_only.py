@@ -1,4 +1,4 @@
-"""The hot-swap bridge against a server that tells what the test wants: what it believes, and what it asks for."""
+"""The `lora_only` bridge against a scripted server: which answers it accepts, and which requests it sends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RIGHT, WRONG = PAYLOAD.digest(), AdapterPayload.write({"a.lora_A.weight": torch.
 
 
 class Client:
-    """One start of a server that tells these things, and what it was asked to serve and to forget."""
+    """One start of a scripted server; it records the adapters it was asked to serve and to remove."""
 
     def __init__(self, *, digest=RIGHT, misplaced=(), refuses=False):
         self.told = {"digest": digest, "misplaced": list(misplaced), "boot_id": "boot"}

@@ -19,7 +19,7 @@ FAMILIES = ["qwen2", "qwen2-tied", "llama", "phi3", "gpt2"]
 
 
 def piece(memory: torch.Tensor, source: torch.Tensor) -> Piece:
-    """What a loader's `memory.copy_(source)` leaves in the trace."""
+    """Return the trace entry of a loader's `memory.copy_(source)`."""
     return Piece(
         storage="0",
         offset=memory.storage_offset(),

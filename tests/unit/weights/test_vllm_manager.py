@@ -1,4 +1,4 @@
-"""The server as the trainer's child: readiness by version, an end that spares strangers, no survivors."""
+"""The server as the trainer's child: it is ready by version, and stopping ends all its processes and no others."""
 
 from __future__ import annotations
 

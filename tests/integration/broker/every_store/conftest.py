@@ -1,4 +1,4 @@
-"""A served broker over each store, its clock in the test's hand; callers of both contracts and both forms."""
+"""A served broker over each store, with a clock that the test sets; callers of both contracts and both forms."""
 
 import itertools
 import time

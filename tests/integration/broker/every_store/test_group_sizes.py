@@ -1,4 +1,4 @@
-"""R14a: group sizes are judged together, those that no longer fit are told to pause, and none is lost in silence."""
+"""R14a: group sizes are checked together, environments that no longer fit are paused, and no group is lost silently."""
 
 import pytest
 

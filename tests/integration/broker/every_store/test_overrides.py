@@ -1,4 +1,4 @@
-"""R38a: a null among overrides ends three of four known trainers; none is ever delivered, whichever way it came."""
+"""R38a: a null among overrides crashes three of four known trainers; none is delivered, from any contract or form."""
 
 import pytest
 

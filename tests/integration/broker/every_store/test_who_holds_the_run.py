@@ -1,4 +1,4 @@
-"""R10a: who is at work keeps its run; the same command again begins anew once its run is over."""
+"""R10a: a trainer at work keeps its run; the same command begins a new run only once the old one has ended."""
 
 import pytest
 
@@ -90,7 +90,7 @@ def test_a_broker_that_was_away_could_not_hear_the_trainer(scene, away, status):
 
 
 def test_what_asks_without_a_name_does_not_wake_a_trainer_that_has_gone(scene):
-    """axolotl asks for batches from a thread before it registers; it would stand in its own way."""
+    """axolotl polls for batches from a thread before it registers, and would block its own registration."""
     scene.register()
     scene.now += 1000
     scene.poll()

@@ -21,7 +21,7 @@ import pytest
 from atropos_api.store.failpoints import CRASH_VARIABLE
 
 PATIENCE = float(os.environ.get("ATROPOS_KILLS_PATIENCE", "1"))
-"""How many times longer than usual everything may take; for machines that have more to do than they can."""
+"""Factor on every time limit, for machines that are overloaded."""
 
 NURSERY = """
 import json, os, signal, sys
@@ -75,7 +75,7 @@ class Nursery:
 
 
 class KilledBroker:
-    """One place in the world where a broker is started after each of its deaths."""
+    """One address at which a broker is started again after each kill."""
 
     def __init__(self, nursery, *options):
         with socket.socket() as probe:
@@ -90,7 +90,7 @@ class KilledBroker:
         self.pid = self._nursery.fork("--port", str(self.port), *self._options, crash_at=crash_at)
 
     def wait_until(self, *statuses, path="/readyz", seconds=20):
-        """Wait for one of these answers; False if the broker died before."""
+        """Wait for one of these answers; return False if the broker was killed before."""
         deadline = time.monotonic() + seconds * PATIENCE
         while time.monotonic() < deadline:
             try:
@@ -133,7 +133,7 @@ class KilledBroker:
 
 
 class HonestClient:
-    """Repeats a call, unchanged, until it is answered by whichever broker is in charge."""
+    """Repeats a call, unchanged, until the active broker answers it."""
 
     def __init__(self, urls, patience_seconds):
         self._urls = list(urls)
@@ -272,7 +272,7 @@ class Load:
             self.step(wait_seconds=1)
 
     def step(self, wait_seconds):
-        """Both ranks ask, sometimes twice; what one was answered once it is answered for ever."""
+        """Let both ranks fetch their slices, sometimes twice; every repeat must return the first answer."""
         for rank in (0, 1, *random.choice([(), (0, 1)])):
             query = {"run_id": self.run["run_id"], "epoch": self.run["epoch"], "wait": wait_seconds}
             query |= {"rank": rank, "world_size": 2}

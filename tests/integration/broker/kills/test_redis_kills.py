@@ -84,7 +84,7 @@ def test_the_standby_says_so_and_who_is_active_and_follows_it(pair):
 
 
 def test_killed_or_stopped_at_each_step_its_standby_takes_over_and_nothing_is_lost_or_duplicated(pair, load):
-    """R18: one that wakes after its lease has ended changes nothing any more."""
+    """R18: a broker that is resumed after its lease has ended changes nothing any more."""
     work = load(*pair)
     active, standby = pair
     ends = [(step, stop) for step in STEPS for stop in ("", ":stop")]
@@ -147,7 +147,7 @@ def stop_and_repeat(killed_broker, store, step, waits):
         return httpx.post(broker.url + "/scored_data", json=body, timeout=seconds).status_code
 
     def repeat(broker, body):
-        """While it is not its turn, as any sender does: on a busy machine a lease passes on by itself."""
+        """Repeat while the broker is not the active one, as any sender does: on a busy machine a lease may expire."""
         until = time.monotonic() + 20
         while (status := post(broker, body)) == 503 and time.monotonic() < until:
             time.sleep(0.2)

@@ -28,7 +28,7 @@ QUESTIONS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in 
 
 
 class Training(threading.Thread):
-    """Takes batch after batch until told that no more will come."""
+    """Takes batch after batch until the test says that no more will come."""
 
     def __init__(self, trainer):
         super().__init__()

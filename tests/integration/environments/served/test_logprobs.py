@@ -55,7 +55,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rollouts(served, writer, data, programs, begin_training, rollouts_of):
-    """What a trainer was handed of each environment, while it published a new version every few batches."""
+    """Return each environment's rollouts that a trainer received while it published a version every few batches."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     programs("broker", "-m", "atropos_api", "--port", str(port), "--store", "memory")

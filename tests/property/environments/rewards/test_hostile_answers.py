@@ -1,4 +1,4 @@
-"""Whatever a model writes, no reward raises, leaves its range or takes long, and its form cannot be faked."""
+"""For any text of a model, no reward raises, leaves its range or takes long, and its form cannot be faked."""
 
 import time
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""The rules alone: a broker in memory, a clock that stands until told, groups told apart by their first token."""
+"""Fixtures for the rules alone: a broker in memory, a manual clock, groups identified by their first token."""
 
 import msgspec
 import pytest

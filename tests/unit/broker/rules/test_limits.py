@@ -1,4 +1,4 @@
-"""What each option of the operator changes."""
+"""Each option of the operator changes what it says."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from atropos_api.errors import BatchOutOfOrder, CommittedBatch, InvalidGroup, Qu
 
 
 def give_up_a_version(desk):
-    """Version 2 was published after the checkpoint that the run is resumed from."""
+    """Resume the run from a checkpoint that is older than its published version 2."""
     env = desk.register()
     desk.begin()
     desk.publish(1, 0)

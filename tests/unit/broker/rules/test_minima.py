@@ -1,4 +1,4 @@
-"""R15: minima hold a batch up for a while, never for good; silence voids them."""
+"""R15: minimum allocations delay a batch for a while, never for good; a silent environment's minimum is void."""
 
 import pytest
 

@@ -67,7 +67,7 @@ class Machine:
             path.chmod(0o666)
 
     def as_seen(self) -> dict[str, object]:
-        """Where all of it is, for code that tries to reach it."""
+        """Return the places of all these things, for code that tries to reach them."""
         top = view_of_this_python().top
         hidden = [path for path in Path("/").iterdir() if path.name not in top]
         hidden += [self.folder, ROOT / "environments", ROOT / "pyproject.toml", DRIVER]
@@ -86,7 +86,7 @@ class Machine:
         }
 
     def arrived(self) -> list[object]:
-        """All that came from inside, by whichever way."""
+        """Return everything that arrived from inside the sandbox, by any way."""
         found: list[object] = []
         for listener in self._listeners:
             with contextlib.suppress(BlockingIOError):

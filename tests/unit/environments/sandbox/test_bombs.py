@@ -63,7 +63,7 @@ def test_it_is_so_for_every_user(drive, mechanism, user, use_cgroups, bombs):
 @LONG
 @pytest.mark.parametrize("user", USERS)
 def test_limits_alone_hold_too_but_for_files(drive, user):
-    """What is left where nothing can be isolated and that was asked for."""
+    """Resource limits work even if nothing can be isolated and the user asked for that."""
     how = {"forbid": "namespaces", "require_isolation": False, "user": user}
     greedy = {name: bomb for name, bomb in GREEDY.items() if name not in {"files", "many files", "memory of files"}}
     require_contained(drive, greedy, LIMITS, **how)

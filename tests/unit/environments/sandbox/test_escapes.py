@@ -1,4 +1,4 @@
-"""Nobody gets out of the sandbox: whoever runs it, by whatever it is made, on machines of several kinds.
+"""Code cannot leave the sandbox, for any user, any isolation mechanism, and several kinds of machines.
 
 ATROPOS_SANDBOX=all tries every user with every kind of machine; the default tries the present ones.
 """

@@ -33,10 +33,10 @@ time.sleep(0.3)
 print("left behind", flush=True)
 {ending}
 """
-"""What a daemon does: two forks and a session of its own."""
+"""Code that acts as a daemon does: two forks and a session of its own."""
 
 LASTING = HIDING.replace('print("left behind", flush=True)', "").replace("{ending}", "time.sleep(60)")
-"""The same without a word, since it would fail to print once nobody reads."""
+"""The same code without output, since printing would fail once nobody reads."""
 
 
 def marked(mark):
@@ -57,7 +57,7 @@ def mark():
 
 
 async def begun(mark):
-    """The code has got as far as to hide a process."""
+    """Wait until the code has started its hidden process."""
     await anyio.to_thread.run_sync(wait_until, lambda: marked(mark))
 
 

@@ -1,4 +1,4 @@
-"""What the kernel holds code to, read from inside, and what the supervisor counts where the kernel does not."""
+"""The limits that the kernel enforces, read from inside, and those that the supervisor enforces where it does not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tried_tool(request):
 
 @pytest.fixture
 def sandbox(tried_tool):
-    """A tool that keeps its code in that way, by that user's rights."""
+    """A tool that isolates its code by the parametrised mechanism, as the parametrised user."""
     yield tried_tool
     tried_tool.use_cgroups = True
 
@@ -56,7 +56,7 @@ def limits_alone():
 
 
 async def told(tool, expression):
-    """What the code finds, as an object."""
+    """Evaluate an expression in the sandbox and return its value."""
     result = await tool.run(f"import json, os\nprint(json.dumps({expression}))")
     assert result.exit_code == 0, result
     return json.loads(result.output)

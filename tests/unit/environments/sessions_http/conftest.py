@@ -1,4 +1,4 @@
-"""A manager whose server says what the test tells it to, and an HTTP client that has a session's key."""
+"""Fixtures: a manager whose server gives scripted answers, and an HTTP client that has a session's key."""
 
 from contextlib import asynccontextmanager
 from dataclasses import replace

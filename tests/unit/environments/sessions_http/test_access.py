@@ -93,7 +93,7 @@ async def test_a_page_of_another_site_is_refused_even_with_the_key(manager, insi
 
 
 async def test_a_body_that_is_not_said_to_be_json_is_refused(manager, inside):
-    """Such a request a page may send anywhere without asking first."""
+    """A web page may send such a request to any site without a preflight request."""
     async with inside(manager) as (session, http):
         body = b'{"messages": [{"role": "user", "content": "hi"}]}'
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None):
@@ -111,7 +111,7 @@ async def test_this_machines_own_names_are_answered(manager, reach):
 
 
 async def test_ids_and_keys_cannot_be_guessed(manager):
-    """Ids that are known tell nothing of the next one; a count in 32 digits is long and never the same either."""
+    """Known ids must not help to guess the next one; a counter of 32 digits would be long and unique as well."""
     secrets = []
     for _ in range(3):
         async with manager.managed_server(use_proxy=True) as session:
@@ -138,7 +138,7 @@ async def test_a_part_of_a_key_or_id_opens_nothing(manager):
 
 
 async def test_an_agent_that_is_told_an_address_alone_finds_the_key_in_it(make_manager):
-    """As environments written for Atropos hand it out."""
+    """Environments written for Atropos pass only the address to their agents."""
     manager = make_manager("1", "2", settings=SessionSettings(key_in_url=True))
     async with manager.managed_server(use_proxy=True) as session, httpx.AsyncClient() as http:
         url = session.get_url()

@@ -71,7 +71,7 @@ async def test_requests_of_an_agent_are_cancelled_with_its_rollout(manager, reac
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_whose_client_gave_it_up_leaves_no_sequence(manager, reach, stream):
-    """Clients with a limit of time ask again, so that its answer would be a second one that nobody has seen."""
+    """Clients with a timeout repeat the request, so the first answer would be one that no agent has seen."""
     manager.fake.delay_seconds = 30
     async with manager.managed_server(use_proxy=True) as session, reach(session) as http:
         with pytest.raises(httpx.ReadTimeout):

@@ -1,4 +1,4 @@
-"""What a session makes of each field of OpenAI's requests: it heeds it or refuses it with the reason, by name."""
+"""A session honours each field of OpenAI's requests, or refuses it by name with the reason."""
 
 import pytest
 

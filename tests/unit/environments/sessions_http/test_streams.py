@@ -1,4 +1,4 @@
-"""A stream tells an answer as its tokens come; put together it is the answer that is not streamed."""
+"""A stream sends an answer token by token; put together it equals the answer that is not streamed."""
 
 import json
 import time
