@@ -12,9 +12,10 @@ from atropos_api.cli import DESCRIPTION
 from atropos_api.common.option_flags import list_options
 from atropos_api.config import BrokerConfig
 from atropos_api.http.problems import TYPE_PREFIX
+from atropos_api.http.request import JSON
 from atropos_api.routes.docs import SECTIONS, errors_of, known_problems
 from atropos_api.routes.metrics import COUNTER_HELP, DROPPED, DROPPED_HELP, GAUGE_HELP, PREFIX, PROCESS_METRICS
-from atropos_api.routes.schema import JSON, Operation
+from atropos_api.routes.schema import Operation
 
 Summaries = Mapping[tuple[str, str], str]
 

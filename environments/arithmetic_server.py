@@ -1,4 +1,4 @@
-"""Arithmetic word problems, made on the spot: the environment of the demo, which needs no data set but can read one.
+"""Arithmetic word problems: generated, or read from a data set. This is the environment of the demo.
 
     python environments/arithmetic_server.py serve --env.task chain --env.tokenizer_name MODEL_FOLDER
 
@@ -32,7 +32,7 @@ from environments.tasks.data import DataFields, DataUnusable, Draws, Question
 
 
 class ArithmeticEnvConfig(DataFields, BaseEnvConfig):
-    """What can be set beyond what every environment has."""
+    """Settings beyond those of every environment."""
 
     task: TaskName = Field("chain", description="chain: three events to follow; add: one two-digit operation")
     eval_problems: int = Field(200, ge=1, description="held-out problems in an evaluation")
@@ -40,7 +40,7 @@ class ArithmeticEnvConfig(DataFields, BaseEnvConfig):
 
     @property
     def has_data(self) -> bool:
-        """Whether questions are read instead of made."""
+        """True if questions are read instead of generated."""
         return self.data_path is not None or self.dataset_name is not None
 
 
@@ -67,7 +67,7 @@ class ArithmeticEnv(BaseEnv):
             max_token_length=128,
             max_batches_offpolicy=2,
             steps_per_eval=0,
-            # A group that is all right or all wrong counts in the mean reward, though nothing is learnt from it.
+            # A group that is all right or all wrong counts in the mean reward, though it gives no learning signal.
             ensure_scores_are_not_same=False,
             use_wandb=False,
             eval_at_start=True,
@@ -154,7 +154,7 @@ class ArithmeticEnv(BaseEnv):
 
 
 def as_word_problems(questions: Sequence[Question]) -> list[WordProblem]:
-    """Questions whose answers are whole numbers, alone or after the last `####`."""
+    """Convert questions whose answers are whole numbers, alone or after the last `####`."""
     return [WordProblem(item.question, _whole_number(item.answer)) for item in questions]
 
 

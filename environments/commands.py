@@ -1,16 +1,12 @@
-"""`atropos env VERB`: what can be done for environments beside running them. A verb is loaded when it is called.
+"""The verbs of `atropos env`, and the environments that installed packages offer.
 
-Environments that installed packages offer, by name: entry points of the group `atropos.environments`.
+`atropos env init NAME` writes a new environment (`scaffold`). `atropos env convert-data FILE` rewrites a data file
+into the `question`/`answer` form; other columns are kept, and where a record has only a worked solution, its last box
+gives the answer. FILE.backup holds the original: `convert-data --restore FILE` or `mv FILE.backup FILE` restores it.
 
-python -m environments.commands stories serve --env.group_size 8
+    python -m environments.commands stories serve --env.group_size 8
 
-Rewriting a data file into the `question`/`answer` form, with the file as it was kept beside it.
-
-    convert_data(Path("train.jsonl"))   # train.jsonl is rewritten, train.jsonl.backup is what it was
-    restore_data(Path("train.jsonl"))   # and back
-
-`mv train.jsonl.backup train.jsonl` restores as well. Other columns are kept; a worked solution without an answer of its
-own gives the answer in its last box.
+runs an installed environment by its name, an entry point of the group `atropos.environments`.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ USAGE = """usage: atropos env VERB [arguments]
 
 
 def run(argv: Sequence[str]) -> int:
-    """Hand the arguments to their verb."""
+    """Run the verb that the first argument names."""
     if not argv or argv[0] in {"-h", "--help"} or argv[1:2] in (["-h"], ["--help"]):
         sys.stdout.write(USAGE)
         return 0
@@ -82,14 +78,14 @@ ENTRY_POINT_GROUP = "atropos.environments"
 
 
 def environment_names() -> list[str]:
-    """Every name that a package offers an environment under."""
+    """Return the names of all environments that installed packages offer."""
     from importlib.metadata import entry_points
 
     return sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
 
 
 def load_environment(name: str) -> type[BaseEnv]:
-    """The environment called `name`."""
+    """Return the class of the environment called `name`."""
     from importlib.metadata import entry_points
 
     found = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
@@ -125,7 +121,7 @@ BACKUP_SUFFIX = ".backup"
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was done to a file; `backup` is None where it had the form already and was left alone."""
+    """The result of a conversion; `backup` is None where the file had the form already and was not changed."""
 
     path: Path
     records: int
@@ -137,7 +133,9 @@ def backup_of(path: Path) -> Path:
 
 
 def convert_data(path: Path) -> Conversion:
-    """Rewrite `path` as JSON Lines of question and answer; whatever happens meanwhile, one whole file is there."""
+    """Rewrite `path` in place as records of question and answer; if it is interrupted, the old file or the new one is
+    whole.
+    """
     if path.suffix not in {".jsonl", ".json"}:
         raise DataUnusable(f"{path}: only .jsonl and .json files are converted; a .parquet file is read as it is")
     records = [(number, _converted(record, f"{path}:{number}")) for number, record in read_records(path)]
@@ -152,7 +150,7 @@ def convert_data(path: Path) -> Conversion:
 
 
 def restore_data(path: Path) -> Path:
-    """Put the file back as it was before it was converted."""
+    """Restore the file as it was before its conversion."""
     backup = backup_of(path)
     if not backup.is_file():
         raise DataUnusable(f"{backup}: there is no such file, so {path.name} has not been converted here")
@@ -162,7 +160,7 @@ def restore_data(path: Path) -> Path:
 
 
 def _keep(path: Path, backup: Path) -> None:
-    """Give the file as it is a second name, or a copy where the file system has no links; never over another file."""
+    """Keep the original as `backup`: a hard link, or a copy where the file system has none; never overwrite a file."""
     try:
         os.link(path, backup)
     except FileExistsError:
@@ -172,13 +170,13 @@ def _keep(path: Path, backup: Path) -> None:
 
 
 def _conversion_of(backup: Path, path: Path) -> bytes:
-    """What converting `backup` made of `path`, whose name says how the file is read."""
+    """Return the bytes that converting `backup` wrote to `path`, whose suffix says how the file is read."""
     records = [_converted(record, f"{path}:{number}")[0] for number, record in read_records(backup, path.suffix)]
     return _as_text(records, path).encode()
 
 
 def _converted(record: Any, where: str) -> tuple[dict[str, Any], bool]:
-    """The record in question/answer form, these first, and whether it had another."""
+    """Return the record in question/answer form, these keys first, and True if its form was changed."""
     form = form_of(record) if isinstance(record, Mapping) else None
     if form is None:
         shown = ", ".join(map(str, record)) if isinstance(record, Mapping) else repr(record)[:80]

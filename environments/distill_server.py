@@ -1,11 +1,11 @@
-r"""Word problems under a teacher: GSM8K whose groups carry the logprobs of a larger model of the same family.
+r"""GSM8K word problems whose groups carry the logprobs of a teacher, a larger model of the same family.
 
     python environments/distill_server.py serve --openai.base_url http://localhost:9001/v1 --env.teacher_top_k 8 \
         --teacher.base_url http://localhost:9003/v1
 
-Scores are those of `gsm8k_server`. Beside them every sequence has `distill_token_ids` and `distill_logprobs`: at each
-position the tokens that the teacher thinks likeliest. It must have the student's vocabulary. With
-`--env.teacher_enabled false` this is GSM8K.
+Scores are those of `gsm8k_server`. In addition every sequence has `distill_token_ids` and `distill_logprobs`: the
+teacher's most likely tokens at each position. The teacher must have the student's vocabulary. With
+`--env.teacher_enabled false` this is plain GSM8K. It is a file of its own because an environment is run by its file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from environments.sdk.teacher import TeacherFields, TeacherMixin
 
 
 class DistillEnvConfig(TeacherFields, GSM8kEnvConfig):
-    """What GSM8K can be told, and what of its teacher."""
+    """The settings of GSM8K and of its teacher."""
 
 
 class DistillEnv(TeacherMixin, GSM8kEnv):

@@ -1,19 +1,16 @@
-"""What becomes of collected groups beside training: pages to read them, and data sets for SFT and DPO.
-
-Collected groups as data sets: the best rollouts for supervised fine-tuning, better and worse pairs for DPO.
+"""Exports collected groups: data sets for supervised fine-tuning (SFT) and DPO, and a local web page to read them.
 
     atropos-sft-gen sft.jsonl --groups data/gsm8k.jsonl --tokenizer MODEL
     atropos-dpo-gen dpo.jsonl --api-url http://localhost:8000 --tokenizer MODEL
 
-The argument is the file to write: beside its place first, and never over a file that is there already. Prompt and
-completion are told apart by the masks, so a prompt that is repeated in the answer costs no text.
-
-`view-run`: a local page of the groups that come in, from a file that grows or from a broker.
+SFT lines are the best rollouts, DPO lines are pairs of a better and a worse one. The argument is the file to write,
+as `PATH.part` until it is complete; an existing file is not overwritten by default. Prompt and completion are
+separated by the masks, so no text is lost where the answer repeats the prompt.
 
     view-run data/gsm8k.jsonl
     view-run --api-url http://localhost:8000
 
-It answers this machine alone; nothing is shared.
+`view-run` shows the latest groups of a growing file or of a broker. It answers requests from this machine only.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from environments.sdk.group_files import GroupsUnreadable, groups_from_broker, r
 
 
 class ExportOptions(BaseModel):
-    """What both data sets can be told, by the names of Atropos' tools."""
+    """Options of both data sets; their names are those of Atropos' tools."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -63,14 +60,14 @@ class ExportOptions(BaseModel):
 
 
 class SftOptions(ExportOptions):
-    """Which rollouts are good enough to imitate."""
+    """Options that select the rollouts to imitate."""
 
     save_top_n_per_group: int = Field(3, ge=1, description="at most so many of a group, the best first")
     minimum_score_diff_max_min: float = Field(0.0, description="least distance from the worst of the group")
 
 
 class DpoOptions(ExportOptions):
-    """Which pairs differ enough."""
+    """Options that select the pairs that differ enough."""
 
     save_n_pairs_per_group: int = Field(3, ge=1, description="at most so many pairs of a group")
     minimum_score_diff_max_min: float = Field(0.5, description="least difference within a pair")
@@ -82,7 +79,7 @@ Lines = Callable[[Mapping[str, Any], OptionsT, Any], Iterator[dict[str, Any]]]
 
 
 def sft_lines(group: Mapping[str, Any], options: SftOptions, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """The best rollouts of a group: prefix and completion, or messages, with their score."""
+    """Yield the best rollouts of a group: prefix and completion, or messages, with their score."""
     scores = group["scores"]
     worst = min(scores)
     ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
@@ -101,7 +98,7 @@ def sft_lines(group: Mapping[str, Any], options: SftOptions, tokenizer: Any) -> 
 
 
 def dpo_lines(group: Mapping[str, Any], options: DpoOptions, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Pairs of a group with the same prompt, each rollout in one pair at most: the best against the worst first."""
+    """Yield pairs with the same prompt, each rollout in at most one pair: the best paired with the worst first."""
     scores = group["scores"]
     prompts = [tuple(_prompt(group, index)) for index in range(len(scores))]
     left = sorted(range(len(scores)), key=lambda index: -scores[index])
@@ -115,7 +112,7 @@ def dpo_lines(group: Mapping[str, Any], options: DpoOptions, tokenizer: Any) -> 
 
 
 def export(options: OptionsT, output: OutputFile, lines: Lines[OptionsT]) -> int:
-    """Write the lines of all groups until there are enough; how many there are."""
+    """Write the lines of all groups until there are enough; return their number."""
     tokenizer = _load_tokenizer(options)
     count = 0
     with output, closing(_groups(options)) as groups:
@@ -221,7 +218,7 @@ def _prompt(group: Mapping[str, Any], index: int) -> list[int]:
 def _widest_pair(
     left: Sequence[int], scores: Sequence[float], prompts: Sequence[tuple[int, ...]], options: DpoOptions
 ) -> tuple[int, int] | None:
-    """Of the rollouts left the best one for which a worse one of the same prompt is left, and the worst such."""
+    """Return the best remaining rollout with a worse one of the same prompt, and the worst such one."""
     for better in left:
         if scores[better] <= 0 and not options.allow_negative_scores:
             return None
@@ -252,7 +249,7 @@ Source = Callable[[], list[dict[str, Any]]]
 
 
 class ViewOptions(BaseModel):
-    """What is shown, and where."""
+    """Options of `view-run`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -301,7 +298,7 @@ def latest_of_file(path: Path, count: int) -> Source:
 
 
 def latest_of_broker(url: str, count: int, *, token: str | None = None) -> Source:
-    """The newest groups of a broker, gathered over the times it is asked."""
+    """Return a source that fetches the broker's newest group at each call and gives the last `count` it saw."""
     seen: deque[dict[str, Any]] = deque(maxlen=count)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(f"{url.rstrip('/')}/v1/groups/latest", headers=headers)  # noqa: S310 - the user's
@@ -320,7 +317,7 @@ def latest_of_broker(url: str, count: int, *, token: str | None = None) -> Sourc
 
 
 def make_server(source: Source, *, title: str, port: int, refresh_seconds: int) -> ThreadingHTTPServer:
-    """A server of the page on the loopback address; other names of this machine are refused as well."""
+    """Make the page's server on the loopback address; it refuses requests whose Host header names another host."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -339,7 +336,7 @@ def make_server(source: Source, *, title: str, port: int, refresh_seconds: int) 
             self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
-            """Say nothing: a page that is asked for every few seconds is no news."""
+            """Log nothing: browsers ask for the page every few seconds."""
 
     return ThreadingHTTPServer((LOOPBACK, port), Handler)
 

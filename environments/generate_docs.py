@@ -1,6 +1,7 @@
-"""The reference pages that follow from the code: `python -m environments.generate_docs environments` (or `sdk`).
+"""Prints the reference pages that are generated from the code: `python -m environments.generate_docs environments`
+(or `sdk`).
 
-What is printed is the whole page; docs/reference holds it as it was printed last, and a test compares the two.
+It prints the whole page. docs/reference holds the page as last printed, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the page that is asked for."""
+    """Print the page that the one argument names."""
     if len(argv) != 1 or argv[0] not in PAGES:
         asked = argv[0] if argv else ""
         raise ConfigError(f"which page? One of {', '.join(PAGES)}{nearest(asked, PAGES)}")
@@ -90,7 +91,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def environments_page() -> str:
-    """docs/reference/environments.md."""
+    """Return the text of docs/reference/environments.md."""
     modules = {name: import_module(f"environments.{name}") for name in SHIPPED}
     rows = "".join(
         f"| [`{name}.py`](#{name}py) | {cell(_first_line(_environment_of(module)))} |\n"
@@ -115,7 +116,7 @@ def environments_page() -> str:
 
 
 def sdk_page() -> str:
-    """docs/reference/environment-sdk.md."""
+    """Return the text of docs/reference/environment-sdk.md."""
     overrides, uses = _parts_of_base_env()
     fields = "".join(
         f"| `{name}` | `{_plain(annotation)}` |\n" for name, annotation in ScoredDataGroup.__annotations__.items()
@@ -152,7 +153,9 @@ def _environment_of(module: ModuleType) -> type[BaseEnv]:
 
 
 def _shipped(name: str, module: ModuleType) -> str:
-    """One environment: its module's text, its own settings, and the defaults that it changes."""
+    """Return the section of one environment: its module's docstring, its own settings, and the defaults that it
+    changes.
+    """
     config, _ = _environment_of(module).config_init()
     general = QuestionEnvConfig if isinstance(config, DataFields) else BaseEnvConfig
     own = _beyond(type(config), general)
@@ -168,7 +171,7 @@ def _shipped(name: str, module: ModuleType) -> str:
 
 
 def _beyond(model: type[BaseModel], general: type[BaseModel]) -> list[Option]:
-    """The flags of a configuration that a more general one has not."""
+    """Return the flags of a configuration that a more general one does not have."""
     known = {option.path for option in _options_of(general, "env.")}
     return [option for option in _options_of(model, "env.") if option.path not in known]
 
@@ -178,7 +181,7 @@ def _options_of(model: type[BaseModel], prefix: str) -> list[Option]:
 
 
 def _parts_of_base_env() -> tuple[list[str], list[str]]:
-    """Names of what is overridden and of what is used, as comments in the class's source divide them."""
+    """Return the names of the methods to override and of those to use, as divided by comments in the class's source."""
     lines, _ = inspect.getsourcelines(Environment)
     marks = [next(at for at, line in enumerate(lines) if mark in line) for mark in (OVERRIDES_FROM, USES_FROM)]
     (body,) = ast.parse(textwrap.dedent("".join(lines))).body
@@ -199,7 +202,7 @@ def _members(cls: type) -> Iterator[str]:
 
 
 def _callable(name: str, member: Any, *, required: bool = False) -> str:
-    """A function, method or property: how it is called, and the first paragraph of its docstring."""
+    """Describe a function, method or property: its call and the first paragraph of its docstring."""
     function: Any = member.fget if isinstance(member, property) else getattr(member, "func", member)
     function = inspect.unwrap(getattr(function, "__func__", function))
     is_attribute = isinstance(member, property) or hasattr(member, "func")
@@ -226,7 +229,7 @@ def _signature(function: Any) -> str:
 
 
 def _fields(cls: type) -> str:
-    """The public fields of a class with what stands below each of them."""
+    """Return the table of a class's public fields, each with the docstring below it."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     rows = []

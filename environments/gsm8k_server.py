@@ -31,7 +31,7 @@ SYSTEM_PROMPT = (
 
 
 class GSM8kEnvConfig(QuestionEnvConfig):
-    """What can be set beyond what every environment with questions has."""
+    """Settings beyond those of every environment with questions."""
 
     prompt_template: str | None = Field(
         None, description="file with {question} in it, or r1_zero; default: a chat with a system prompt"
@@ -75,7 +75,7 @@ class GSM8kEnv(QuestionEnv):
             return scored_group(nodes, scores)
 
     async def grade(self, texts: Sequence[str], gold: str) -> list[R1ZeroScore]:
-        """Form and correctness of each answer, and what it earns."""
+        """Return the format reward, the answer reward and the score of each answer."""
         if self.template is not None:
             return await self.template_grader.grade([{"completion": text, "answer": gold} for text in texts])
         answers = [last_boxed(after_thinking(text)) for text in texts]
@@ -109,7 +109,7 @@ class GSM8kEnv(QuestionEnv):
     async def _answers(
         self, session: ManagedSession, question: Question, *, count: int, temperature: float
     ) -> list[str]:
-        """What the model writes to the question, `count` times."""
+        """Sample `count` answers of the model to the question."""
         if self.template is not None:
             prompt = self.template.fill(question.question)
             await session.completion(

@@ -1,9 +1,10 @@
-"""Answers worth what another model thinks of them (RLAIF): compared in pairs, or given marks.
+"""Answers scored by another model (RLAIF): compared in pairs, or given marks.
 
     python environments/judge_server.py serve --env.data_path requests.jsonl --env.judge_base_url http://localhost:9002/v1
 
-The judge is any server of the chat completions API; without `judge_base_url` the model judges itself. Its key, where it
-needs one, is read from $ATROPOS_JUDGE_API_KEY. Evaluations compare each answer with the reference of the data.
+The judge is any server of the chat completions API; without `judge_base_url` the model judges itself. The judge's API
+key, where it needs one, is read from $ATROPOS_JUDGE_API_KEY. Evaluations compare each answer with the reference
+answer of the data.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ _VERDICT = re.compile(r"\[\[\s*(A|B|tie|\d+)\s*\]\]", re.IGNORECASE)
 
 
 class VerdictUnreadable(EnvironmentsError):
-    """The judge gave no mark; the rollout is tried again and never counts as bad."""
+    """The judge gave no mark; the rollout is tried again and is not given a low score."""
 
     ends_server = False
 
 
 class JudgeEnvConfig(QuestionEnvConfig):
-    """What can be set beyond what every environment with questions has."""
+    """Settings beyond those of every environment with questions."""
 
     judge_method: Literal["pairwise", "marks"] = Field("pairwise", description="compare all pairs of a group, or mark")
     judge_base_url: Address | None = Field(None, description="server of the judge; default: the model judges itself")
@@ -111,7 +112,7 @@ class JudgeEnv(QuestionEnv):
             return scored_group(session.nodes, await self.score(question, answers))
 
     async def score(self, question: Question, answers: Sequence[str]) -> list[float]:
-        """What the judge thinks of each answer: the share of comparisons won, or marks, both from 0 to 1."""
+        """Return the judge's score of each answer, from 0 to 1: the share of comparisons won, or the mark."""
         if self.config.judge_method == "pairwise":
             return await self.compare([{"prompt": question.question, "completion": answer} for answer in answers])
         return await run_all([partial(self.mark, question, answer) for answer in answers])
@@ -123,7 +124,7 @@ class JudgeEnv(QuestionEnv):
         return (int(verdict) - 1) / 9
 
     async def score_answer(self, item: Question, text: str) -> float:
-        """Against the reference of the data, since one answer alone has nothing to be compared with."""
+        """Judge one answer: by its mark, or in comparison with the reference answer of the data."""
         if self.config.judge_method == "marks":
             return await self.mark(item, text)
         return (
@@ -162,12 +163,12 @@ class JudgeEnv(QuestionEnv):
         return [{"role": "user", "content": question.question}]
 
     async def _prefers(self, left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
-        """The share with which `left` is preferred; a verdict that cannot be read is a tie."""
+        """Return the share, 0 to 1, with which `left` is preferred; a verdict that cannot be read is a tie."""
         verdict = await self._ask(COMPARE, left["prompt"], left["completion"], right["completion"])
         return SHARES.get((verdict or "tie").lower(), 0.5)
 
     async def _ask(self, form: str, request: str, first: str, second: str = "") -> str | None:
-        """The judge's last verdict."""
+        """Ask the judge and return the last verdict in its answer; None when there is none."""
         text = form.format(rubric=self.config.rubric, request=request, first=first, second=second)
         completion = await self.judge.chat_completion(
             messages=[{"role": "user", "content": text}], max_tokens=self.config.judge_max_tokens, temperature=0.0

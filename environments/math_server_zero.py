@@ -1,10 +1,11 @@
-r"""Competition mathematics from a base model: plain text to go on with, reasoning first, `\boxed{}` inside `<answer>`.
+r"""Competition mathematics for a base model, which continues plain text: reasoning, then `\boxed{}` inside
+`<answer>`.
 
     python environments/math_server_zero.py serve --config configs/math_zero_shared.yaml
     python environments/math_server_zero.py evaluate --env.math_500 data/math_500.jsonl --env.eval_sets math_500
 
-A right answer earns 1 and any other -1; one cut off by the length limit counts as wrong and is, by default, not trained
-on. Answers may become longer over the run: the limit goes from `start_tok_length` to `max_token_length`.
+A right answer earns 1 and any other -1. An answer cut off by the length limit counts as wrong and is, by default, not
+trained on. The length limit can grow during the run, from `start_tok_length` to `max_token_length`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class MathZeroEnvConfig(QuestionEnvConfig):
-    """What can be set beyond what every environment with questions has."""
+    """Settings beyond those of every environment with questions."""
 
     prompt_template: str = Field("math_zero", description="file with {question} in it, or math_zero or r1_zero")
     start_tok_length: int = Field(
@@ -71,13 +72,13 @@ class MathZeroEnvConfig(QuestionEnvConfig):
 
 @dataclass(frozen=True, slots=True)
 class SetQuestion(Question):
-    """A question with the evaluation set it is from."""
+    """A question and the name of its evaluation set."""
 
     subset: str
 
 
 class MathZeroEnv(QuestionEnv):
-    """Mathematics with verifiable answers, learnt from scratch."""
+    """Mathematics with verifiable answers, trained from a base model."""
 
     name = "math"
     env_config_cls = MathZeroEnvConfig
@@ -104,7 +105,7 @@ class MathZeroEnv(QuestionEnv):
         await super().setup()
 
     def load_held_out(self) -> Sequence[Question]:
-        """All evaluation sets after one another; `val_data_path` stands for all of them."""
+        """Return the questions of all evaluation sets, one set after another; `val_data_path` replaces them all."""
         if self.config.val_data_path is not None or not self.config.run_evaluation:
             return super().load_held_out() if self.config.run_evaluation else []
         return [
@@ -137,7 +138,9 @@ class MathZeroEnv(QuestionEnv):
             return session.nodes
 
     def answer_limit(self, prompt_tokens: int) -> int:
-        """The length curriculum, within what the sequence leaves room for."""
+        """Return the token limit for an answer: the length curriculum, capped by the space that the sequence has
+        left.
+        """
         config = self.config
         progress = min(1.0, self.curr_step / config.total_steps) if config.total_steps > 0 else 1.0
         start = min(config.start_tok_length, config.max_token_length)
@@ -146,7 +149,7 @@ class MathZeroEnv(QuestionEnv):
         return min(require_room(room, prompt_tokens), wanted)
 
     async def are_right(self, nodes: Sequence[SequenceNode], prompt: str, gold: str) -> list[bool]:
-        """Whether each answer is right; one that was cut off is not, whatever it says."""
+        """Return for each answer True if it is right; an answer that was cut off never is."""
         answers = [None if cut_off(node) else boxed_answer(answer_of(node, prompt, stop=STOPS[-1])) for node in nodes]
         return [verdict.correct for verdict in await self.grader.judge_answers([gold] * len(nodes), answers)]
 
@@ -163,7 +166,7 @@ class MathZeroEnv(QuestionEnv):
         return 1.0 - self.config.percent_length_penalty * node.sampled_count / self.config.max_token_length
 
     def as_messages(self, node: SequenceNode, prompt: str) -> list[Any]:
-        """As a chat: the reasoning begins with the last tag of the prompt."""
+        """Return the prompt and the answer as a chat; the answer begins with the prompt's last `<think>`."""
         asked, tag, _ = prompt.rpartition("<think>")
         answer = tag + answer_of(node, prompt, stop=STOPS[-1])
         return [{"role": "user", "content": asked or prompt}, {"role": "assistant", "content": answer}]
@@ -185,7 +188,7 @@ class MathZeroEnv(QuestionEnv):
         }
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
-        """Over all questions, and the accuracy of each set by itself."""
+        """Return the metrics over all questions, and the accuracy of each evaluation set."""
         subsets = dict.fromkeys(sample["subset"] for sample in samples)
         by_set = {
             f"eval/accuracy_{name}": mean(s["answer_reward"] for s in samples if s["subset"] == name)
@@ -199,7 +202,7 @@ class MathZeroEnv(QuestionEnv):
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""What the last `<answer>` holds in its `\boxed{}`."""
+    r"""Return the content of `\boxed{}` in the last `<answer>`; None when there is none."""
     found = _ANSWER.findall(text)
     return last_boxed(found[-1]) if found else None
 

@@ -3,8 +3,8 @@ r"""Any of reasoning-gym's generated tasks, scored by the task itself.
     pip install reasoning-gym
     python environments/reasoning_gym_server.py serve --env.dataset chain_sum --env.dataset_options '{"min_terms": 2}'
 
-Problems are made on the spot and never repeat; those of evaluations come from a seed of their own. The answer is what
-stands in the last `<answer>`; its score is the task's own, from 0 to 1, which many tasks give in parts.
+Problems are generated on demand and never repeat; evaluation problems come from a separate seed. The answer is the
+text in the last `<answer>`. Its score is the task's own, from 0 to 1; many tasks give partial credit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SYSTEM_PROMPT = (
     "in exactly the form that is asked for."
 )
 MANY = 1_000_000_000
-EVALUATION_SEED = 2_000_000_000  # no training problem's seed comes near it; some tasks take no more than 32 bits
+EVALUATION_SEED = 2_000_000_000  # far above the seed of any training problem; some tasks take at most 32 bits
 
 
 class ReasoningGymMissing(EnvironmentsError):
@@ -46,7 +46,7 @@ class ReasoningGymMissing(EnvironmentsError):
 
 
 class ReasoningGymEnvConfig(QuestionEnvConfig):
-    """What can be set beyond what every environment with questions has."""
+    """Settings beyond those of every environment with questions."""
 
     dataset: str = Field("chain_sum", description="name of a task of reasoning-gym")
     dataset_options: str = Field("{}", description="the task's own settings, as JSON")
@@ -62,7 +62,7 @@ class ReasoningGymEnvConfig(QuestionEnvConfig):
 
 @dataclass(frozen=True, slots=True)
 class Puzzle(Question):
-    """A problem with what its task needs to score an answer."""
+    """A problem together with the data its task needs to score an answer."""
 
     entry: Mapping[str, Any]
 
@@ -100,7 +100,7 @@ class ReasoningGymEnv(QuestionEnv):
     async def score_answer(self, item: Question, text: str) -> float:
         assert isinstance(item, Puzzle)
         answer = inside_tag(after_thinking(text), "answer")
-        # Some tasks search for a while.
+        # In a thread: some tasks take a while to score an answer, by search.
         return float(await anyio.to_thread.run_sync(self.puzzles.score_answer, answer, item.entry))
 
     def write_answer(self, answer: str) -> str:
@@ -137,7 +137,7 @@ def as_puzzle(entry: Mapping[str, Any]) -> Puzzle:
 
 
 def create_dataset(config: ReasoningGymEnvConfig, *, seed: int, size: int) -> Any:
-    """The task's problems, made when they are asked for."""
+    """Return the task's data set; its problems are generated on access."""
     try:
         package, factory = import_module("reasoning_gym"), import_module("reasoning_gym.factory")
     except ImportError as error:

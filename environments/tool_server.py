@@ -1,10 +1,10 @@
-r"""Word problems with a calculator that is Python: the model may run code before it answers in `\boxed{}`.
+r"""Word problems with a Python tool: the model may run code before it answers in `\boxed{}`.
 
     python environments/tool_server.py serve --env.data_path problems.jsonl --openai.base_url http://localhost:9001/v1
 
-Each rollout is a chat of up to `max_turns` turns. All the model wrote is trained on, in one sequence; what the tool
-printed is not. A right final answer earns 1, any other -1. The code runs in a sandbox (`docs/explanation/sandbox.md`);
-where there can be none, the environment refuses to start.
+Each rollout is a chat of at most `max_turns` turns and is trained on as one sequence: all that the model wrote, but
+not what the tool printed. A right final answer earns 1, any other -1. The code runs in a sandbox
+(`docs/explanation/sandbox.md`); where code cannot be isolated, the environment refuses to start.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TOKENS_AROUND_MESSAGE = 32
 
 
 class ToolEnvConfig(QuestionEnvConfig):
-    """What can be set beyond what every environment with questions has."""
+    """Settings beyond those of every environment with questions."""
 
     max_turns: int = Field(4, ge=1, description="answers of the model in one chat; code in the last is not run")
     max_new_tokens: int = Field(512, ge=1, description="longest single answer")
@@ -98,7 +98,7 @@ class ToolEnv(QuestionEnv):
 
     @cached_property
     def system_prompt(self) -> str:
-        """Says how a call is written where the model's chat template does not."""
+        """The instructions; they explain the form of a tool call where the model's chat template does not."""
         return SYSTEM_PROMPT if self._template_shows_tools() else SYSTEM_PROMPT + CALL_FORM
 
     async def collect(self, question: Question) -> ScoredDataGroup:
@@ -112,7 +112,7 @@ class ToolEnv(QuestionEnv):
         return group_items(await run_all([one] * self.config.group_size))
 
     async def converse(self, session: ManagedSession, question: Question, *, temperature: float) -> list[Any]:
-        """The chat, to the model's last word: an answer without a call, or the last for which there is room."""
+        """Run the chat and return its messages, up to an answer without a call or the last one within the limits."""
         messages: list[Any] = [
             {"role": "system", "content": self.system_prompt},
             {"role": "user", "content": question.question},
@@ -135,7 +135,7 @@ class ToolEnv(QuestionEnv):
         return messages
 
     async def call(self, made: Any) -> dict[str, Any]:
-        """What a call gives, as a message; a call that makes no sense gives the reason."""
+        """Run one tool call and return its output as a message; for an invalid call the message says why."""
         try:
             code = json.loads(made.function.arguments)["code"] if made.function.name == "python" else None
         except (json.JSONDecodeError, KeyError, TypeError):
@@ -168,12 +168,15 @@ class ToolEnv(QuestionEnv):
             }
 
     def room_after(self, used: int, *, first: bool) -> int:
-        """Tokens that the next answer may have; a chat that is full ends, a question that fills it is left out."""
+        """Return how many tokens the next answer may have, below 1 where the chat is full.
+
+        Raises `QuestionTooLong` for a training question whose prompt leaves no room for a first answer.
+        """
         left = min(self.config.max_token_length, self.longest_sequence) - used
         return min(self.config.max_new_tokens, require_room(left, used) if first else left)
 
     def _tokens_of(self, result: dict[str, Any]) -> int:
-        """What a tool's message adds to the chat, generously counted."""
+        """Return an upper estimate of the tokens that a tool's message adds to the chat."""
         return len(self.tokenizer.encode(result["content"], add_special_tokens=False)) + TOKENS_AROUND_MESSAGE
 
     def _render(self, messages: list[Any]) -> str:
@@ -185,7 +188,7 @@ class ToolEnv(QuestionEnv):
 
 
 def answer_in(messages: list[Any]) -> str:
-    """The model's last word; an answer that only calls a tool is none."""
+    """Return the model's final answer; an answer that only calls a tool counts as empty."""
     last = messages[-1]
     return last["content"] or "" if last["role"] == "assistant" else ""
 

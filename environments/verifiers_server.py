@@ -1,12 +1,12 @@
-r"""Any environment of the `verifiers` library, its rollouts sampled and scored by itself.
+r"""Any environment of the `verifiers` library, which samples and scores its rollouts itself.
 
     pip install 'verifiers>=0.1.12,<0.3'
     python environments/verifiers_server.py serve --env.environment wordle --env.environment_options '{"num_games": 9}'
 
-`environment` is the name of an installed environment, or a Python file with a `load_environment`. The library drives
-the chat and its rubric gives the rewards; what it asks its client for goes through a managed session a rollout, so that
-tokens, masks, logprobs and policy versions are the sampled ones. A rollout that the library reports as failed is tried
-again and never trained on as a reward of 0.
+`environment` is the name of an installed environment, or a Python file with a `load_environment`. The library runs
+the chat and its rubric gives the rewards. Its requests go through one managed session per rollout, so that tokens,
+masks, logprobs and policy versions are the sampled ones. A rollout that the library reports as failed is tried again
+and is never trained on with a reward of 0.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class VerifiersMissing(EnvironmentsError):
 
 
 class VerifiersRolloutFailed(EnvironmentsError):
-    """The library reports that a rollout came to nothing."""
+    """The library reports that a rollout failed."""
 
     ends_server = False
 
 
 class VerifiersEnvConfig(BaseEnvConfig):
-    """Which environment, with which settings of its own."""
+    """The environment to run and its settings."""
 
     environment: str = Field("", description="name of an installed verifiers environment, or a Python file with one")
     environment_options: str = Field("{}", description="what its load_environment takes, as JSON")
@@ -106,7 +106,8 @@ class VerifiersEnv(BaseEnv):
                 return None, []
             group = scored_group([node for node, _ in scored], [output["reward"] for _, output in scored])
             if len(scored) != self.config.group_size:
-                # A chat that does not go on from what was sampled is a sequence of its own, with the same reward.
+                # Where the next prompt does not continue the sampled tokens, the chat becomes several sequences with
+                # the same reward.
                 group["group_overrides"] = {"group_size": len(scored)}
             return group, []
 
@@ -132,7 +133,7 @@ class VerifiersEnv(BaseEnv):
         )
 
     async def attempt(self, problem: dict[str, Any]) -> dict[str, Any]:
-        """One evaluated rollout as a sample to read."""
+        """Run one evaluation rollout and return it as a sample for the evaluation log."""
         async with Rollouts(self) as rollouts:
             (output,) = await rollouts.run([problem], self.config.eval_temperature)
             return {
@@ -146,7 +147,7 @@ class VerifiersEnv(BaseEnv):
 
 
 class Rollouts:
-    """Rollouts that run together: the library's client, which answers each of them from a session of its own."""
+    """Rollouts that run together, each with a managed session of its own that answers the library's requests."""
 
     def __init__(self, env: VerifiersEnv) -> None:
         self._env = env
@@ -161,10 +162,10 @@ class Rollouts:
         await self._opened.aclose()
 
     async def run(self, problems: Sequence[Mapping[str, Any]], temperature: float) -> list[dict[str, Any]]:
-        """What the library made of each problem, in their order; raises when one of them failed."""
+        """Run the problems and return the library's outputs in their order; raises when one of them failed."""
         inner, config = self._env.inner, self._env.config
         sampling = {**(inner.sampling_args or {}), "temperature": temperature, "max_tokens": config.max_new_tokens}
-        sampling.pop("n", None)  # a rollout is one answer after another
+        sampling.pop("n", None)  # each rollout asks for one answer at a time
         outputs: list[dict[str, Any]] = await inner.run_group(
             [dict(problem) for problem in problems],
             make_client(self, inner.message_type),
@@ -179,7 +180,7 @@ class Rollouts:
         return self._sessions[output["trajectory_id"]]
 
     async def adapter(self, trajectory_id: str) -> ManagedServerAdapter:
-        """The look-alike of OpenAI's client for one rollout."""
+        """Return an object with the interface of OpenAI's client that sends to the session of one rollout."""
         session = self._sessions.get(trajectory_id)
         if session is None:
             session = await self._opened.enter_async_context(self._env.server.managed_server())
@@ -187,7 +188,7 @@ class Rollouts:
         return ManagedServerAdapter(session)
 
     def note_failure(self, error: Exception) -> None:
-        """Keep what the library would wrap, so that it is raised as what it is."""
+        """Keep an error that the library would wrap, so that it can be raised with its own type."""
         self._failures.append(error)
 
     def _raise_failures(self, outputs: Sequence[Mapping[str, Any]]) -> None:
@@ -200,7 +201,7 @@ class Rollouts:
 
 
 def make_client(rollouts: Rollouts, message_type: str) -> Any:
-    """A client of the library, of the kind that speaks chat or text completions, over managed sessions."""
+    """Make a client of the library, for chat or for text completions, that sends to managed sessions."""
     clients, errors = import_module("verifiers.clients"), import_module("verifiers.errors")
     kind = clients.OpenAICompletionsClient if message_type == "completion" else clients.OpenAIChatCompletionsClient
 
@@ -226,13 +227,13 @@ def make_client(rollouts: Rollouts, message_type: str) -> Any:
                 raise
 
         async def raise_from_native_response(self, response: Any) -> None:
-            """A model that ends at once has answered, with nothing: the rubric says what that is worth."""
+            """Accept an empty answer: a model may end at once, and the rubric scores that."""
 
     return SessionClient(None)
 
 
 def load_environment(config: VerifiersEnvConfig) -> Any:
-    """The library's environment, which must not decide what this process does on a signal."""
+    """Load the library's environment; the signal handlers it installs are removed again."""
     if not config.environment:
         raise VerifiersMissing("name one: --env.environment NAME, or a Python file with a load_environment")
     try:
@@ -256,7 +257,7 @@ def _module_of(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # classes inside of it look for their module by name
+    sys.modules[path.stem] = module  # classes in the file look up their module by name
     spec.loader.exec_module(module)
     return module
 

@@ -32,7 +32,6 @@ from example_trainer.errors import CannotServe, ServerExited, ServerRefused, Ser
 from example_trainer.processes import die_with_parent
 from example_trainer.processes.child import last_lines, reason
 from example_trainer.processes.cleanup import SharedMemoryLedger
-from example_trainer.processes.gpu_memory import has_room, holds_gpu_memory
 from example_trainer.processes.ports import (
     BEGUN_ANSWERS_SECONDS,
     INHERITED_SOCKETS,
@@ -40,7 +39,7 @@ from example_trainer.processes.ports import (
     as_inherited,
     listen,
 )
-from example_trainer.processes.tree import end_processes, is_alive, open_process, wait_until
+from example_trainer.processes.tree import end_processes, has_room, holds_gpu_memory, is_alive, open_process, wait_until
 from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, wait_for
 
 logger = logging.getLogger(__name__)

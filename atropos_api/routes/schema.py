@@ -9,20 +9,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from atropos_api.broker.counters import Counters
 from atropos_api.broker.status import StatusEnv
-from atropos_api.http.request import LONGEST_KEY, LONGEST_WAIT_SECONDS
+from atropos_api.http.request import (
+    JSON,
+    LONGEST_KEY,
+    LONGEST_WAIT_SECONDS,
+)
 from atropos_api.store.base import RunRow
 from atropos_api.wire.groups import Group
+
+__all__ = [
+    "EnvironmentLeft",
+    "EnvironmentRegistered",
+    "GroupTaken",
+    "GroupsTaken",
+    "Health",
+    "NextBatch",
+    "NoExample",
+    "Status",
+    "StatusEnv",
+    "StepAndQueue",
+    "TrainerFacts",
+    "TrainerRegistered",
+    "WandbFacts",
+    "Welcome",
+]
 
 Schema = dict[str, Any]
 
 Content = Any
 """A type that msgspec knows, a tuple of alternative types, or a schema."""
-
-JSON: Final = "application/json"
 
 TEXT: Final = "text/plain"
 
@@ -287,19 +307,29 @@ class Status(Struct, kw_only=True):
     counters: Counters
 
 
-__all__ = [
-    "EnvironmentLeft",
-    "EnvironmentRegistered",
-    "GroupTaken",
-    "GroupsTaken",
-    "Health",
-    "NextBatch",
-    "NoExample",
-    "Status",
-    "StatusEnv",
-    "StepAndQueue",
-    "TrainerFacts",
-    "TrainerRegistered",
-    "WandbFacts",
-    "Welcome",
-]
+NOT_REGISTERED: Final = {
+    "status": "error",
+    "message": "Trainer not registered. Call /register first.",
+    "batch": [],
+}
+
+EMPTY_EXAMPLE: Final[dict[str, list[object]]] = {
+    "tokens": [],
+    "masks": [],
+    "scores": [],
+    "advantages": [],
+    "ref_logprobs": [],
+    "generation_params": [],
+    "inference_logprobs": [],
+    "messages": [],
+    "images": [],
+}
+
+
+class EnvironmentId(msgspec.Struct):
+    env_id: int
+
+
+ENV_ID: Final = object_of(
+    env_id={"anyOf": [{"type": "integer"}, {"type": "string", "pattern": "^(0|-?[1-9][0-9]{0,17})$"}]}
+)

@@ -30,13 +30,17 @@ from atropos_api.http.request import (
 )
 from atropos_api.http.streaming import ChunkedResponse, ConfirmedResponse, LongPoll
 from atropos_api.routes.schema import (
+    EMPTY_EXAMPLE,
+    ENV_ID,
     EXAMPLE_GROUP,
     INTEGER,
     KEY,
+    NOT_REGISTERED,
     TEXT,
     TEXT_SCHEMA,
     WRITES,
     Answer,
+    EnvironmentId,
     EnvironmentLeft,
     EnvironmentRegistered,
     GroupsTaken,
@@ -50,7 +54,6 @@ from atropos_api.routes.schema import (
     WandbFacts,
     Welcome,
     in_query,
-    object_of,
     ok,
 )
 from atropos_api.store.base import GroupRow, RunRow
@@ -60,24 +63,6 @@ from atropos_api.wire.groups import Group
 logger = logging.getLogger(__name__)
 
 router = APIRouter(tags=["Atropos contract"])
-
-NOT_REGISTERED: Final = {
-    "status": "error",
-    "message": "Trainer not registered. Call /register first.",
-    "batch": [],
-}
-
-EMPTY_EXAMPLE: Final[dict[str, list[object]]] = {
-    "tokens": [],
-    "masks": [],
-    "scores": [],
-    "advantages": [],
-    "ref_logprobs": [],
-    "generation_params": [],
-    "inference_logprobs": [],
-    "messages": [],
-    "images": [],
-}
 
 RECEIVED: Final = b'{"status":"received"}'
 
@@ -91,10 +76,6 @@ PRESSURE_WAIT_SECONDS: Final = 10.0
 
 
 _encode = msgspec.json.Encoder().encode
-
-
-class EnvironmentId(msgspec.Struct):
-    env_id: int
 
 
 @router.get("/status-env", summary="Step and queue as one environment should see them")
@@ -354,10 +335,6 @@ async def _json_text(request: Request, body: bytes) -> Response:
     pieces, headers = await encode_pieces(request, [body])
     return ChunkedResponse(pieces, media_type=JSON, headers=headers)
 
-
-ENV_ID: Final = object_of(
-    env_id={"anyOf": [{"type": "integer"}, {"type": "string", "pattern": "^(0|-?[1-9][0-9]{0,17})$"}]}
-)
 
 LEGACY: Final = (
     Operation(

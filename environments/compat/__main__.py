@@ -1,4 +1,4 @@
-"""`python -m environments.compat FILE VERB [flags]`, the same as `atropos-compat` where that is not installed."""
+"""Runs `python -m environments.compat FILE VERB [flags]`, the same as `atropos-compat` where that is not installed."""
 
 from environments.compat.runner import main
 

@@ -1,10 +1,9 @@
-"""The type names of Atropos: for annotations, nothing checks them.
+"""The names of `atroposlib.envs` and its types, for environments written for Atropos.
 
-`atroposlib.envs.base`: our `BaseEnv` with the attributes and the leniency that Atropos' environments rely on.
-
-`atroposlib.envs.eval`: evaluations that are no environments, with their runner.
-
-`atroposlib.envs.teacher_distillation_env`: our teacher distillation for environments written for Atropos.
+- `atroposlib.envs.base`: our `BaseEnv` with the attributes and the leniency that Atropos' environments rely on.
+- `atroposlib.envs.eval`: evaluations that are not environments, and their runner.
+- `atroposlib.envs.teacher_distillation_env`: our teacher distillation.
+- `atroposlib.type_definitions`: types for annotations only; their values are not checked.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ Content = str | list[Any]
 
 
 class Observation(TypedDict):
-    """What a game shows: as data, and as what a model reads."""
+    """An observation of a game: as data, and as the text or content for a model."""
 
     raw: dict[str, Any]
     rendered: Content
@@ -91,7 +90,7 @@ class AgentStep(TypedDict, total=False):
 
 
 class GameStep(TypedDict, total=False):
-    """One step of a game: observation, action, reward, and whether it was the last."""
+    """One step of a game: observation, action, reward, and if it was the last."""
 
     step: int
     agent_id: str
@@ -109,20 +108,22 @@ GameHistory = list[GameStep]
 EvaluationSample = dict[str, Any]
 
 logger = logging.getLogger(__name__)
-"""Environments take it along with `BaseEnv`."""
+"""Atropos' environments import it from the module of `BaseEnv`."""
 
 OpenaiConfig = APIServerConfig
-"""An old name that environments still import although Atropos itself dropped it."""
+"""An old name that environments still import although Atropos itself removed it."""
 
 ALLOW_ESTIMATED_TOKENS = "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
-"""The variable by which Atropos lets sessions have providers of text; here the same as `allow_estimated_tokens`."""
+"""The variable by which Atropos allows sessions with servers that return text only; here like
+`allow_estimated_tokens`.
+"""
 
 REPLACED = ("env_manager", "process_manager", "handle_env", "get_status", "register_env")
-"""Parts of Atropos' scheduler that nothing calls here: an override of one would silently do nothing."""
+"""Methods of Atropos' scheduler that are never called here: an override of one would have no effect."""
 
 
 class SchedulerReplaced(EnvironmentsError):
-    """The environment brings along a part of Atropos' scheduler, which is another one here."""
+    """The environment overrides a part of Atropos' scheduler, which is replaced here."""
 
 
 class BaseEnv(sdk.BaseEnv):
@@ -166,13 +167,13 @@ class BaseEnv(sdk.BaseEnv):
         raise NotImplementedError(f"{type(self).__name__} has no setup")
 
     async def setup_wandb(self) -> None:
-        """Begin W&B's run at once: these environments log to it themselves."""
+        """Begin W&B's run at once, since these environments log to it themselves."""
         await super().setup_wandb()
         if self.tracker is not None:
             await run_blocking(self.tracker.begin, about="W&B")
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
-        """Timings are added to the metrics later; nothing is left to do here."""
+        """Return the metrics unchanged: timings are added later."""
         return metrics_dict
 
     def require_servable(self) -> None:
@@ -185,7 +186,7 @@ class BaseEnv(sdk.BaseEnv):
 
 
 def pass_at_k(m: int, c: int, k: int) -> float:
-    """The chance that one of `k` samples, drawn from `m` of which `c` are right, is right."""
+    """Return the probability that one of `k` samples, drawn from `m` of which `c` are right, is right."""
     return 1.0 if m - c < k else 1.0 - math.comb(m - c, k) / math.comb(m, k)
 
 
@@ -200,7 +201,7 @@ def evaluate_log(
     samples: Sequence[Any] | None = None,
     verbose: bool = True,
 ) -> None:
-    """Write `metrics.json` and `samples.jsonl` to the folder, if there is one."""
+    """Write `metrics.json` and `samples.jsonl` to `eval_dir`, if it is set."""
     if verbose:
         logger.info("%s: %s", task_name, format_metrics(metrics))
     if eval_dir is None:
@@ -219,7 +220,7 @@ def evaluate_log(
 
 
 class EvalBase(ABC):
-    """An evaluation: data, and how one item of it is run. Keyword arguments become attributes."""
+    """An evaluation: its data and a method that runs one item. Keyword arguments become attributes."""
 
     def __init__(self, pass_at_n: int = 1, pass_at_n_samples: int = 1, **kwargs: Any) -> None:
         self.pass_at_n = pass_at_n
@@ -229,7 +230,7 @@ class EvalBase(ABC):
         self.data = self.setup_data()
 
     def get_generation_params(self) -> dict[str, Any]:
-        """What each request is sampled with."""
+        """Return the sampling parameters of each request."""
         limit = getattr(self, "max_tokens", -1)
         return {
             "temperature": getattr(self, "temperature", 0.0),
@@ -243,11 +244,11 @@ class EvalBase(ABC):
 
     @abstractmethod
     def setup_data(self) -> Any:
-        """The items, as a list or anything to go through; it may be awaited for."""
+        """Return the items as a list or another sized iterable, or an awaitable of it."""
 
     @abstractmethod
     async def run_item(self, server: Any, data_item: Any) -> tuple[dict[str, float], Any]:
-        """The metrics of one item and what to keep of it."""
+        """Run one item; return its metrics and the sample to keep."""
 
     async def __call__(self, server_manager: Any) -> dict[str, float]:
         started = time.time()
@@ -277,7 +278,7 @@ class EvalBase(ABC):
 
 
 async def eval_runner(eval_env: EvalBase) -> dict[str, float]:
-    """Run an evaluation against `--server-url`, asking for `--model-name`."""
+    """Run an evaluation on `--server-url` with the model `--model-name`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--server-url", default="http://localhost:8000")
     parser.add_argument("--model-name", default="default")
@@ -290,7 +291,7 @@ async def eval_runner(eval_env: EvalBase) -> dict[str, float]:
 
 
 class TeacherDistillationConfig(TeacherFields, BaseEnvConfig):
-    """The fields of a teacher beside those of any environment."""
+    """The settings of any environment and those of a teacher."""
 
 
 class TeacherDistillationEnv(TeacherMixin, BaseEnv):

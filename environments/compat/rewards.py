@@ -1,7 +1,7 @@
-"""`atroposlib.envs.reward_fns`: its base class, registry and combination, over the rewards of this package.
+"""`atroposlib.envs.reward_fns`: its base class, registry and combination, based on the rewards of this package.
 
-Unlike there, an error in a reward is an error: the rollout is tried again instead of being trained on as 0, and the
-weights of a combination's parts count.
+Unlike in Atropos, an exception in a reward is an error: the rollout is tried again and not trained on with 0. The
+weights of a combination's parts are applied.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RewardFunction(ABC):
 
     @abstractmethod
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """A score for each completion, before the weight."""
+        """Return a score for each completion, before the weight is applied."""
 
     def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
         return [score * self.weight for score in self.compute(completions, **kwargs)]
@@ -50,7 +50,7 @@ class RewardFunction(ABC):
 
     @staticmethod
     def get_content(completion: Any) -> str:
-        """The text of a completion: itself, a message, a choice with a message, or a chat's first answer."""
+        """Return the text of a completion: a string, a message, a choice with a message, or a chat's first answer."""
         if isinstance(completion, str):
             return completion
         if isinstance(completion, Mapping):
@@ -61,13 +61,13 @@ class RewardFunction(ABC):
 
 
 class RewardRegistry:
-    """Rewards by name: those that an environment registers, then those of this package."""
+    """Rewards by name: an environment's registered ones first, then those of this package."""
 
     def __init__(self) -> None:
         self._known: dict[str, Callable[..., Any]] = {}
 
     def register(self, cls: Any = None, name: str | None = None) -> Any:
-        """A decorator for subclasses of `RewardFunction`, with or without a name."""
+        """Register a subclass of `RewardFunction`, as a decorator with or without a name."""
 
         def add(cls: Any) -> Any:
             self._known[name or cls.__name__.lower().removesuffix("reward")] = cls
@@ -79,7 +79,7 @@ class RewardRegistry:
         self._known[name] = function
 
     def create(self, name_or_config: str | Mapping[str, Any], **kwargs: Any) -> RewardFunction:
-        """A reward from its name or from `{type, params, …}`."""
+        """Make a reward from its name or from `{type, params, …}`."""
         config: dict[str, Any] = {"type": name_or_config} if isinstance(name_or_config, str) else dict(name_or_config)
         found = self.get(config.pop("type"))
         options = {**kwargs, **config.pop("params", {}), **config}
@@ -99,7 +99,7 @@ class RewardRegistry:
 
 
 class CombinedReward(RewardFunction):
-    """The weighted sum of several rewards; `sum` divides it by the weights, `minmax` spreads it over 0 to 1."""
+    """The weighted sum of several rewards; `sum` divides it by the sum of weights, `minmax` scales it to 0 to 1."""
 
     def __init__(self, rewards: Iterable[Any], normalization: str = "none", weight: float = 1.0, **kwargs: Any) -> None:
         super().__init__(weight=weight, **kwargs)
@@ -135,7 +135,7 @@ class _Function(RewardFunction):
 
 
 def as_function(name: str) -> Callable[..., list[float]]:
-    """One of this package's rewards as a function of completions and what belongs to them."""
+    """Return one of this package's rewards as a function of completions and their reference answers."""
 
     def score(completions: Sequence[Any], **given: Any) -> list[float]:
         from environments.rewards import make_reward, score_samples
@@ -158,7 +158,7 @@ def _nth(golds: Any, index: int) -> Any:
 
 
 def _run_apart(make: Callable[[], Any]) -> Any:
-    """Run a coroutine to its end from within a running event loop, whose thread has to wait for it."""
+    """Run a coroutine to its end in another thread and block for it: the calling thread already runs an event loop."""
     results: list[Any] = []
     errors: list[BaseException] = []
 

@@ -1,10 +1,9 @@
-"""Which of our modules stand behind each module name of Atropos' library. A new name is one line here.
+"""Runs an environment's file that was written for Atropos: as a script, with imports of `atroposlib` resolved to our
+modules.
 
-The import hook: Atropos' module names lead to ours, and transformers' chat templates give lists as they used to.
-
-It is put in front of all others, so an installed `atroposlib` is not used either.
-
-Runs an environment's file as its author would: as a script, from its folder's point of view.
+`ALIASES` maps each module name of Atropos to the module of ours that provides it; a new name is one line there. The
+import hook precedes all other finders, so an installed `atroposlib` is not used. A second hook makes transformers'
+chat templates return lists of ids, as they did when these environments were written.
 """
 
 from __future__ import annotations
@@ -70,14 +69,14 @@ ALIASES: Mapping[str, str | None] = {
     "atroposlib.utils.tokenize_for_trainer": TOKENIZING,
     "atroposlib.utils.tool_call_parser": "environments.compat.utils",
 }
-"""None: a package with nothing of its own but its submodules."""
+"""None marks a package that contains only submodules."""
 
 
 TOKENIZERS = "transformers.tokenization_utils_base"
 
 
 def install() -> None:
-    """Answer Atropos' imports in this process from now on; calling it again changes nothing."""
+    """Resolve Atropos' imports in this process from now on; a second call changes nothing."""
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
         sys.meta_path[:0] = [AliasFinder(), ChatTemplateFinder()]
     loaded = sys.modules.get(TOKENIZERS)
@@ -86,7 +85,7 @@ def install() -> None:
 
 
 class AliasFinder(MetaPathFinder):
-    """Finds the modules of `names.ALIASES`; any other name below `atroposlib` is said to be missing here."""
+    """Finds the modules of `ALIASES`; raises `ModuleNotFoundError` for any other name below `atroposlib`."""
 
     def find_spec(
         self,
@@ -101,13 +100,14 @@ class AliasFinder(MetaPathFinder):
                 f"{fullname} is not provided; there are {', '.join(sorted(ALIASES))}",
                 name=fullname,
             )
-        # One without supplied modules below it is a package too: else Python says so, and not what there is.
+        # A package with no supplied submodules is marked too: otherwise Python would report that it is no package,
+        # without the list above.
         is_package = ALIASES[fullname] is None or any(name.startswith(f"{fullname}.") for name in ALIASES)
         return ModuleSpec(fullname, AliasLoader(ALIASES[fullname]), is_package=is_package)
 
 
 class AliasLoader(Loader):
-    """Fills a module with the public names of one of ours."""
+    """Fills a module with the public names of our module."""
 
     def __init__(self, source: str | None) -> None:
         self._source = source
@@ -122,7 +122,7 @@ class AliasLoader(Loader):
 
 
 class ChatTemplateFinder(MetaPathFinder):
-    """Changes transformers' tokenizers when they are loaded, if they ever are."""
+    """Patches transformers' tokenizers when they are imported, if ever."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -148,7 +148,7 @@ class _ThenGiveLists(Loader):
 
 
 def give_lists(tokenizers: ModuleType) -> None:
-    """Let `apply_chat_template` return a plain list of ids unless a mapping is asked for."""
+    """Make `apply_chat_template` return a plain list of ids unless the caller asks for a mapping."""
     cls = tokenizers.PreTrainedTokenizerBase
     original: Callable[..., Any] = cls.apply_chat_template
     if getattr(original, "gives_lists", False):
@@ -167,13 +167,13 @@ USAGE = "usage: atropos-compat FILE {serve,process,evaluate,validate} [flags]"
 
 
 def main() -> NoReturn:
-    """The command `atropos-compat`; a folder `environments` where it is started does not stand in its way."""
-    sys.argv[0] = "atropos-compat"  # until the environment's own name is known
+    """Run the command `atropos-compat`, which also works in a folder that contains a folder `environments`."""
+    sys.argv[0] = "atropos-compat"  # until the name of the environment's file replaces it
     run_cli(run)
 
 
 def run(argv: list[str]) -> int:
-    """Run `FILE VERB [flags]`; a file that calls no `cli()` itself has its one environment run."""
+    """Run `FILE VERB [flags]`; a file that calls no `cli()` itself has its only environment run."""
     if not argv or argv[0] in {"-h", "--help"}:
         sys.stdout.write(f"{USAGE}\n\nFILE is an environment written for Atropos; flags follow the verb.\n")
         return 0
@@ -181,7 +181,7 @@ def run(argv: list[str]) -> int:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; {USAGE}")
     install()
-    # Worker processes must know the aliases too, and only a fork inherits them.
+    # Worker processes need the aliases too, and only forked ones inherit them.
     multiprocessing.set_start_method("fork", force=True)
     with _as_script(path, argv[1:]):
         names = _execute(path)
@@ -198,7 +198,7 @@ def _execute(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _as_script(path: Path, arguments: list[str]) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as a script finds them; a folder `environments` above it joins ours of that name."""
+    """Set `sys.argv` and `sys.path` as for a script; parent folders named `environments` extend our package."""
     folder = path.resolve().parent
     argv, places = sys.argv, list(sys.path)
     sys.argv = [str(path), *arguments]
@@ -207,7 +207,7 @@ def _as_script(path: Path, arguments: list[str]) -> Iterator[None]:
     known = list(ours)
     for parent in folder, *folder.parents:
         if parent.name == "environments" and str(parent) not in known:
-            ours.insert(0, str(parent))  # their file of a name wins over ours
+            ours.insert(0, str(parent))  # their file takes precedence over ours of the same name
     try:
         yield
     finally:
@@ -220,7 +220,7 @@ def _imports_relatively(path: Path) -> bool:
 
 
 def _package_of(path: Path) -> str | None:
-    """The dotted name of a file inside packages, with the folder of the outermost one on the path."""
+    """Return the dotted name of a file inside packages, and put the outermost package's folder on `sys.path`."""
     parts = [path.stem]
     folder = path.resolve().parent
     while (folder / "__init__.py").is_file():

@@ -1,12 +1,9 @@
-"""`atroposlib.envs.constants`: how the sections of flags and files are called.
+"""`atroposlib.envs.constants` and `atroposlib.envs.server_handling`: names of servers, sessions, sequences and their
+configuration.
 
-Configuration as Atropos takes it: what it does not know is passed over, here with a word about it.
-
-Values that Atropos gives a meaning of their own become what they mean: an `inference_weight` of -1 is the usual one.
-
-`ReasoningConfig` of Atropos: how much thinking is asked of providers, as environments build it themselves.
-
-`atroposlib.envs.server_handling`: Atropos' names of servers, sessions and their sequences.
+Configuration classes ignore unknown keys, as Atropos does, and log a warning. Values with a special meaning in
+Atropos are converted: an `inference_weight` of -1 becomes 1. `ReasoningConfig` is the amount of reasoning requested
+from providers; environments build it themselves.
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ from environments.sdk import config as sdk
 from environments.sdk import server_manager
 from environments.sdk.config import ReasoningEffort, SessionSettings, as_server_list, slurm_servers
 from environments.sdk.errors import EnvironmentsError
+from environments.sdk.inference.other_servers import SglangServer as SGLangServer
+from environments.sdk.inference.other_servers import TrlServer as TrlVllmServer
 from environments.sdk.inference.pool import ServerPool
 from environments.sdk.inference.sampling import OPENAI_HOST, TOKENS_BY_EFFORT, Reasoning
 from environments.sdk.inference.server import HttpServer as APIServer
 from environments.sdk.inference.server import OpenAIServer
-from environments.sdk.inference.sglang import SglangServer as SGLangServer
-from environments.sdk.inference.trl import TrlServer as TrlVllmServer
 from environments.sdk.inference.vllm import VllmServer as VLLMServer
 from environments.sdk.session.openai_client import ManagedServerAdapter
 from environments.sdk.session.openai_proxy import SessionProxy
@@ -75,7 +72,7 @@ logger = logging.getLogger(__name__)
 
 
 def known_fields(model: type[BaseModel], values: Any) -> Any:
-    """`values` without the keys that the model has no field for; they are told once each time."""
+    """Return `values` without the keys that the model has no field for; each call logs a warning that lists them."""
     if not isinstance(values, Mapping):
         return values
     unknown = sorted(str(key) for key in values if key not in model.model_fields)
@@ -106,7 +103,7 @@ class BaseEnvConfig(sdk.BaseEnvConfig):
 
 
 class ServerBaseline(sdk.ServerBaseline):
-    """What inference servers have in common."""
+    """The settings that inference servers share."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
@@ -133,7 +130,7 @@ EFFORTS = get_args(ReasoningEffort)
 
 @dataclass
 class ReasoningConfig:
-    """An effort or a number of tokens turns it on."""
+    """Settings of a model's reasoning; an effort or a number of tokens enables it."""
 
     EFFORT_TO_MAX_TOKENS: ClassVar[dict[str, int]] = {
         str(effort): tokens for effort, tokens in TOKENS_BY_EFFORT.items()
@@ -150,7 +147,7 @@ class ReasoningConfig:
 
     @classmethod
     def from_env_config(cls, env_config: Any) -> ReasoningConfig:
-        """What an environment's configuration asks for."""
+        """Make the settings from an environment's configuration."""
         return cls(
             enabled=bool(getattr(env_config, "thinking_mode", False)),
             effort=getattr(env_config, "reasoning_effort", None),
@@ -161,7 +158,7 @@ class ReasoningConfig:
         return self.enabled
 
     def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> dict[str, Any] | None:
-        """The fields of a request that ask for it; OpenAI's own models know an effort alone, and others one of both."""
+        """Return the request fields for reasoning: OpenAI's API takes only an effort, others an effort or a limit."""
         if not self.enabled:
             return None
         if urlsplit(base_url or "").hostname == OPENAI_HOST:
@@ -175,12 +172,12 @@ class ReasoningConfig:
         return {"reasoning": {"enabled": True, **amount}}
 
     def as_reasoning(self) -> Reasoning:
-        """The same for our servers."""
+        """Return the same settings as `Reasoning`, for our servers."""
         return Reasoning(self.enabled, cast("ReasoningEffort | None", self.effort), self.max_tokens)
 
 
 ProxyManagedServer = ManagedServer
-"""A session that is served: the same class, opened with `use_proxy=True`."""
+"""A session that is also served over HTTP: the same class, opened with `use_proxy=True`."""
 
 
 NO_PROXY = (
@@ -190,11 +187,11 @@ NO_PROXY = (
 
 
 class ServerClassUnused(EnvironmentsError):
-    """An environment brings along a class of inference servers, which is not the one that is asked here."""
+    """An environment names its own class of inference servers, which is not used here."""
 
 
 class ServerManagerConfig(BaseModel):
-    """Settings of Atropos' manager; ours follows the environment's."""
+    """Settings of Atropos' manager; our manager takes its own from the environment's configuration."""
 
     slurm: bool = False
     testing: bool = False
@@ -203,7 +200,7 @@ class ServerManagerConfig(BaseModel):
 
 
 class ServerManager(server_manager.ServerManager):
-    """A manager that an environment makes itself, for a judge or a second model."""
+    """A server manager that an environment makes itself, for a judge or a second model."""
 
     def __init__(
         self,
@@ -241,7 +238,7 @@ class ServerManager(server_manager.ServerManager):
 
 
 def refuse_server_class(server_class: Any) -> None:
-    """Refuse servers of a class that an environment brings along: nothing asks them in Atropos' way."""
+    """Refuse an environment's own class of servers: its request methods would never be called."""
     if server_class not in {APIServer, OpenAIServer, SGLangServer, TrlVllmServer, VLLMServer}:
         raise ServerClassUnused(
             f"{getattr(server_class, '__name__', server_class)}: servers of an environment's own class are not asked "
@@ -250,7 +247,7 @@ def refuse_server_class(server_class: Any) -> None:
 
 
 def answer_one_by_one(servers: server_manager.ServerManager) -> None:
-    """Let each server of a manager be asked by itself too: environments with a judge pick theirs by number."""
+    """Give each server of a manager request methods of its own: environments with a judge select theirs by index."""
     for server in servers.servers:
         alone = copy.copy(servers)
         alone.pool = ServerPool(
@@ -263,10 +260,10 @@ def answer_one_by_one(servers: server_manager.ServerManager) -> None:
 def create_app(
     server_manager: server_manager.ServerManager, tokenizer: Any = None, model_name: str = ""
 ) -> SessionProxy:
-    """An application that opens and serves sessions, to whoever the environment that serves it lets in."""
+    """Make an application that opens and serves sessions without keys; the environment must control access."""
     return SessionProxy(server_manager, tokenizer=tokenizer, model_name=model_name or None, asks_for_keys=False)
 
 
 async def create_proxy_session(proxy_url: str, **_: Any) -> ManagedServer:
-    """Refused: a session lives in the environment, and is served from there."""
+    """Refuse: a session exists in the environment's process and is served from there."""
     raise NotImplementedError(NO_PROXY.format(url=proxy_url))

@@ -1,20 +1,14 @@
-"""`atroposlib.utils.message_history_utils` and `best_of_n_selection`: histories kept short, the best of several.
+"""The functions of `atroposlib.utils` and `atroposlib.frontend`, for environments written for Atropos.
 
-`atroposlib.utils.advantages`: statistics of nested scores, discounted returns, and advantages step by step.
-
-`atroposlib.utils.io`: the JSON of an aiohttp answer, or its error with what the server said.
-
-`atroposlib.utils.metrics`: four statistics of a list under one name.
-
-`atroposlib.frontend.jsonl2html`: a page to read a file of groups in, with every text of a model escaped.
-
-`atroposlib.utils.tokenize_for_trainer`: a chat as tokens and masks, for environments that sampled text alone.
-
-Text encoded again need not give the tokens that were sampled; sessions keep the very ones and are the better way.
-
-`atroposlib.utils.tool_call_parser`: one tool call out of a text with tags, its arguments left as they were written.
-
-Where a model wrote Python's quotes instead of JSON's, the call is read as a Python literal; apostrophes survive.
+- `message_history_utils` and `best_of_n_selection`: short histories, the best of several.
+- `advantages`: statistics of nested scores, discounted returns, and advantages per step.
+- `io`: the JSON of an aiohttp response, or its error with the server's text.
+- `metrics`: four statistics of a list under one name.
+- `jsonl2html`: a page that shows a file of groups, with all text of a model escaped.
+- `tokenize_for_trainer`: a chat as tokens and masks, for environments that sampled only text. Text encoded again
+  need not give the sampled tokens; sessions keep those and are preferable.
+- `tool_call_parser`: one tool call from a text with tags. Where a model wrote Python's quotes instead of JSON's, the
+  call is read as a Python literal, so that apostrophes are kept.
 """
 
 from __future__ import annotations
@@ -61,13 +55,13 @@ MODEL_ROLES = ("assistant", "agent")
 
 
 def strip_thinking(response_text: str) -> str:
-    """The text without its first block of thoughts."""
+    """Return the text without its first block of thoughts."""
     found = _split(response_text)
     return response_text if found is None else found[0].removesuffix(OPEN) + found[2].removeprefix(CLOSE)
 
 
 def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int) -> str:
-    """The text with at most so many tokens of thoughts: the last paragraph if it fits, else the last tokens."""
+    """Shorten the thoughts to a number of tokens: to the last paragraph if it fits, else to the last tokens."""
     found = _split(response_text)
     if found is None:
         return response_text
@@ -81,7 +75,7 @@ def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int)
 def ensure_trajectory_token_limit(
     trajectory: Sequence[Mapping[str, Any]], tokenizer: Any, max_trajectory_tokens: int
 ) -> list[Any]:
-    """The steps whose sequences fit, after older turns were left out where that helps.
+    """Return the steps whose sequences fit; longer ones lose older turns until they fit, or are left out.
 
     The first message, the last observation and the last answer stay; all alternatives of a step lose as many turns.
     """
@@ -98,7 +92,7 @@ def select_best_index(
     primary_higher_is_better: bool = True,
     secondary_lower_is_better: bool = True,
 ) -> int:
-    """The index of the best by the first scores, equal ones told apart by the second, then by their order."""
+    """Return the index of the best by the primary scores; ties are broken by the secondary scores, then by order."""
     if not primary_scores or len(primary_scores) != len(secondary_scores):
         raise ValueError(f"as many scores of both kinds are needed, got {len(primary_scores)}, {len(secondary_scores)}")
     first, second = (1 if primary_higher_is_better else -1), (-1 if secondary_lower_is_better else 1)
@@ -106,7 +100,7 @@ def select_best_index(
 
 
 def _split(text: str) -> tuple[str, str, str] | None:
-    """Up to and with the opening tag, the thoughts, and from the closing tag on."""
+    """Split a text: up to and including the opening tag, the thoughts, and from the closing tag on."""
     start, end = text.find(OPEN), text.find(CLOSE)
     if start < 0 or end < start:
         return None
@@ -139,12 +133,12 @@ def _fit(step: Mapping[str, Any], tokenizer: Any, most: int) -> Mapping[str, Any
         if max(len(one["tokens"]) for one in encoded) <= most:
             break
     shortened = {"messages": chats, "tokens": [e["tokens"] for e in encoded], "masks": [e["masks"] for e in encoded]}
-    # Logprobs belong to the tokens as they were.
+    # The logprobs belong to the original tokens.
     return {key: value for key, value in step.items() if key != "inference_logprobs"} | shortened
 
 
 def _droppable(chat: Sequence[Mapping[str, Any]]) -> int:
-    """How many messages after the first may go next: a pair of question and answer, or one."""
+    """Return how many messages after the first may be dropped next: a pair of question and answer, or one."""
     at_end = 0
     if chat[-1]["role"] in MODEL_ROLES:
         at_end = 2 if len(chat) > 2 and chat[-2]["role"] not in MODEL_ROLES else 1
@@ -158,7 +152,7 @@ Array = NDArray[Any]
 def allclose_to_first(
     values: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False, return_vector: bool = False
 ) -> Any:
-    """Whether every row is close to the first one; with `return_vector` that answer for each row."""
+    """Return True if every row is close to the first one; with `return_vector`, one such value for each row."""
     rows = np.asarray(values)
     close = np.isclose(rows, rows[0], rtol=rtol, atol=atol, equal_nan=equal_nan)
     each = close.reshape(len(rows), -1).all(axis=1)
@@ -166,7 +160,7 @@ def allclose_to_first(
 
 
 def compute_stats(data: Sequence[Any]) -> dict[str, float]:
-    """Mean and variance of all numbers in lists within lists."""
+    """Return mean and variance of all numbers in nested lists."""
     numbers = _flat(data)
     if not numbers:
         raise ValueError("no numbers to take statistics of")
@@ -175,7 +169,7 @@ def compute_stats(data: Sequence[Any]) -> dict[str, float]:
 
 
 def compute_discounted_returns(rewards: Sequence[float] | Array, gamma: float) -> Array:
-    """At each step the reward and all later ones, each step away worth `gamma` times as much."""
+    """Return each step's reward plus all later ones, discounted by `gamma` for each step of distance."""
     given = np.asarray(rewards, dtype=None if isinstance(rewards, np.ndarray) else np.float32)
     returns = np.empty(given.shape, dtype=np.result_type(given.dtype, np.float32))
     total = 0.0
@@ -188,7 +182,7 @@ def compute_discounted_returns(rewards: Sequence[float] | Array, gamma: float) -
 def compute_grpo_process_supervision_advantages(
     rewards: Sequence[Sequence[float]], gamma: float | None = None, std_tol: float = 1e-8
 ) -> list[Array]:
-    """How each step's reward differs from all of them, added up from the step to the trajectory's end, or discounted.
+    """Normalise each step's reward over all steps, then sum from the step to the trajectory's end, or discount.
 
     Shao et al., 2024, "DeepSeekMath", section 4.1.3.
     """
@@ -205,7 +199,7 @@ def _flat(data: Any) -> list[float]:
 
 
 async def parse_http_response(resp: Any, logger: logging.Logger | None = None) -> Any:
-    """The decoded body; a refusal is logged with its text and raised."""
+    """Return the decoded body; an error status is logged with the server's text and raised."""
     try:
         resp.raise_for_status()
     except Exception:
@@ -227,7 +221,7 @@ def get_std_min_max_avg(name: str, data: Sequence[float], metrics_dict: dict[str
 
 
 def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
-    """One group as HTML, its messages as far as there are scores; nothing for a group without either."""
+    """Return one group as HTML, with as many messages as there are scores; "" if either is missing."""
     messages, scores = group_data.get("messages") or [], group_data.get("scores") or []
     count = min(len(messages), len(scores))
     if count < max(len(messages), len(scores)):
@@ -238,7 +232,7 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
 
 
 def generate_html(input_path: str, output_path: str | None = None) -> None:
-    """Write the page beside the file, or to `output_path`."""
+    """Write the page next to the file, or to `output_path`."""
     write_page(Path(input_path), None if output_path is None else Path(output_path))
 
 
@@ -254,8 +248,10 @@ def tokenize_for_trainer(
     train_on_all_assistant_turns: bool = False,
     finish_reason: str = "",
 ) -> dict[str, Any]:
-    """Tokens of the whole chat, and the same with -100 where nothing is trained: all but the last turn, or each
-    turn that is not the model's. A chat that was cut off loses the end token that the template adds.
+    """Return the chat's tokens and masks; masks have -100 where nothing is trained.
+
+    The last message is trained, or all messages of the model. A chat that was cut off loses the end token that the
+    template adds.
     """
     tokens = _encode(tokenizer, chat, generation=False)
     if train_on_all_assistant_turns:
@@ -283,7 +279,7 @@ ERROR = "-ERROR-"
 
 
 def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) -> str | None:
-    """What stands between the first of the tags that is found, `tool_call` by default."""
+    """Return the text between the first of the tags that is found, `tool_call` by default."""
     for tag in preferred_tags or ["tool_call"]:
         found = re.search(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
         if found:
@@ -296,7 +292,7 @@ def parse_tool_call(
     available_tools: Sequence[Mapping[str, Any]] | None = None,
     preferred_tags: Sequence[str] | None = None,
 ) -> tuple[str, dict[str, Any], bool]:
-    """The tool's name, its arguments, and whether the text holds no call that can be used."""
+    """Return the tool's name, its arguments, and True if the text has no usable call."""
     body = extract_tool_call(response, preferred_tags)
     call = _read(body) if body else None
     if call is None:

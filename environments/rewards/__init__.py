@@ -1,7 +1,6 @@
-"""Rewards: what a completion is worth. Usable alone, from any trainer, without an environment.
+"""Rewards score completions. They can be used alone, with any trainer, without an environment.
 
-A reward is a callable from samples to scores (`protocol`). `make_reward` finds one by name, `combine` weighs
-several.
+A reward is a callable from samples to scores (`protocol`). `make_reward` finds one by name, `combine` weighs several.
 """
 
 from environments.rewards.combine import (

@@ -1,8 +1,8 @@
-r"""Numbers as people and models write them: `1,234`, `$5`, `-3.50`, `−2`, `3/4`, `\frac{3}{4}`, `72 apples`, `1.5e3`.
+r"""Reads answers from text: exact numbers, and the final answer of a completion.
 
-Values are exact. A percent sign is read as a unit, so `50%` is 50, which is how GSM8K's reference answers mean it.
-
-Finding the final answer in a completion. Every search is linear in the text, whatever a model writes.
+Numbers may be written as `1,234`, `$5`, `-3.50`, `−2`, `3/4`, `\frac{3}{4}`, `72 apples` or `1.5e3`; their values are
+exact. A percent sign is read as a unit, so `50%` is 50, as GSM8K's reference answers mean it. Every search takes time
+linear in the text, for any text that a model writes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from decimal import Decimal
 from fractions import Fraction
 
 MAX_CHARACTERS = 400
-"""Longer numerals are not read; no reference answer has them, and a hostile one could cost seconds."""
+"""Longer numerals are not read; no reference answer has them, and an adversarial one could take seconds."""
 
 MAX_EXPONENT = 400
-"""Larger powers of ten are not read: exact values of `1e999999999` would fill the memory."""
+"""Larger powers of ten are not read: the exact value of `1e999999999` would fill the memory."""
 
 _MINUS_SIGNS = dict.fromkeys(map(ord, "−–—﹣-"), "-")
 
@@ -30,13 +30,13 @@ _NUMBER = re.compile(
 
 
 def first_number(text: str) -> Fraction | None:
-    """The first number in `text`; None when there is none or it is too large to be meant."""
+    """Return the first number in `text`; None when there is none or it is too large."""
     match = _NUMBER.search(_plain_text(text))
     return _value(match) if match else None
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in `text`."""
+    """Return the last number in `text`; None when there is none or it is too large."""
     found = None
     for match in _NUMBER.finditer(_plain_text(text)):
         found = match
@@ -44,7 +44,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def _plain_text(text: str) -> str:
-    r"""One minus sign for all of them, and LaTeX's thousands `1{,}000` and `1\,000` as plain ones."""
+    r"""Replace all kinds of minus sign by `-`, and LaTeX's thousands `1{,}000` and `1\,000` by plain ones."""
     text = text.translate(_MINUS_SIGNS).replace("{,}", ",")
     return _THIN_SPACE.sub("", text)
 
@@ -80,14 +80,14 @@ _HASHES = "####"
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last `</think>`; the whole text when there is none."""
+    """Return the text after the last `</think>`; the whole text when there is none."""
     return text.rpartition(THINKING_END)[2]
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the `\boxed{…}` that closes last, braces balanced; None when none closes.
+    r"""Return the content of the `\boxed{…}` that closes last, braces balanced; None when none closes.
 
-    Of nested boxes the outer one closes last. `\boxed 5` without braces counts when no braced one is there.
+    Of nested boxes the outer one closes last. `\boxed 5` without braces counts when there is no braced one.
     """
     open_braces: list[tuple[bool, int]] = []
     found: str | None = None
@@ -105,7 +105,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def after_hashes(text: str) -> str | None:
-    """The line after the last `####`, as GSM8K writes its answers; None when there is none."""
+    """Return the line after the last `####`, the form of GSM8K's answers; None when there is none."""
     _, marker, rest = text.rpartition(_HASHES)
     if not marker:
         return None
@@ -114,7 +114,7 @@ def after_hashes(text: str) -> str | None:
 
 
 def inside_tag(text: str, tag: str) -> str | None:
-    """The content of the last `<tag>…</tag>`; a tag that is opened last and never closed counts to the end."""
+    """Return the content of the last `<tag>…</tag>`; without a closing tag, the rest of the text."""
     start = text.rfind(f"<{tag}>")
     if start < 0:
         return None
@@ -122,7 +122,7 @@ def inside_tag(text: str, tag: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer a completion ends in: inside `<answer>`, then `\boxed{…}`, then after `####`; else None."""
+    r"""Return the final answer of a completion: inside `<answer>`, then `\boxed{…}`, then after `####`; else None."""
     text = after_thinking(text)
     answer = inside_tag(text, "answer")
     if answer is not None:

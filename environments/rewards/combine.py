@@ -1,19 +1,15 @@
-"""Several rewards as one: weighted, normalised or not, with each one's scores kept for the metrics.
+"""Finds rewards by name, combines several into one, and manages the rewards of a run.
 
-combined = CombinedReward([Part("accuracy", AccuracyReward(), 1.0), Part("format", FormatReward(), 0.2)])
-scores = await combined.score(samples)
-scores.totals, scores.components["format"], scores.metrics()
+    combined = CombinedReward([Part("accuracy", AccuracyReward(), 1.0), Part("format", FormatReward(), 0.2)])
+    scores = await combined.score(samples)
+    scores.totals, scores.components["format"], scores.metrics()
 
-The rewards of a run: scores batches, sums up what was scored between trainer steps, and says what trains badly.
+    manager = RewardManager(combine(["gsm8k", {"name": "repetition", "weight": 0.2}]))
+    scores = await manager.score(samples)
+    metrics = manager.metrics()
 
-manager = RewardManager(combine(["gsm8k", {"name": "repetition", "weight": 0.2}]))
-scores = await manager.score(samples)
-metrics = manager.metrics()
-
-Rewards by name: those of this package, and those that installed packages offer as entry points.
-
-A package offers a reward by an entry point in the group `atropos.rewards`; a reward that is not installed is named by
-where it is, `module:attribute`. Classes are made with the parameters given; a plain function takes none.
+Names are those of this package, of entry points in the group `atropos.rewards`, by which installed packages offer
+rewards, or `module:attribute`. Classes are instantiated with the parameters given; a plain function takes none.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ NORMALIZATIONS: tuple[Normalization, ...] = ("none", "weights", "range")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A reward inside a combination: what its metrics are called, and how much it counts."""
+    """A reward inside a combination: its name in the metrics, and its weight."""
 
     name: str
     reward: Reward
@@ -54,13 +50,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class CombinedScores:
-    """The totals that are trained on, and every component as its reward gave it, before weight and normalisation."""
+    """The totals that are trained on, and the scores of each component before weight and normalisation."""
 
     totals: list[float]
     components: Mapping[str, list[float]]
 
     def metrics(self) -> dict[str, float]:
-        """Mean and deviation of the total, and the mean of each component, by name."""
+        """Return mean and standard deviation of the total, and the mean of each component."""
         count = max(len(self.totals), 1)
         mean = sum(self.totals) / count
         deviation = math.sqrt(sum((total - mean) ** 2 for total in self.totals) / count)
@@ -91,7 +87,7 @@ class CombinedReward:
 
     @property
     def range(self) -> ScoreRange | None:
-        """What the parts' ranges allow; None when one of them states none."""
+        """The range that follows from the parts' ranges; None when one of them states none."""
         low = high = 0.0
         for part in self.parts:
             stated = ScoreRange(0.0, 1.0) if self.normalization == "range" else range_of(part.reward)
@@ -105,7 +101,7 @@ class CombinedReward:
         return (await self.score(samples)).totals
 
     async def score(self, samples: Sequence[Any]) -> CombinedScores:
-        """Totals and components; the parts are called one after another."""
+        """Return totals and components; the parts are called one after another."""
         components = {part.name: await score_samples(part.reward, samples) for part in self.parts}
         totals = [0.0] * len(samples)
         for part, stated in zip(self.parts, self._ranges, strict=True):
@@ -135,7 +131,7 @@ logger = logging.getLogger(__name__)
 
 
 class RewardManager:
-    """Scores with `reward` and remembers every score until `metrics` is asked for them."""
+    """Scores with `reward` and keeps all scores until `metrics` is called."""
 
     def __init__(self, reward: Reward) -> None:
         if not isinstance(reward, CombinedReward):
@@ -146,7 +142,7 @@ class RewardManager:
         self._advised: set[str] = set()
 
     async def score(self, samples: Sequence[Any]) -> list[float]:
-        """The scores to train on, in the order of the samples."""
+        """Return the scores to train on, in the order of the samples."""
         scores = await self.reward.score(samples)
         self._totals += scores.totals
         for name, values in scores.components.items():
@@ -154,7 +150,7 @@ class RewardManager:
         return scores.totals
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of all scores since the last call, none when there were none; begins anew."""
+        """Return the metrics of all scores since the last call, and forget those scores; empty when there were none."""
         totals, components = self._totals, self._components
         self._totals, self._components = [], {}
         if not totals:
@@ -163,7 +159,7 @@ class RewardManager:
         return CombinedScores(totals, components).metrics()
 
     def _advise(self, totals: Sequence[float]) -> None:
-        """Each kind of advice is logged once: it is about the reward, not about a step."""
+        """Log each kind of advice once only, since it concerns the reward and not a step."""
         advice = {
             "range": reward_range_warning(totals),
             "variance": low_variance_hint(totals, score_range=range_of(self.reward)),
@@ -190,16 +186,16 @@ BUILT_IN: Mapping[str, str] = {
 }
 
 Spec = str | Mapping[str, Any]
-"""A reward in a configuration: its name, or `{name, weight, params, label}` of which only the name is needed."""
+"""A reward in a configuration: its name, or `{name, weight, params, label}`, of which only the name is required."""
 
 
 def reward_names() -> list[str]:
-    """Every name that `load_reward` knows."""
+    """Return every name that `load_reward` knows."""
     return sorted({*BUILT_IN, *_entry_points()})
 
 
 def load_reward(name: str) -> Any:
-    """The class or function called `name`; a built-in name cannot be taken by another package."""
+    """Return the class or function called `name`; another package cannot replace a built-in name."""
     target = BUILT_IN.get(name) or (name if ":" in name else _entry_points().get(name))
     if target is None:
         from atropos_api.common.cliconfig import nearest
@@ -216,7 +212,7 @@ def load_reward(name: str) -> Any:
 
 
 def make_reward(name: str, params: Mapping[str, Any] | None = None) -> Reward:
-    """The reward called `name`, ready to be called with samples."""
+    """Make the reward called `name`, ready to be called with samples."""
     loaded = load_reward(name)
     if not inspect.isclass(loaded):
         if params:
@@ -231,7 +227,7 @@ def make_reward(name: str, params: Mapping[str, Any] | None = None) -> Reward:
 def combine(
     specs: Iterable[Spec], *, normalization: Normalization = "none", verifier: AnswerJudge | None = None
 ) -> CombinedReward:
-    """A combination as a configuration names it; rewards that compare mathematics share one `verifier`."""
+    """Make a combination from its configuration; rewards that compare mathematics share one `verifier`."""
     return CombinedReward([_part(spec, verifier) for spec in specs], normalization)
 
 

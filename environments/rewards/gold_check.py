@@ -1,9 +1,9 @@
-"""Checking a reward on answers known to be right and wrong, before a model is trained on it.
+"""Checks of a reward before and during training.
 
-A reward that gives its best score to no right answer, or gives it to a wrong one, trains the wrong thing without any
-error; a wrong reference, a parser that misses a form and a mistyped key all look like that.
-
-Two signs that rewards will train badly, said in words: scores far from zero, and scores that hardly differ.
+`check_gold` and `check_reward` score answers known to be right and wrong. A reward that does not give its best score
+to a right answer, or gives it to a wrong one, trains the wrong thing without any error; causes are a wrong reference,
+a parser that misses a form, or a mistyped key. `reward_range_warning` and `low_variance_hint` describe two signs that
+rewards will train badly: scores far from zero, and scores that hardly differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GoldItem:
 
 @dataclass(frozen=True, slots=True)
 class GoldResult:
-    """What came of one item; no problems means that it passed."""
+    """The result of one item; it passed if there are no problems."""
 
     name: str
     problems: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class GoldResult:
 
 
 async def check_gold(items: Iterable[GoldItem], score: ScoreAnswer, *, best: float) -> AsyncIterator[GoldResult]:
-    """Score every item's right and wrong completions; an error while scoring is a problem of that item."""
+    """Score every item's right and wrong completions; an exception while scoring is a problem of that item."""
     for number, gold in enumerate(items, 1):
         name = gold.name or f"item {number}"
         problems = [await _problem(gold.item, gold.right, score, best=best, is_right=True)]
@@ -51,7 +51,7 @@ async def check_gold(items: Iterable[GoldItem], score: ScoreAnswer, *, best: flo
 
 
 async def check_reward(reward: Reward, items: Iterable[GoldItem], *, best: float | None = None) -> list[GoldResult]:
-    """`check_gold` for a reward alone: an `item` is a sample without completion, `best`: by default its highest."""
+    """Run `check_gold` on a reward: an `item` is a sample without completion; `best` defaults to the highest score."""
     stated = range_of(reward)
     top = best if best is not None else stated.high if stated else math.inf
     if not math.isfinite(top):
@@ -87,7 +87,7 @@ SMALLEST_VARIANCE = 0.5
 
 
 def reward_range_warning(scores: Sequence[float], *, limit: float = LARGEST_SCORE) -> str | None:
-    """What to do about scores outside ±`limit`, or None when there are none."""
+    """Return advice about scores outside ±`limit`; None when there are none."""
     outside = [float(score) for score in scores if abs(score) > limit]
     if not outside:
         return None
@@ -101,10 +101,10 @@ def reward_range_warning(scores: Sequence[float], *, limit: float = LARGEST_SCOR
 def low_variance_hint(
     scores: Sequence[float], *, score_range: ScoreRange | None = None, threshold: float = SMALLEST_VARIANCE
 ) -> str | None:
-    """What to do about scores that hardly differ, or None when they differ enough.
+    """Return advice about scores that hardly differ; None when they differ enough.
 
-    With the reward's range, `threshold` is a share of the largest variance that range allows: rewards of 0 and 1 never
-    exceed 0.25, so an absolute 0.5 would always complain about them.
+    With the reward's range, `threshold` is a share of the largest variance that the range allows: the variance of
+    rewards of 0 and 1 never exceeds 0.25, so an absolute threshold of 0.5 would always give the advice.
     """
     if len(scores) < 2:
         return None

@@ -1,13 +1,11 @@
-r"""Whether the final answer means the same as the reference, by math-verify; the base of rewards that need to know.
+r"""Rewards for mathematical answers.
 
-GSM8K's reward: the number after `####` or in `\boxed{}` against the reference, without symbolic algebra.
-
-The R1-zero grader: reasoning, then `</think> <answer>…</answer>`, then nothing; graded for form and for the answer.
-
-DeepSeek-R1 (arXiv:2501.12948) trains with two rule-based rewards: whether the tags are in place, and whether the answer
-between them is right. A right answer outside the tags earns nothing, so the form is learnt first.
-
-The cosine-scaled length reward: right answers earn more when short, wrong ones lose less when long.
+`AccuracyReward` compares the final answer with the reference by math-verify. `GSM8kReward` compares the number after
+`####` or in `\boxed{}`, without symbolic algebra. `R1ZeroReward` grades the form (reasoning, then `</think>
+<answer>…</answer>`, then nothing) and the answer, as DeepSeek-R1 (arXiv:2501.12948) trains with two rule-based
+rewards: tags in place, and a right answer between them. A right answer outside the tags earns nothing, so the form is
+learnt first. `CosineScaledReward` is scaled by length: right answers earn more when short, wrong ones lose less when
+long.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ from environments.rewards.protocol import (
 
 
 class MathReward(ABC):
-    """A reward that compares answers. Several of them may share one `verifier`; without one each makes its own."""
+    """A reward that compares answers. Several may share one `verifier`; without one each makes its own."""
 
     formula: ClassVar[str]
 
@@ -62,7 +60,9 @@ class MathReward(ABC):
         """The scores this reward can give."""
 
     async def judge_answers(self, golds: Sequence[str], answers: Sequence[str | None]) -> list[Judgement]:
-        """One judgement a pair; a missing answer is not compared. Raises `GoldUnparsable` for a useless reference."""
+        """Return one judgement per pair; a missing answer is not compared. Raises `GoldUnparsable` for a bad
+        reference.
+        """
         given = [(gold, answer) for gold, answer in zip(golds, answers, strict=True) if answer is not None]
         judged = iter(await self.verifier.judge_all([(reference(gold), answer) for gold, answer in given]))
         results = [Judgement(Outcome.NO_ANSWER) if answer is None else next(judged) for answer in answers]
@@ -72,9 +72,10 @@ class MathReward(ABC):
 
 
 class AccuracyReward(MathReward):
-    """`correct` if the final answer equals the reference, else `wrong`; `final_answer` says what counts as final.
+    """`correct` if the final answer equals the reference, else `wrong`; the function `final_answer` finds the final
+    answer.
 
-    An answer that cannot be judged within the time limit (`9^{9^{9^9}}`) is wrong: whoever writes it gains nothing.
+    An answer that cannot be judged within the time limit (`9^{9^{9^9}}`) is wrong, so a model gains nothing by it.
     """
 
     formula: ClassVar[str] = "correct (1) if the final answer equals the reference, else wrong (0)"
@@ -95,7 +96,7 @@ class AccuracyReward(MathReward):
 
 
 def reference(gold: str) -> str:
-    """The answer inside a reference that may be a worked solution."""
+    """Return the final answer of a reference, which may be a worked solution."""
     found = final_answer(gold)
     return gold.strip() if found is None else found
 
@@ -107,7 +108,7 @@ def require_readable(gold: str, judgement: Judgement) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GSM8kScore:
-    """A graded text: its score, whether the number is right, whether it was marked as the answer, and the number."""
+    """A graded text: its score, True if the number is right, True if it was marked as the answer, and the number."""
 
     score: float
     correct: bool
@@ -155,7 +156,7 @@ class GSM8kReward(SampleReward):
 
 
 def marked_number(text: str) -> Fraction | None:
-    r"""The number after the last `####`, or in the last `\boxed{}` where no hashes are; None when there is none."""
+    r"""Return the number after the last `####`, or else in the last `\boxed{}`; None when there is none."""
     text = after_thinking(text)
     marked = after_hashes(text)
     if marked is None or "\\boxed" in marked:
@@ -179,7 +180,7 @@ _CLOSE = "</answer>"
 
 @dataclass(frozen=True, slots=True)
 class R1ZeroScore:
-    """The two rewards of a text, each 0 or 1, and what it earns for them together."""
+    """The two rewards of a text, each 0 or 1, and its total score."""
 
     format_reward: float
     answer_reward: float
@@ -221,7 +222,7 @@ class R1ZeroReward(MathReward):
         return ScoreRange(min(scores), max(scores))
 
     def score(self, text: str, truth: str) -> R1ZeroScore:
-        """Grade one text, waiting for the comparison. From async code use `grade`."""
+        """Grade one text; blocks. From async code use `grade`."""
         answer = self._answer_in(text)
         if answer is None:
             return self._scored(formatted=False, correct=False)
@@ -230,7 +231,7 @@ class R1ZeroReward(MathReward):
         return self._scored(formatted=True, correct=judgement.correct)
 
     async def grade(self, samples: Sequence[Sample]) -> list[R1ZeroScore]:
-        """Both rewards of each sample."""
+        """Return both rewards of each sample."""
         answers = [self._answer_in(completion_of(sample)) for sample in samples]
         judged = await self.judge_answers([gold_of(sample) for sample in samples], answers)
         return [
@@ -252,7 +253,7 @@ class R1ZeroReward(MathReward):
 
 
 def r1_answer(text: str) -> str | None:
-    r"""The answer of a text in the R1-zero form, out of its `\boxed{}` if it has one; None when the form is broken."""
+    r"""Return the answer of a text in R1-zero form, out of its `\boxed{}` if it has one; None for any other text."""
     text = text.strip()
     opened = text.count("<think>")
     if opened > 1 or (opened == 1 and not text.startswith("<think>")):
@@ -268,7 +269,7 @@ def r1_answer(text: str) -> str | None:
 
 
 def evaluation_metrics(graded: Sequence[R1ZeroScore]) -> Mapping[str, float]:
-    """The share of right answers, of texts in form and of both, by the names evaluations report."""
+    """Return the shares of right answers, of texts in form, and of both, under the metric names of evaluations."""
     count = max(len(graded), 1)
     return {
         "eval/accuracy": sum(score.correct for score in graded) / count,
@@ -278,12 +279,13 @@ def evaluation_metrics(graded: Sequence[R1ZeroScore]) -> Mapping[str, float]:
 
 
 class CosineScaledReward(MathReward):
-    """Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373), section on the reward.
+    """The cosine-scaled length reward of Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs".
 
-    With length L and `max_length` M: at_max + (at_0 - at_max) * (1 + cos(pi * L / M)) / 2, where at_0 and at_max are
-    `correct` = (1, 0.5) for right answers and `wrong` = (-1, -0.5) for others; a completion of M or more earns
-    `exceeded`. The paper's values are (2, 1), (-10, 0) and -10; these stay within the ±5 that keeps training steady.
-    A sample that says whether it is `correct` is not compared with its reference again.
+    From the section on the reward (arXiv:2502.03373). With length L and `max_length` M: at_max + (at_0 - at_max) * (1
+    + cos(pi * L / M)) / 2, where at_0 and at_max are `correct` = (1, 0.5) for right answers and `wrong` = (-1, -0.5)
+    for others; a completion of length M or more earns `exceeded`. The paper's values are (2, 1), (-10, 0) and -10;
+    the defaults stay within the ±5 that keeps training stable. A sample with a key `correct` is not compared with its
+    reference again.
     """
 
     formula: ClassVar[str] = (
@@ -323,7 +325,7 @@ class CosineScaledReward(MathReward):
         ]
 
     def scaled(self, length: int, *, correct: bool) -> float:
-        """The formula."""
+        """Return the score by the formula."""
         if length >= self.max_length:
             return self.exceeded
         at_zero, at_max = self.correct if correct else self.wrong

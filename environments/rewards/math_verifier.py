@@ -1,12 +1,11 @@
-r"""One child process that compares mathematics, seen from its parent: started, asked, replaced when it hangs or dies.
-
-Comparing mathematical answers by math-verify, in child processes with a time limit.
+r"""Compares mathematical answers by math-verify, in child processes with a time limit.
 
     verifier = MathVerifier()
     (judgement,) = await verifier.judge_all([(r"\frac{1}{2}", "0.5")])
 
-A child is started when it is first needed, used again for every later answer, and killed and replaced when an
-expression makes it hang. The event loop never waits: threads do, one for each child.
+`MathWorker` is one child process, seen from its parent. A child is started when it is first needed, used for all
+later answers, and killed and replaced when an expression makes it hang. The event loop never blocks: each child has a
+thread that waits for it.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ MATH_CHILD = (sys.executable, "-P", str(Path(__file__).with_name("math_worker.py
 
 
 class ChildHung(Exception):
-    """The child used up its time; it has been killed. `during` names what it was reading."""
+    """The child used up its time and has been killed."""
 
 
 class ChildDied(Exception):
-    """The child ended by itself, without an answer."""
+    """The child exited without an answer."""
 
 
 class MathWorker:
-    """A running child. It ends with its parent: its standard input closes then, and each question has a time limit."""
+    """A running child. It exits with its parent, which closes its standard input; each question has a time limit."""
 
     def __init__(self, command: Sequence[str] = MATH_CHILD) -> None:
         self._socket, theirs = socket.socketpair()
@@ -72,7 +71,7 @@ class MathWorker:
         return self._socket.fileno() < 0
 
     def ask(self, gold: str, answer: str, *, cpu_seconds: float, wall_seconds: float) -> str:
-        """The child's verdict; `gold` means that the gold could not be read in time or at all."""
+        """Return the child's verdict; `gold` means that the gold could not be read, or not in time."""
         deadline = time.monotonic() + wall_seconds
         question = {"gold": gold, "answer": answer, "cpu_seconds": cpu_seconds}
         gold_was_read = False
@@ -88,7 +87,7 @@ class MathWorker:
             raise
 
     def close(self) -> None:
-        """Kill the child and wait for it, so that nothing of it is left."""
+        """Kill the child and wait until it has exited."""
         self._socket.close()
         self._process.kill()
         self._process.wait()
@@ -106,7 +105,7 @@ class MathWorker:
             )
 
     def _read(self, deadline: float) -> Any:
-        """The next line, decoded."""
+        """Return the next line, decoded."""
         while b"\n" not in self._received:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             received = self._socket.recv(65536)
@@ -117,7 +116,7 @@ class MathWorker:
         return json.loads(line)
 
     def _exit_code(self) -> int | None:
-        """How the child ended; None for one that hung up and lives."""
+        """Return the child's exit code; None if it closed its socket and still runs."""
         try:
             return self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
@@ -125,7 +124,7 @@ class MathWorker:
 
     @contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
-        """A child that did not answer is of no more use; how it ended says whether it ran out of time."""
+        """Close a child that did not answer; its exit code shows if its CPU time was used up."""
         try:
             yield
         except TimeoutError:
@@ -140,11 +139,12 @@ class MathWorker:
 
 
 WALL_PER_CPU_SECOND = 4.0
-"""A busy machine may slow a child down so much before it counts as hung; CPU time is what the limit is about."""
+"""Wall seconds per CPU second before a child counts as hung: the limit is CPU time, and a busy machine slows it down.
+"""
 
 
 class Outcome(StrEnum):
-    """What is known about an answer."""
+    """The possible results of comparing an answer."""
 
     CORRECT = "correct"
     WRONG = "wrong"
@@ -166,7 +166,7 @@ class Judgement:
 
 
 class AnswerJudge(Protocol):
-    """Whatever can tell whether answers mean the same as their golds."""
+    """An object that compares answers with their golds."""
 
     def judge(self, gold: str, answer: str) -> Judgement: ...
 
@@ -174,7 +174,7 @@ class AnswerJudge(Protocol):
 
 
 class MathVerifier:
-    """A pool of children. `time_limit_seconds` is CPU time for one answer; `cache_size` 0 remembers nothing."""
+    """A pool of children. `time_limit_seconds` is CPU time for one answer; `cache_size` 0 disables the cache."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class MathVerifier:
             return [child.pid for child in self._children]
 
     def judge(self, gold: str, answer: str) -> Judgement:
-        """Compare one answer, waiting for it. From async code use `judge_all`."""
+        """Compare one answer; blocks. From async code use `judge_all`."""
         return self._threads.submit(self._judge, gold, answer).result()
 
     async def judge_all(self, pairs: Iterable[tuple[str, str]]) -> list[Judgement]:
@@ -214,7 +214,7 @@ class MathVerifier:
         return [judged[pair] for pair in wanted]
 
     def close(self) -> None:
-        """End the children; also done when the verifier is collected or the program ends."""
+        """End the children; also done when the verifier is garbage-collected or the program exits."""
         self._threads.shutdown(cancel_futures=True)
         self._finalizer()
 
@@ -234,7 +234,7 @@ class MathVerifier:
         return judgement
 
     def _ask(self, gold: str, answer: str) -> Judgement:
-        """A child that dies is given the question once more: it may have been killed from outside."""
+        """Ask a child; if it exits, ask its replacement once, since the child may have been killed from outside."""
         reason = ""
         for _ in range(2):
             try:
@@ -253,7 +253,7 @@ class MathVerifier:
         return Judgement(Outcome.UNDECIDED, reason)
 
     def _child(self) -> MathWorker:
-        """The calling thread's child; one that hung or died is replaced."""
+        """Return the calling thread's child; one that was closed is replaced."""
         child: MathWorker | None = getattr(self._local, "child", None)
         if child is None or child.closed:
             new = self._local.child = MathWorker(self._command)

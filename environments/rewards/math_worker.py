@@ -1,8 +1,8 @@
-"""The program that compares mathematics, run apart because sympy can take for ever or fill the memory.
+"""The program that compares mathematics, in a process of its own because sympy can run for ever or fill the memory.
 
-It reads one JSON line a question from its standard input, `{"gold", "answer", "cpu_seconds"}`, and answers two lines:
-whether the gold could be read, then the verdict. A question that takes more CPU time than allowed kills it, by a
-timer of the kernel, which works inside C code too. It imports nothing of this project.
+It reads one JSON line per question from standard input, `{"gold", "answer", "cpu_seconds"}`, and answers with two
+lines: if the gold could be read, then the verdict. A question that takes more CPU time than allowed kills the process
+through a timer of the kernel, which also works inside C code. The program imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ABOUT = re.compile(r"\\approx(?![a-zA-Z])|≈")
 
 _INTRODUCED = re.compile(r"^(?:=(?!=)|:(?![:=])|\\approx(?![a-zA-Z])|≈|\\therefore(?![a-zA-Z]))\s*")
 
-# One number among words; words that deny it or offer another make it no answer.
+# One number among words; words that negate it or offer an alternative disqualify it.
 _PROSE = re.compile(
     r"(?!.*\b(?:not|or|nor|neither|either|except|than|least|most)\b)(?!.*n't\b)"
     r"[^\W\d]*(?:[^\W\d_]|[\s.,:;!'\"’()*$€£])*-?\d[\d.,]*(?:[^\W\d_]|[\s.,:;!'\"’()*$€£%])*",
@@ -54,10 +54,10 @@ def main() -> None:
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     limit_resources()
-    # Ctrl-C reaches the whole group; the parent decides when its children end.
+    # Ctrl-C reaches the whole process group; the parent decides when its children end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        # The first comparison loads the grammar, which would be charged to the first question.
+        # The first comparison loads the grammar; without this its time would count for the first question.
         verdict("1", "2")
     except ImportError as error:
         replies.write(json.dumps({"ready": False, "reason": str(error)}) + "\n")
@@ -93,7 +93,7 @@ def verdict(gold: str, answer: str) -> str:
 
 
 def same_size(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> bool:
-    """Whether a gold near zero is met in its own size: to six decimals, as math-verify compares, all such are 0."""
+    """Return True if an answer to a gold near zero has its size: to math-verify's six decimals all such are 0."""
     golds, answers = numbers(wanted), numbers(parsed)
     if not golds or not answers or abs(golds[0]) >= SMALL:
         return True
@@ -101,25 +101,26 @@ def same_size(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> bool:
 
 
 def sides_agree(parsed: tuple[Any, ...]) -> bool:
-    """`6 = 5` is no way to write 5: math-verify reads the last side of an equation and believes the others."""
+    """Return True if all sides of an equation are equal: math-verify checks the last alone, so `6 = 5` would be 5."""
     values = numbers(tuple(sides(parsed[0])))
     return all(abs(value - values[-1]) <= RELATIVE_ERROR * abs(values[-1]) for value in values)
 
 
 def sides(expression: Any) -> list[Any]:
-    """The sides of an equation or of a chain of equations, the last of which is the answer."""
+    """Return the sides of an equation or of a chain of equations; the last is the answer."""
     from latex2sympy2_extended.logic import And
     from sympy import Eq
 
-    # sympy sorts the parts of a conjunction; math-verify keeps the order in which they were written.
+    # sympy sorts the parts of a conjunction; `_unsorted_args` has the order in which they were written.
     pairs = expression._unsorted_args if isinstance(expression, And) else (expression,)  # noqa: SLF001 - its one place
     return [side for pair in pairs if isinstance(pair, Eq) for side in (pair.lhs, pair.rhs)]
 
 
 def percentage_is_meant(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> bool:
-    """Whether an answer in percent can be the gold's value: math-verify takes both 5% and 500% for a gold of 5.
+    """Return True if an answer in percent can be the gold's value: math-verify takes both 5% and 500% for a gold of
+    5.
 
-    Which of the two it would be depends on the question, so a gold above 1 takes a percentage only if it is one itself.
+    The question decides which of the two is right, so a gold above 1 takes a percentage only if it is one itself.
     """
     from math_verify.grader import get_pct_val
 
@@ -132,21 +133,22 @@ def percentage_is_meant(wanted: tuple[Any, ...], parsed: tuple[Any, ...]) -> boo
 
 
 def bases(text: str) -> list[str]:
-    """The bases that numerals are written in, as 3 and 5 in `12_3 + 4_{5}`; math-verify drops them."""
+    """Return the bases of numerals, as 3 and 5 in `12_3 + 4_{5}`; math-verify drops them."""
     return [braced or bare for braced, bare in _BASE.findall(text)]
 
 
 def numbers(expressions: tuple[Any, ...]) -> list[float]:
-    """The values of those expressions that are real numbers; the others are text, sets, or hold a variable."""
+    """Return the values of the expressions that are real numbers; the others are text, sets, or hold a variable."""
     return [float(value) for value in expressions if getattr(value, "is_number", False) and value.is_real]
 
 
 @lru_cache(maxsize=64)
 def expressions(text: str) -> tuple[Any, ...]:
-    r"""What `text` means, in order of preference. Bare mathematics is read as if it stood in a `\boxed{}`.
+    r"""Parse `text` into expressions, in order of preference. Bare mathematics is read as if it stood in a
+    `\boxed{}`.
 
-    Where it is no mathematics, the number in it counts only if the rest is prose: math-verify takes the last number of
-    whatever it cannot read, so that `6 \vee 5`, `\neq 5` and `6 | 5` were 5.
+    Where the text is no mathematics, the number in it counts only if the rest is prose: math-verify takes the last
+    number of any text that it cannot read, and so read `6 \vee 5`, `\neq 5` and `6 | 5` as 5.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
@@ -162,8 +164,8 @@ def expressions(text: str) -> tuple[Any, ...]:
 
 
 def plain(text: str) -> str:
-    """The text without what says nothing: delimiters round all of it, spacing, a sign that only introduces it."""
-    # As references of the sciences are written: math-verify would read 4.5e33 as 4.5 times e times 33.
+    """Return the text without parts that carry no value: delimiters around it, spacing, a sign that introduces it."""
+    # The notation of scientific references: math-verify would read 4.5e33 as 4.5 times e times 33.
     text = _POWER_OF_TEN.sub(r"\1 \\times 10^{\2}", text).replace("°", "^\\circ ")
     text = _THOUSANDS.sub("", text).replace("\\$", "")
     text = _SPACING.sub(" ", text).strip()
@@ -174,7 +176,7 @@ def plain(text: str) -> str:
 
 
 def exact_side(text: str) -> str:
-    r"""What stands before `\approx`, unless the two sides are not even near each other."""
+    r"""Return the text before `\approx`, or "" where the values of the two sides are not close to each other."""
     first, *rest = (side.strip() for side in _ABOUT.split(text, maxsplit=1))
     if not rest:
         return text
@@ -194,7 +196,7 @@ def limit_resources() -> None:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Die by SIGPROF after so much more CPU time; 0 takes the limit away."""
+    """Have the kernel kill this process by SIGPROF after that much more CPU time; 0 removes the limit."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 

@@ -1,6 +1,6 @@
-"""Pairwise preferences to scores: the win rate, or strengths of a Bradley-Terry model.
+"""Scores from pairwise preferences: the win rate, or the strengths of a Bradley-Terry model.
 
-Preferences are relative, so they still tell completions apart where an absolute reward is flat.
+Preferences are relative, so they still separate completions to which an absolute reward gives equal scores.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, ClassVar, Literal
 from environments.rewards.protocol import RewardUnusable, Sample, ScoreRange
 
 Wins = Sequence[Sequence[float]]
-"""`wins[i][j]`: how often, or with what share, i was preferred to j."""
+"""`wins[i][j]`: the number of times, or the share, with which i was preferred to j."""
 
 Judge = Callable[[Any, Any], float | Awaitable[float]]
-"""The share, 0 to 1, with which its first sample is preferred to its second; 0.5 is a tie."""
+"""A function that returns the share, 0 to 1, with which its first sample is preferred to its second; 0.5 is a tie."""
 
 PRIOR_GAMES = 0.5
 MAX_SWEEPS = 1000
 
 
 def win_rates(wins: Wins) -> list[float]:
-    """The share of its comparisons that each won; 0.5 for what was never compared."""
+    """Return the share of its comparisons that each item won; 0.5 for an item that was never compared."""
     size = _require_square(wins)
     rates = []
     for index in range(size):
@@ -36,10 +36,10 @@ def win_rates(wins: Wins) -> list[float]:
 
 
 def bradley_terry(wins: Wins) -> list[float]:
-    """Log strengths, mean 0: sigmoid(s[i] - s[j]) is the chance that i is preferred to j.
+    """Return log strengths of mean 0: sigmoid(s[i] - s[j]) is the probability that i is preferred to j.
 
-    Bradley and Terry, "Rank analysis of incomplete block designs" (1952), fitted by Hunter's MM algorithm (2004). Every
-    pair is given half a tie besides, without which a sample that never lost would be infinitely strong.
+    Bradley and Terry, "Rank analysis of incomplete block designs" (1952), fitted by Hunter's MM algorithm (2004).
+    Half a tie is added to every pair; without it a sample that never lost would be infinitely strong.
     """
     size = _require_square(wins)
     games = [[float(wins[i][j] + wins[j][i]) + PRIOR_GAMES * (i != j) for j in range(size)] for i in range(size)]
@@ -62,10 +62,11 @@ def bradley_terry(wins: Wins) -> list[float]:
 
 
 class PairwiseReward:
-    """Each sample compared by `judge` with every other one of its prompt, scored by `win_rate` or `bradley_terry`.
+    """Compares each sample with all others of its prompt by `judge`; the score is the `win_rate` or `bradley_terry`
+    strength.
 
-    An async judge is asked about all pairs at once, so it bounds its own requests. `both_orders` asks about each pair
-    both ways round and takes the mean, since models that judge tend to prefer a place.
+    An async judge is asked about all pairs at once, so it must limit its own requests. `both_orders` asks about each
+    pair in both orders and takes the mean, since judge models tend to prefer one position.
     """
 
     formula: ClassVar[str] = (
@@ -104,7 +105,7 @@ class PairwiseReward:
         return wins
 
     async def _share(self, left: Sample, right: Sample) -> float:
-        """With what share `left` is preferred to `right`."""
+        """Return the share with which `left` is preferred to `right`."""
         share = await self._ask(left, right)
         return (share + 1.0 - await self._ask(right, left)) / 2 if self.both_orders else share
 

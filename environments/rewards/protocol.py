@@ -1,14 +1,13 @@
-"""What can go wrong while scoring. None of these is ever a score: the rollout is reported, not trained on.
+"""The interface of rewards, the errors of scoring, and functions that read samples.
 
-What a reward is: a callable from samples to scores, one score a sample, plain or async.
+A reward is a callable from samples to scores, one score a sample, plain or async:
 
     def ends_properly(samples):
         return [float(sample["completion"].rstrip().endswith(".")) for sample in samples]
 
-Samples are mappings with at least `completion`; scores may come back as a list, a tuple or a numpy array. Rewards of
-this package also have a `range`, so that others can normalise them and tell when the best score was reached.
-
-Reading samples: the text that is scored, the reference answer, the length.
+Samples are mappings with at least `completion`; scores may be a list, a tuple or a numpy array. Rewards of this
+package also have a `range`, by which others normalise them and recognise the best score. An error is never turned
+into a score: the rollout is reported, not trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from atropos_api.common.errors import AtroposError
 
 
 class RewardUnknown(AtroposError):
-    """No reward has the name that was asked for, or it cannot be loaded."""
+    """No reward has this name, or it cannot be loaded."""
 
 
 class RewardUnusable(AtroposError):
@@ -35,7 +34,7 @@ class SampleIncomplete(AtroposError):
 
 
 class GoldUnparsable(AtroposError):
-    """The reference answer is no mathematics that can be compared; the item is at fault, not the model."""
+    """The reference answer cannot be read as mathematics; the item is at fault, not the model."""
 
 
 class MathVerifyUnavailable(AtroposError):
@@ -43,17 +42,17 @@ class MathVerifyUnavailable(AtroposError):
 
 
 Sample = Mapping[str, Any] | str
-"""`prompt`, `completion` and whatever else the data has (`answer`, `token_count`, …); text alone is a completion."""
+"""`prompt`, `completion` and the data's other columns (`answer`, `token_count`, …); a plain text is a completion."""
 
 
 class Reward(Protocol):
-    """Anything that scores a batch of samples; a plain function does."""
+    """A callable that scores a batch of samples; a plain function is one."""
 
     def __call__(self, samples: Sequence[Any], /) -> Iterable[float] | Awaitable[Iterable[float]]: ...
 
 
 class ScoreRange(NamedTuple):
-    """The lowest and the highest score a reward can give, both included; infinite ones are never reached."""
+    """The lowest and the highest score that a reward can give, both included; infinite bounds are never reached."""
 
     low: float
     high: float
@@ -65,7 +64,7 @@ class ScoreRange(NamedTuple):
 
 
 class SampleReward(ABC):
-    """A reward that looks at one sample at a time and needs no waiting."""
+    """A synchronous reward that scores one sample at a time."""
 
     formula: ClassVar[str]
 
@@ -76,14 +75,14 @@ class SampleReward(ABC):
 
     @abstractmethod
     def score_sample(self, sample: Sample) -> float:
-        """The score of one sample."""
+        """Return the score of one sample."""
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         return [self.score_sample(sample) for sample in samples]
 
 
 async def score_samples(reward: Reward, samples: Sequence[Any]) -> list[float]:
-    """Call a reward of either kind and check what came back: one finite number for each sample."""
+    """Call a plain or async reward and check its result: one finite number for each sample."""
     returned = reward(samples)
     values = await returned if inspect.isawaitable(returned) else returned
     try:
@@ -99,7 +98,7 @@ async def score_samples(reward: Reward, samples: Sequence[Any]) -> list[float]:
 
 
 def range_of(reward: Reward) -> ScoreRange | None:
-    """The range a reward states, or None for one that states none."""
+    """Return the range that a reward states; None if it states none."""
     stated = getattr(reward, "range", None)
     return ScoreRange(*stated) if stated is not None else None
 
@@ -109,13 +108,13 @@ def reward_name(reward: Reward) -> str:
 
 
 GOLD_KEYS = ("answer", "ground_truth", "truth", "response")
-"""Where data sets keep the reference answer, in the order they are looked at."""
+"""The keys under which data sets store the reference answer, in the order of lookup."""
 
 LengthUnit = Literal["tokens", "words", "characters"]
 
 
 def completion_of(sample: Sample) -> str:
-    """The text to score: `completion`, or the content of its last message where that is a chat."""
+    """Return the text to score: `completion`, or the content of its last message if it is a chat."""
     if isinstance(sample, str):
         return str(sample)
     completion = sample.get("completion")
@@ -127,7 +126,7 @@ def completion_of(sample: Sample) -> str:
 
 
 def gold_of(sample: Sample) -> str:
-    """The reference answer, under whichever of the usual keys it is."""
+    """Return the reference answer, stored under one of `GOLD_KEYS`."""
     if not isinstance(sample, str):
         for key in GOLD_KEYS:
             if sample.get(key) is not None:
@@ -136,7 +135,7 @@ def gold_of(sample: Sample) -> str:
 
 
 def length_of(sample: Sample, unit: LengthUnit) -> int:
-    """The completion's length. Tokens are read from `token_count` (a number or the tokens), never guessed from text."""
+    """Return the completion's length; the number of tokens comes from `token_count` (a number or the tokens) only."""
     if unit == "characters":
         return len(completion_of(sample))
     if unit == "words":
@@ -150,7 +149,7 @@ def length_of(sample: Sample, unit: LengthUnit) -> int:
 
 
 def _text_of(content: Any) -> str:
-    """Message content as text; of OpenAI content parts the text ones count."""
+    """Return message content as text; of OpenAI content parts only the text parts are used."""
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence):

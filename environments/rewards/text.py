@@ -1,9 +1,4 @@
-"""Whether a completion has the form that was asked for: tags in their order, or a pattern.
-
-Rewards for length: free up to a point and then less, or closest to a target.
-
-A penalty for saying the same again: the share of word n-grams that occurred before.
-"""
+"""Rewards for the text of a completion: its form (tags or a pattern), its length, and a penalty for repetition."""
 
 from __future__ import annotations
 
@@ -62,7 +57,7 @@ class PatternReward(SampleReward):
 
 
 def has_tags(text: str, tags: Sequence[str]) -> bool:
-    """Whether `text` is exactly `<a>…</a> <b>…</b>` for the tags given, white space aside."""
+    """Return True if `text` is exactly `<a>…</a> <b>…</b>` for the tags given, white space aside."""
     rest = text.strip()
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"
@@ -76,7 +71,7 @@ def has_tags(text: str, tags: Sequence[str]) -> bool:
 
 
 class LinearLengthReward(SampleReward):
-    """1 for completions up to `free_length`, then falling in a straight line to 0 at `max_length` and beyond."""
+    """1 for completions up to `free_length`, then falling linearly to 0 at `max_length` and beyond."""
 
     formula: ClassVar[str] = "min(1, max(0, (max_length - length) / (max_length - free_length)))"
 
@@ -97,7 +92,7 @@ class LinearLengthReward(SampleReward):
 
 
 class TargetLengthReward(SampleReward):
-    """1 at `target`, falling in a straight line on either side to 0 at a distance of `tolerance`."""
+    """1 at `target`, falling linearly on either side to 0 at a distance of `tolerance`."""
 
     formula: ClassVar[str] = "max(0, 1 - abs(length - target) / tolerance)"
 
@@ -117,10 +112,11 @@ class TargetLengthReward(SampleReward):
 
 
 class RepetitionPenalty(SampleReward):
-    """0 for a text without a repeated n-gram, towards `max_penalty` the more of its n-grams are repeats.
+    """0 for a text without repeated n-grams, down to `max_penalty` as the share of repeated n-grams grows.
 
-    Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373) need such a penalty beside the
-    length reward, which models otherwise meet by repeating themselves. Here it is one number for the whole text.
+    Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs" (arXiv:2502.03373), need such a penalty in
+    addition to the length reward, which models otherwise maximise by repeating themselves. Here it is one number for
+    the whole text.
     """
 
     formula: ClassVar[str] = "max_penalty (-1) * (1 - distinct n-grams / n-grams), n = 3 words"

@@ -1,9 +1,8 @@
-"""Keeping code in by bubblewrap, the program that Flatpak does it by.
+"""Isolation of code by bubblewrap, the program that Flatpak uses for it, or by Linux namespaces set up here.
 
-Keeping code in by Linux namespaces of our own making, for machines without bubblewrap.
-
-Three processes: one that has entered the namespaces, the first one in them, which sets the file system up and buries
-orphans, and the code's. The first one's end is the end of all that the code has started.
+`Namespaces` is for machines without bubblewrap. It uses three processes: one that has entered the namespaces, the
+first one inside them, which sets up the file system and reaps orphans, and the code's. When the first one inside
+exits, the kernel kills all that the code has started.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ def find() -> str | None:
 
 
 def command(program: str, launch: Launch) -> list[str]:
-    """The command that runs the code; it reads its filter of system calls from the descriptor `FILTER`."""
+    """Return the command that runs the code; bubblewrap reads the filter of system calls from descriptor `FILTER`."""
     way, view = launch.way, launch.view
     words = [program, "--die-with-parent", "--new-session", "--hostname", "sandbox", "--seccomp", str(FILTER)]
     words += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     if way.privileged:
-        # For the change to another user, which takes them away.
+        # The runner needs them to change to another user, which drops them.
         words += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
     words += ["--perms", "1777", "--size", str(launch.file_bytes), "--tmpfs", WORK_FOLDER]
-    # Those that bubblewrap makes by itself are closed to others, and root's code becomes another.
+    # Parents that bubblewrap makes itself are closed to other users, and root's code runs as another user.
     paths = [path for _, path in (*view.folders, *view.links)] + list(DEVICES)
     parents = {str(parent) for path in paths for parent in Path(path).parents} - {"/"}
     for parent in sorted(parents):
@@ -73,7 +72,7 @@ MNT_DETACH, AT_FDCWD, AT_RECURSIVE, PR_SET_PDEATHSIG = 2, -100, 0x8000, 1
 
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 
-# The same numbers on all machines that the filter knows, but for pivot_root.
+# The same numbers on all machines that the filter knows, except pivot_root.
 SYS_MOUNT_SETATTR, SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 
 ROOT_OPTIONS = "size=1m,nr_inodes=8192,mode=755"
@@ -86,21 +85,22 @@ class MountAttributes(ctypes.Structure):
 
 
 class Namespaces:
-    """The system calls, and what is made of them."""
+    """Isolation by namespaces: the system calls it needs, and the processes and file system made with them."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def become(self, launch: Launch, denied: bytes) -> NoReturn:
-        """Turn this process into one that ends as the code does, which runs under the filter `denied`."""
+        """Run the code, isolated and under the filter `denied`, as a grandchild, and exit with its status."""
         self._die_with_parent()
-        # Found before the namespaces, in which every first process has the same number.
+        # Computed before entering the namespaces: the user id depends on the process id, which is always the same
+        # inside.
         command = launch.runner_command(user_of_its_own() if launch.way.privileged else -1)
         self._enter(launch)
         self._wait_for(self._fork(lambda: self._first_process(launch, command, denied)))
 
     def _enter(self, launch: Launch) -> None:
-        """The namespaces; in a user namespace this user is nobody, and has rights over the namespaces alone."""
+        """Enter the namespaces; in a user namespace this user becomes nobody, with rights over the namespaces only."""
         if launch.way.privileged:
             self._call("unshare", self._libc.unshare, NAMESPACES)
             return
@@ -123,10 +123,10 @@ class Namespaces:
         self._wait_for(self._fork(code))
 
     def _show(self, launch: Launch) -> None:
-        """A root folder with the view's folders and links, devices, `/proc`, and the working folder in memory."""
+        """Make a root folder with the view's folders and links, devices, `/proc`, and the working folder in memory."""
         os.umask(0o022)
         self._mount(None, "/", None, MS_REC | MS_PRIVATE)
-        base = "/tmp" if Path("/tmp").is_dir() else "/usr"  # noqa: S108 - any folder; it is gone in a moment
+        base = "/tmp" if Path("/tmp").is_dir() else "/usr"  # noqa: S108 - any folder; unmounted again soon
         self._mount("tmpfs", base, "tmpfs", MS_NOSUID | MS_NODEV, "size=64k,mode=755")
         for name in ("old", "new"):
             os.mkdir(f"{base}/{name}")  # noqa: PTH102
@@ -179,7 +179,7 @@ class Namespaces:
             raise OSError(number, f"{what}: {os.strerror(number)}")
 
     def _fork(self, run: Callable[[], NoReturn]) -> int:
-        """A child that ends with `run`, whatever comes of it."""
+        """Fork a child that calls `run` and never returns into the parent's code; return its process id."""
         pid = os.fork()
         if pid:
             return pid
@@ -191,8 +191,8 @@ class Namespaces:
             os._exit(START_FAILED)
 
     def _wait_for(self, pid: int) -> NoReturn:
-        """End as that child ends, with 128 and the signal's number after a signal; others are buried meanwhile."""
-        # The supervisor waits until nobody has its pipes open any more.
+        """Reap children until `pid` exits, then exit with its code, or with 128 plus the signal's number."""
+        # The supervisor waits until no process has its pipes open any more.
         os.closerange(0, 64)
         while True:
             ended, status = os.wait()
@@ -202,7 +202,7 @@ class Namespaces:
 
 
 def _made(path: str, *, is_folder: bool | None) -> str:
-    """Where `path` of the new root is now; made, as a folder or as an empty file, with its parents."""
+    """Return the current path of the new root's `path`; make its parents, and itself as a folder or an empty file."""
     target = Path(f"/new{path}")
     target.parent.mkdir(parents=True, exist_ok=True)
     if is_folder:

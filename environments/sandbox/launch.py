@@ -1,8 +1,8 @@
-"""The file system as code in the sandbox sees it: the interpreter, its packages, programs and libraries, read-only.
+"""The parts of a run of code that all kinds of isolation share: its view of the file system, settings and start.
 
-Nothing else of the machine is there: no home, no `/run`, `/var` or `/sys`, no project, and of `/dev` what is harmless.
-
-What a run of code is given, and how its first process comes to be, whichever way it is kept in.
+The view shows the interpreter, its packages, programs and libraries, read-only. Nothing else of the machine is
+visible: no home, no `/run`, `/var` or `/sys`, no project, and of `/dev` only harmless devices. `Isolation` and
+`Launch` are the settings of a run; `start` and `exec_program` make its first process.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ WORK_FOLDER = "/tmp"  # noqa: S108 - the sandbox's own
 
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
 
-# What the dynamic linker and Debian's choices between programs read.
+# Read by the dynamic linker and by Debian's alternatives, which choose between programs.
 _SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache")
 
 _ROOTS = ("/", "/usr", "/usr/local")
 
-# Whole prefixes would show what else is kept there: a project in its own environment, sources in /usr/src.
+# Whole prefixes would show other files kept there: a project in its own environment, sources in /usr/src.
 _PARTS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "share", "pyvenv.cfg")
 
 _STORES = ("/nix/store", "/gnu/store")
@@ -32,7 +32,7 @@ _STORES = ("/nix/store", "/gnu/store")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that is shown: `folders` and files are pairs of a source and the path inside, `links` of target and path."""
+    """The visible files and folders: `folders` (and files) as pairs (source, inner path), `links` as (target, path)."""
 
     python: str
     packages: tuple[str, ...]
@@ -41,17 +41,17 @@ class View:
 
     @property
     def top(self) -> set[str]:
-        """The names in the root folder."""
+        """The names in the root folder of the view."""
         paths = [path for _, path in (*self.folders, *self.links)]
         return {Path(path).parts[1] for path in (*paths, WORK_FOLDER, "/dev", "/proc")}
 
 
 def view_of_this_python() -> View:
-    """The view for code that this process's interpreter is to run, with the packages that it finds here."""
+    """Return the view for code that this process's interpreter runs, with the packages that it finds here."""
     packages = [path for path in sys.path if Path(path).name in {"site-packages", "dist-packages"}]
     roots = dict.fromkeys((*_ROOTS, sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix))
     wanted = [*(f"{root.rstrip('/')}/{part}" for root in roots for part in _PARTS), *_STORES, *_SETTINGS, *packages]
-    # The interpreter's own path may lead through links to a folder that is none of its prefixes.
+    # The interpreter's own path may lead through links to a folder outside its prefixes.
     wanted += [str(link) for link in _followed(Path(sys.executable))]
     folders: dict[str, str] = {}
     links: dict[str, str] = {}
@@ -72,7 +72,7 @@ def view_of_this_python() -> View:
 
 
 def _followed(path: Path) -> Iterator[Path]:
-    """Each step from a path that may be a link to the file itself."""
+    """Yield each link from a path to the file that it finally names, then that file."""
     while path.is_symlink():
         yield path
         path = path.parent / path.readlink()
@@ -84,7 +84,7 @@ def _is_below(path: str, others: Iterable[str]) -> bool:
 
 
 READY, FILTER = 3, 4
-"""Descriptors of the code's process: a socket by which it asks to begin, and bubblewrap's filter of system calls."""
+"""Descriptors of the code's process: a socket on which it asks for permission to start, and bubblewrap's filter."""
 
 START_FAILED = 97
 
@@ -97,10 +97,10 @@ RUNNER = Path(__file__).with_name("runner.py").read_text(encoding="utf-8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """How code is kept in: by bubblewrap, by namespaces of our own making, or (`limits`) not at all.
+    """The kind of isolation: `bubblewrap`, `namespaces` (set up by this package), or `limits` (no isolation).
 
-    `privileged`: by root's rights, which it gives up before the code begins; else in a user namespace. `proc`: with a
-    `/proc` of its own, which some containers forbid.
+    `privileged`: isolated with root's rights, which are dropped before the code begins; else in a user namespace.
+    `proc`: with a `/proc` of its own, which some containers forbid.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Isolation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One run of code, with its limits."""
+    """One run of code and its limits."""
 
     code: str
     way: Isolation
@@ -143,7 +143,7 @@ class Launch:
         return WORK_FOLDER if self.way.isolates else self.folder
 
     def environment(self) -> dict[str, str]:
-        """Nothing of this process's own environment, which may hold tokens."""
+        """Return the code's environment variables; none come from this process, whose variables may hold tokens."""
         programs = [str(Path(self.view.python).parent), "/usr/local/bin", "/usr/bin", "/bin"]
         folder = self.work_folder
         return {
@@ -156,17 +156,18 @@ class Launch:
         }
 
     def runner_command(self, user: int = -1) -> list[str]:
-        """Python with the program that becomes the code; `user` is whom it becomes first, -1 nobody else."""
-        # Counted for one user of one user namespace; as nobody of this machine it would count other programs too.
+        """Return the command of the runner, which then executes the code as `user`; -1 keeps the current user."""
+        # The kernel counts processes per user of a user namespace; for this machine's nobody it would count other
+        # programs.
         processes = MOST_PROCESSES if self.way.isolates and user != NOBODY else -1
         numbers = (user, READY, self.cpu_seconds, self.memory_bytes, self.file_bytes, MOST_OPEN_FILES, processes, 0)
         return [self.view.python, "-I", "-S", "-B", "-c", RUNNER, *map(str, numbers), *self.view.packages]
 
 
 def user_of_its_own() -> int:
-    """A user id for code that root starts: this process's own where there are enough of them, else nobody's.
+    """Return a user id for code that root starts: an id that no other run has, or nobody's where too few are mapped.
 
-    The kernel counts processes by user, so that runs with one user between them would take each other's.
+    The kernel limits processes per user, so runs that share a user would share one limit.
     """
     first, count = 0x70000000, 0x400000
     for line in Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines():
@@ -177,7 +178,7 @@ def user_of_its_own() -> int:
 
 
 def sealed_file(content: bytes) -> int:
-    """A file in memory that nobody can change, read from its beginning."""
+    """Return a file in memory that nobody can change, positioned at its beginning."""
     file = os.memfd_create("code", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     written = 0
     while written < len(content):
@@ -189,13 +190,13 @@ def sealed_file(content: bytes) -> int:
 
 
 def start(become: Callable[[], NoReturn], files: dict[int, int]) -> int:
-    """Fork a child that holds nothing but `files` (its descriptor: ours) and is then what `become` makes of it."""
+    """Fork a child that keeps only `files` (new descriptor: ours) and calls `become`; return its process id."""
     pid = os.fork()
     if pid:
         return pid
     try:
         os.setsid()
-        # First out of the way of the numbers that are wanted, then to them.
+        # Copied to high numbers first, so that no copy overwrites another.
         apart = {wanted: fcntl.fcntl(file, fcntl.F_DUPFD, 64) for wanted, file in files.items()}
         for wanted, file in apart.items():
             os.dup2(file, wanted)

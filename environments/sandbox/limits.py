@@ -1,9 +1,9 @@
-"""Control groups (version 2 or 1), by which the kernel holds a run's processes together to its limits.
+"""The limits of a run as a whole: control groups (version 2 or 1), by which the kernel enforces them, and
+measurements.
 
-A group can be made where this process may write below its own group or beside it: as root in most places, as a user
-where systemd has handed over a part of the tree. Elsewhere the supervisor counts, see `process_tree`.
-
-Which processes a run has, and what they hold together, for limits that no control group holds.
+A group can be made where this process may write below its own group or below that group's parent: as root in most
+places, as a user where systemd has delegated a part of the tree. Elsewhere the supervisor itself measures the
+processes of a run (`descendants`, `measure`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REMOVAL_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The group of one run. `folders` are those of its controllers, which version 2 has in one place."""
+    """The control group of one run. `folders` are those of its controllers, which in version 2 are all one folder."""
 
     folders: Mapping[str, Path]
     unified: bool
@@ -36,7 +36,7 @@ class Group:
         if not self.unified:
             optional = {"memory.memsw.limit_in_bytes": memory_bytes}
         for name, value in optional.items():
-            # Not there without swap, or in older kernels.
+            # These files are missing without swap and in older kernels.
             with contextlib.suppress(OSError):
                 _write(memory / name, value)
         _write(self.folders["pids"] / "pids.max", processes)
@@ -47,7 +47,7 @@ class Group:
             _write(folder / "cgroup.procs", 0)
 
     def ran_out_of_memory(self) -> bool:
-        """Whether the kernel has ended a process of this group for its memory."""
+        """Return True if the kernel has killed a process of this group for its memory."""
         name = "memory.events" if self.unified else "memory.oom_control"
         with contextlib.suppress(OSError):
             for line in (self.folders["memory"] / name).read_text().splitlines():
@@ -57,7 +57,7 @@ class Group:
         return False
 
     def remove(self) -> None:
-        """Take the group away; its last process may be a moment in going."""
+        """Remove the group, waiting up to a second for its last process to exit."""
         deadline = time.monotonic() + _REMOVAL_SECONDS
         for folder in dict.fromkeys(self.folders.values()):
             while True:
@@ -75,13 +75,13 @@ class Group:
 
 @dataclass(slots=True)
 class Groups:
-    """The places below which runs get their groups."""
+    """The folders below which the groups of runs are made."""
 
     places: Mapping[str, Path]
     unified: bool
 
     def make(self) -> Group:
-        # Containers that share a tree number their processes alike.
+        # The process id alone is not unique: containers that share a tree have the same process ids.
         name = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
         folders = {controller: place / name for controller, place in self.places.items()}
         for folder in dict.fromkeys(folders.values()):
@@ -89,7 +89,7 @@ class Groups:
         return Group(folders, self.unified)
 
     def sweep(self) -> None:
-        """Remove groups that supervisors left behind which were killed; those in use cannot be removed."""
+        """Remove old groups of supervisors that were killed; the kernel refuses to remove groups in use."""
         for place in dict.fromkeys(self.places.values()):
             for folder in place.glob(f"{PREFIX}*"):
                 with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ class Groups:
 
 
 def find() -> Groups | None:
-    """Where groups with limits on memory and processes can be made; None where that is nowhere."""
+    """Return where groups that limit memory and processes can be made; None if nowhere."""
     own = _own_groups()
     unified, memory, pids = own.get(""), own.get("memory"), own.get("pids")
     for beside in (False, True):
@@ -116,7 +116,7 @@ def find() -> Groups | None:
 
 
 def _works(groups: Groups) -> bool:
-    """Whether a group can be made, limited and entered there: tried, since permissions alone do not tell."""
+    """Return True if a group can be made, limited and entered there. It is tried, since permissions do not show it."""
     groups.sweep()
     group = None
     try:
@@ -139,7 +139,7 @@ def _works(groups: Groups) -> bool:
 
 
 def _own_groups() -> dict[str, Path]:
-    """The group that this process is in, by controller; version 2 has no name."""
+    """Return this process's group by controller; version 2 has the name ""."""
     mounts = dict(_mounts())
     found = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -154,7 +154,7 @@ def _own_groups() -> dict[str, Path]:
 
 
 def _mounts() -> Iterator[tuple[str, tuple[str, Path]]]:
-    """Each controller with the group that is mounted, and where."""
+    """Yield each controller with the root of its mount and the mount point."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         root, folder = before.split()[3:5]
@@ -167,7 +167,7 @@ def _mounts() -> Iterator[tuple[str, tuple[str, Path]]]:
 
 
 def _write(file: Path, number: int) -> None:
-    """Never makes a file: beside a hierarchy's root is no control group but a plain folder."""
+    """Write to an existing file only: a folder above a hierarchy's root is a plain folder, no control group."""
     descriptor = os.open(file, os.O_WRONLY)
     try:
         os.write(descriptor, str(number).encode())
@@ -184,7 +184,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What processes hold: threads count as the kernel's limits count them, CPU time includes ended children's."""
+    """Resources that processes use: threads as the kernel's limits count them, CPU time with that of ended children."""
 
     memory_bytes: int
     threads: int
@@ -192,7 +192,7 @@ class Usage:
 
 
 def descendants(root: int) -> list[int]:
-    """The processes below `root`, parents first."""
+    """Return the descendants of `root`, parents first."""
     children: Children = _children_of if os.path.exists(f"/proc/{root}/task/{root}/children") else _by_parent()  # noqa: PTH110
     found = []
     waiting = [root]
@@ -204,7 +204,7 @@ def descendants(root: int) -> list[int]:
 
 
 def measure(pids: Iterable[int], *, enough_bytes: int) -> Usage:
-    """What those processes hold. Shared pages are told apart only once all together seem to hold `enough_bytes`."""
+    """Measure the processes. Shared pages are divided between them only if the plain sum exceeds `enough_bytes`."""
     pids = list(pids)
     memory = threads = 0
     cpu = 0.0
@@ -221,7 +221,7 @@ def measure(pids: Iterable[int], *, enough_bytes: int) -> Usage:
 
 
 def _own_share(pid: int) -> int:
-    """What a process holds, of shared pages its part; all of them if it does not let itself be looked into."""
+    """Return a process's memory with its part of shared pages, or with all of them if it cannot be inspected."""
     for file, names in (
         (f"/proc/{pid}/smaps_rollup", ("Pss:", "SwapPss:")),
         (f"/proc/{pid}/status", ("VmRSS:", "VmSwap:")),
@@ -245,7 +245,7 @@ def _children_of(pid: int) -> list[int]:
 
 
 def _by_parent() -> Children:
-    """The same from a look at all processes, for kernels that do not list children."""
+    """Return `_children_of` from one scan of all processes, for kernels that do not list children."""
     below: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
         with contextlib.suppress(OSError, IndexError):

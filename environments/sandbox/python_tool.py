@@ -1,10 +1,9 @@
-"""A supervisor of runs, seen from the environment: started when it is first asked, asked from a thread, closed.
+"""A tool that runs a model's Python in a sandbox, for environments that offer it to the model.
 
-A tool that runs a model's Python in a sandbox, seen from the environment that offers it.
-
-The code sees no network, no other process, no file of this machine but the interpreter's own, and nothing that it has
-started outlives it; `docs/explanation/sandbox.md` says what that protects from and what it does not. Where code cannot
-be kept in so, the tool refuses to start, unless it is told that limits alone are enough.
+The code sees no network, no other process, no file of this machine but the interpreter's own, and none of its
+processes outlives the run; `docs/explanation/sandbox.md` says what that protects against and what it does not. Where
+code cannot be isolated, the tool refuses to start, unless `require_isolation` is False. `SupervisorProcess` is the
+client of one supervisor, started when first used; requests to it block, so `PythonTool` sends them from threads.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ _PROGRAM = f"import sys; sys.path.insert(0, {_ROOT!r}); from environments.sandbo
 
 
 class SupervisorDied(Exception):
-    """The supervisor ended without an answer; it has been closed."""
+    """The supervisor exited without an answer; it has been closed."""
 
 
 class SupervisorProcess:
-    """One process, which runs one piece of code at a time. It ends with its parent, whatever ends that."""
+    """A supervisor process, which runs one piece of code at a time. It exits when its parent exits for any reason."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,7 +54,7 @@ class SupervisorProcess:
         return None if self._process is None else self._process.pid
 
     def ask(self, launch: Launch) -> dict[str, Any]:
-        """The result of a run, waited for."""
+        """Run the code and return the result; blocks."""
         try:
             channel = self._started()
             channel.settimeout(launch.wall_seconds + START_AND_END_SECONDS)
@@ -73,13 +72,13 @@ class SupervisorProcess:
         return reply
 
     def hang_up(self) -> None:
-        """Have it end its run and itself; from any thread, and without waiting."""
+        """Make the supervisor end its run and exit; callable from any thread, does not wait."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up and wait until it is gone."""
+        """End the supervisor and wait until it has exited."""
         self.hang_up()
         if self._process is not None:
             try:
@@ -110,7 +109,7 @@ LIMITS_ALONE = Isolation(name="limits")
 
 ALL_RIGHT = "all right"
 
-# Run in the sandbox before any other code: what has to be refused is tried.
+# Run in the sandbox before any other code: it tries operations that must be refused.
 CHECK = """
 import os, socket
 def refused(attempt):
@@ -134,12 +133,12 @@ else:
 
 
 class SandboxUnavailable(EnvironmentsError):
-    """A model's code cannot be run here as safely as was asked for."""
+    """A model's code cannot be isolated here as required, or cannot be run at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the code printed, errors among it, and how it ended. `ended_by` is the limit that it ran into, if any."""
+    """The output of the code, including errors, and its exit; `ended_by` is the limit that it reached, if any."""
 
     output: str
     exit_code: int
@@ -150,13 +149,13 @@ class ToolResult:
         return self.ended_by == "time"
 
     def as_text(self) -> str:
-        """What a model is told."""
+        """Return the text that the model is given."""
         return self.output.rstrip() or "(no output)"
 
 
 @dataclass(slots=True, kw_only=True, weakref_slot=True)
 class PythonTool:
-    """Runs code, `at_once` at a time. The limits hold for all processes of one run together."""
+    """Runs code, at most `at_once` pieces at a time. The limits apply to all processes of one run together."""
 
     wall_seconds: float = 10.0
     cpu_seconds: int = 5
@@ -183,7 +182,7 @@ class PythonTool:
         return self.way.isolates
 
     def probe(self) -> None:
-        """Find out how code can be kept in here; raises `SandboxUnavailable` where it cannot and has to be."""
+        """Choose the best isolation that works; raises `SandboxUnavailable` where none does but one is required."""
         if sys.platform != "linux":
             raise SandboxUnavailable("a model's code runs on Linux only, in a virtual machine or a container elsewhere")
         reasons: dict[str, str] = {}
@@ -208,7 +207,7 @@ class PythonTool:
         )
 
     async def run(self, code: str) -> ToolResult:
-        """Run `code`; whatever it does, this returns soon after `wall_seconds` at the latest."""
+        """Run `code`. Returns soon after `wall_seconds` at the latest, whatever the code does."""
         if self._free is None:
             self._free, self._threads = anyio.CapacityLimiter(self.at_once), anyio.CapacityLimiter(self.at_once)
         async with self._free:
@@ -216,21 +215,22 @@ class PythonTool:
                 return await self._ask(self._launch(code, self.way, folder))
 
     def close(self) -> None:
-        """End all supervisors, and with them what runs."""
+        """End all supervisors and the code they run."""
         self._closed = True
         _close_all(self._supervisors)
         self._idle.clear()
 
     def _ways(self) -> Iterator[Isolation]:
-        """How code could be kept in, the best first."""
+        """Yield the possible kinds of isolation, the best first."""
         for name in self.mechanisms:
-            # Root's code can become a user of its own, which holds limits that root is above.
+            # Code started by root can run as its own user, for which the kernel enforces limits that root is exempt
+            # from.
             for privileged in (True, False) if geteuid() == 0 else (False,):
                 for proc in (True, False):
                     yield Isolation(name=name, privileged=privileged, proc=proc)
 
     def _try(self, way: Isolation) -> str | None:
-        """Why code cannot be kept in that way; None when it can."""
+        """Return the reason why this isolation does not work; None if it works."""
         check = CHECK.format(top=self._view.top, all_right=ALL_RIGHT)
         supervisor = self._supervisor()
         try:
@@ -244,7 +244,7 @@ class PythonTool:
         return None if output == ALL_RIGHT else output.splitlines()[-1] if output else f"it ended by {reply}"
 
     async def _ask(self, launch: Launch) -> ToolResult:
-        """A supervisor that dies is replaced once: it may have been killed from outside."""
+        """Ask a supervisor; one that exits is replaced once, since it may have been killed from outside."""
         reason = ""
         for _ in range(2):
             if self._closed:
@@ -276,7 +276,7 @@ class PythonTool:
 
     @contextmanager
     def _folder(self) -> Iterator[str]:
-        """The working folder of code that is not isolated; the sandbox has one in memory."""
+        """Make the working folder of code that is not isolated; isolated code has one in memory."""
         if self.isolated:
             yield ""
             return

@@ -1,8 +1,8 @@
-"""The program inside of the sandbox: gives up its rights, sets its limits and becomes the code that it reads.
+"""The program inside the sandbox: it drops its rights, sets its limits and executes the code from its standard input.
 
-`python -c` is given it as text, because the sandbox shows no file of this project. Its arguments are those of
-`Launch.runner_command`: numbers, of which -1 leaves a limit or the user as they are, then folders of packages. It does
-without `ast`, `json` and `traceback`, which would double the time that an empty program takes.
+It is passed as text to `python -c`, because the sandbox shows no file of this project. Its arguments are those of
+`Launch.runner_command`: numbers, where -1 leaves a limit or the user unchanged, then folders of packages. It avoids
+`ast`, `json` and `traceback`, whose import would double the run time of an empty program.
 """
 
 import _ast
@@ -34,7 +34,8 @@ source = sys.stdin.read()
 
 sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - stays open for as long as the code runs
 
-# The supervisor looks at this process before the code begins. Where it is gone, nobody would end the code in time.
+# The supervisor inspects this process before the code begins. Without a supervisor, nothing would enforce the time
+# limit.
 os.write(ready, b"r")
 
 if os.read(ready, 1) != b"g":
@@ -45,20 +46,20 @@ os.close(ready)
 del name, numbers, ready, user, value
 
 try:
-    # Like a notebook's cell: the value of a last expression is shown.
+    # Like a notebook cell: the value of a last expression is printed.
     tree = compile(source, "<code>", "exec", _ast.PyCF_ONLY_AST)
     assert isinstance(tree, _ast.Module)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
-    # A module of its own, in which pickle finds what the code defines.
+    # A separate module, in which pickle finds what the code defines.
     sys.modules["__main__"] = type(sys)("__main__")
     scope = vars(sys.modules["__main__"])
     exec(compile(tree, "<code>", "exec"), scope)  # noqa: S102 - the purpose of this program
     if isinstance(last, _ast.Expr):
         shown = eval(compile(_ast.Expression(last.value), "<code>", "eval"), scope)  # noqa: S307 - the same
         if shown is not None:
-            print(repr(shown))  # noqa: T201 - this is where it goes
+            print(repr(shown))  # noqa: T201 - the output of the code
 except Exception as error:  # noqa: BLE001 - whatever the code raises
-    # Without the lines of this program.
+    # The traceback leaves out the lines of this program.
     frames = error.__traceback__ and error.__traceback__.tb_next
     sys.__excepthook__(type(error), error.with_traceback(frames), frames)
     sys.exit(1)

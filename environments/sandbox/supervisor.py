@@ -1,12 +1,9 @@
-"""The process that starts runs of code one after another, holds each to its limits and leaves nothing of it.
+"""The supervisor: a process that runs pieces of code one after another in the sandbox, as asked over a socket.
 
-It is the parent of whatever a run leaves behind (a subreaper), so that also what has left its group and its session is
-found and ended before the run's result is given.
-
-The program that runs a model's Python in a sandbox: a supervisor that is asked over its standard input, a socket.
-
-`environments.sandbox.python_tool` starts it with Python's `-I -S`, so that it knows nothing of the packages, the
-folder and the variables of the environment that it works for.
+It enforces the limits of each run. It is a subreaper: orphans of a run, even in another process group or session,
+become its children, and it kills them before it returns the run's result. `environments.sandbox.python_tool` starts
+it with Python's `-I -S` and the socket as standard input, so that it knows nothing of the packages, the folder and
+the variables of the environment that it works for.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ START_SECONDS = 20.0
 END_SECONDS = 10.0
 
 OWN_PROCESSES = 3
-"""Of those that a run has, bubblewrap's or ours."""
+"""Processes of a run that belong to bubblewrap or to `Namespaces`, and not to the code."""
 
 COUNTING_SECONDS, LOOKING_SECONDS = 0.02, 0.1
 
@@ -52,11 +49,11 @@ _ENDED_BY_SIGNAL = frozenset({signal.SIGXCPU, signal.SIGKILL})
 
 
 class ParentGone(Exception):
-    """Nobody waits for the result any more."""
+    """The parent closed the socket, so no process waits for the result any more."""
 
 
 class Supervisor:
-    """Runs what it is asked for over a socket: one JSON object a line each way."""
+    """Serves requests to run code over a socket: one JSON object a line in each direction."""
 
     def __init__(self, channel: socket.socket) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -68,7 +65,7 @@ class Supervisor:
         self._namespaces = Namespaces()
 
     def serve(self) -> None:
-        """Until the other side closes the channel."""
+        """Serve requests until the parent closes the socket."""
         with self._channel.makefile("rb") as requests:
             for line in requests:
                 try:
@@ -80,7 +77,7 @@ class Supervisor:
                 self._channel.sendall(json.dumps(reply).encode() + b"\n")
 
     def run(self, launch: Launch) -> dict[str, Any]:
-        """Run the code to its end or to a limit; afterwards no process of it is left."""
+        """Run the code until it ends or reaches a limit; afterwards none of its processes is left."""
         group = self._groups.make() if self._groups and launch.use_cgroups else None
         try:
             if group is not None:
@@ -97,7 +94,7 @@ class Supervisor:
                 group.remove()
 
     def become(self, launch: Launch, group: limits.Group | None, denied: bytes) -> NoReturn:
-        """Turn a new process into the first one of a run."""
+        """Turn a new process into the first process of a run."""
         if group is not None:
             group.enter()
         if launch.way.name == "bubblewrap":
@@ -120,7 +117,7 @@ class Run:
     channel: socket.socket
     group: limits.Group | None
     ended_by: str = ""
-    """The limit that ended it: time, memory, processes or files; empty where it ended by itself."""
+    """The limit that ended it: time, memory, processes or files; empty if the code ended by itself."""
 
     began: bool = False
     _first: int = 0
@@ -149,7 +146,7 @@ class Run:
                 os.close(descriptor)
 
     def _filter(self) -> bytes:
-        """The filter of system calls; memory that is shared without a file is a control group's to count."""
+        """Return the filter of system calls; it allows shared anonymous memory only if a control group counts it."""
         try:
             return system_calls.program(shared_memory=self.group is not None)
         except system_calls.FilterUnknown:
@@ -158,7 +155,7 @@ class Run:
             return b""
 
     def watch(self) -> None:
-        """Wait until the code has ended by itself or has reached a limit, which is then noted."""
+        """Wait until the code has ended or reached a limit, which is then stored in `ended_by`."""
         ours, waiting = self._descriptors, select.poll()
         for name in ("output", "ready", "process"):
             waiting.register(ours[name], select.POLLIN)
@@ -185,17 +182,17 @@ class Run:
                 self.ended_by = self._limit_reached()
 
     def end(self) -> None:
-        """End every process of the run, and wait until they are gone."""
+        """Kill every process of the run and wait until all have exited."""
         deadline = time.monotonic() + END_SECONDS
         while self._reap():
             for pid in limits.descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
-                # Whoever asked starts another supervisor; this one's successor in the tree is init.
+                # The tool then starts another supervisor; the processes become children of init.
                 sys.exit("processes of a run do not end")
             time.sleep(0.0005)
-        # What was written last. Nobody has the other end any more, so that this comes to an end.
+        # Read the rest of the output. No process has the write end open any more, so this terminates.
         with contextlib.suppress(KeyError, BlockingIOError):
             while self._read_output():
                 pass
@@ -204,7 +201,7 @@ class Run:
         self._descriptors.clear()
 
     def result(self) -> dict[str, Any]:
-        """What came of it; only after `end`."""
+        """Return the result of the run; call it only after `end`."""
         output = self._output.decode("utf-8", "replace")
         if not self.began:
             return {"failed": output.strip() or f"{self.launch.way} does not start"}
@@ -223,7 +220,7 @@ class Run:
         }
 
     def _let_begin(self) -> None:
-        """The runner asks when it is done with itself. From now on it is the code's time, and its files are watched."""
+        """Answer the runner's request to start the code: its time limit begins, and its files are watched."""
         ready = self._descriptors["ready"]
         if os.read(ready, 1) != b"r":
             return
@@ -236,7 +233,7 @@ class Run:
         os.write(ready, b"g")
 
     def _watch_folder(self) -> bool:
-        """Open the code's working folder by a process that is in there."""
+        """Open the code's working folder through a process inside its file system."""
         own_root = Path("/").stat()
         for pid in limits.descendants(self._first):
             with contextlib.suppress(OSError):
@@ -246,13 +243,13 @@ class Run:
         return False
 
     def _read_output(self) -> bool:
-        """Take a piece, keep of it what was asked for; False at the end."""
+        """Read some output and keep it up to `output_bytes`; return False at the end."""
         piece = os.read(self._descriptors["output"], 1 << 16)
         self._output += piece[: max(0, self.launch.output_bytes - len(self._output))]
         return bool(piece)
 
     def _limit_reached(self) -> str:
-        """The limit that the run as a whole has reached, if any."""
+        """Return the limit that the run as a whole has reached, or ""."""
         pids = limits.descendants(os.getpid())
         usage = limits.measure(pids, enough_bytes=self.launch.memory_bytes)
         if usage.cpu_seconds > self.launch.cpu_seconds:
@@ -270,7 +267,7 @@ class Run:
         return "processes" if usage.threads > MOST_PROCESSES + OWN_PROCESSES else ""
 
     def _reap(self) -> bool:
-        """Bury whoever has ended; False once nobody is left."""
+        """Reap the children that have exited; return False when none is left."""
         while True:
             try:
                 pid, status, used = os.wait4(-1, os.WNOHANG)

@@ -1,7 +1,7 @@
-"""The filter of system calls (seccomp) that code in the sandbox runs under, as a program for the kernel.
+"""The filter of system calls (seccomp) for code in the sandbox, as a BPF program for the kernel.
 
-Namespaces hide what is outside; the filter takes away the calls by which code could reach around them, make new ones,
-or hold memory that counts for no process. What is not named here is allowed, except calls newer than this list.
+Namespaces hide what is outside; the filter blocks calls by which code could bypass them, make new ones, or allocate
+memory that counts for no process. Calls that are not named here are allowed, except calls newer than `LAST_KNOWN`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import struct
 from collections.abc import Callable, Iterator
 
 LAST_KNOWN = 462
-"""mseal, of Linux 6.10: later calls do not exist for the code."""
+"""mseal, of Linux 6.10; later calls fail with ENOSYS."""
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
-# Each call with its number on x86_64 and on aarch64; None where there is no such call.
+# The number of each call on x86_64 and on aarch64; None where the call does not exist.
 DENIED: dict[str, tuple[int | None, int | None]] = {
     # No socket at all: a network namespace covers neither path sockets nor vsock.
     "socket": (41, 198),
@@ -44,7 +44,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "mount_setattr": (442, 442),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
-    # Large parts of the kernel that calculating never needs
+    # Large parts of the kernel that calculations never need
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -112,11 +112,11 @@ Instruction = tuple[int, int, int, int]
 
 
 class FilterUnknown(OSError):
-    """The numbers of the system calls of this kind of machine are not known here."""
+    """The system call numbers of this kind of machine are not known here."""
 
 
 def program(machine: str | None = None, *, shared_memory: bool = False) -> bytes:
-    """The filter in the form that the kernel takes; `shared_memory` allows anonymous shared mappings."""
+    """Return the filter in the kernel's binary form; `shared_memory` allows anonymous shared mappings."""
     machine = machine or platform.machine()
     if machine not in _ARCHITECTURES:
         raise FilterUnknown(errno.ENOSYS, f"no filter of system calls is known for {machine}")
@@ -126,7 +126,7 @@ def program(machine: str | None = None, *, shared_memory: bool = False) -> bytes
 
 
 def install(compiled: bytes) -> None:
-    """Put this process and all that it starts under the filter, for good."""
+    """Apply the filter to this process and all that it starts; it cannot be removed."""
     pr_set_no_new_privs, pr_set_seccomp, filter_mode = 38, 22, 2
     libc = ctypes.CDLL(None, use_errno=True)
     instructions = ctypes.create_string_buffer(compiled, len(compiled))
@@ -145,9 +145,9 @@ def _by_number(column: int, architecture: int) -> Iterator[Instruction]:
     yield (_IF_EQUAL, 1, 0, architecture)
     yield _RETURN, 0, 0, _KILL
     yield (_LOAD, 0, 0, _NUMBER)
-    # Above are the calls of another ABI of this machine, too.
+    # This also blocks the x32 calls, whose numbers are above `LAST_KNOWN`.
     yield from _answer((_IF_GREATER, 0, 1, LAST_KNOWN), errno.ENOSYS)
-    # libc falls back to clone, whose flags can be seen.
+    # libc falls back to clone, whose flags the filter can read; clone3 passes them in memory.
     yield from _answer((_IF_EQUAL, 0, 1, _CLONE3[column]), errno.ENOSYS)
     for numbers in DENIED.values():
         number = numbers[column]
@@ -156,7 +156,7 @@ def _by_number(column: int, architecture: int) -> Iterator[Instruction]:
 
 
 def _by_argument(column: int, *, shared_memory: bool) -> Iterator[Instruction]:
-    """Calls that are denied with some arguments only. Each block ends in a verdict or lets other numbers pass by."""
+    """Yield the checks of calls denied with some arguments only; each block ends in a verdict or is skipped."""
     yield from _denied_unless_zero(_CLONE[column], 0, _NEW_NAMESPACES)
     if not shared_memory:
         yield (_IF_EQUAL, 0, 5, _MMAP[column])
@@ -164,7 +164,7 @@ def _by_argument(column: int, *, shared_memory: bool) -> Iterator[Instruction]:
         yield (_AND, 0, 0, _SHARED_ANONYMOUS)
         yield from _answer((_IF_EQUAL, 0, 1, _SHARED_ANONYMOUS), errno.EPERM)
         yield _RETURN, 0, 0, _ALLOW
-    # Datagrams could be sent elsewhere from a pair; asyncio's and multiprocessing's are streams.
+    # Datagram sockets of a pair could send elsewhere; asyncio and multiprocessing use stream sockets.
     yield (_IF_EQUAL, 0, 8, _SOCKETPAIR[column])
     yield (_LOAD, 0, 0, _argument(0))
     yield (_IF_EQUAL, 1, 0, _AF_UNIX)
@@ -186,11 +186,11 @@ def _denied_unless_zero(number: int, argument: int, mask: int) -> Iterator[Instr
 
 
 def _answer(condition: Instruction, error: int) -> Iterator[Instruction]:
-    """Where `condition` holds, the call fails with `error`."""
+    """Make the call fail with `error` where `condition` holds."""
     yield condition
     yield _RETURN, 0, 0, _ERROR | error
 
 
 def _argument(index: int) -> int:
-    """Where the lower half of that argument stands; both machines are little-endian."""
+    """Return the offset of an argument's lower half; both machines are little-endian."""
     return 16 + 8 * index

@@ -26,7 +26,7 @@ PLACES = {
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write `NAME` into a folder of that name."""
+    """Write the environment `NAME` into a folder of that name."""
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ConfigError("atropos env init takes one argument, the NAME of the environment")
     folder = write_environment(argv[0].replace("-", "_"), Path.cwd())
@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def write_environment(name: str, where: Path) -> Path:
-    """The files of a new environment, in a new folder below `where`."""
+    """Write the files of a new environment to a new folder below `where`."""
     if not NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot name an environment; use small letters, digits and _, a letter first")
     folder = where / name

@@ -1,4 +1,4 @@
-"""`python -m environments.scaffold NAME`, for where the command `atropos` is not installed."""
+"""Runs `python -m environments.scaffold NAME`, for machines where the command `atropos` is not installed."""
 
 from atropos_api.common.cliconfig import run_cli
 from environments.scaffold import run

@@ -11,11 +11,10 @@ import anyio
 
 from environments.sdk.config import APIServerConfig, SessionSettings
 from environments.sdk.inference.http_transport import Transport
+from environments.sdk.inference.other_servers import SglangServer, TrlServer
 from environments.sdk.inference.pool import ServerPool, StickyServer
 from environments.sdk.inference.sampling import Reasoning, Sampling, Split
 from environments.sdk.inference.server import HttpServer, OpenAIServer, ServedPolicy
-from environments.sdk.inference.sglang import SglangServer
-from environments.sdk.inference.trl import TrlServer
 from environments.sdk.inference.vllm import VllmServer
 from environments.sdk.session.openai_types import ChatCompletion, Completion, read_openai_chat, read_openai_completion
 from environments.sdk.session.prefix_matching import DriftLog

@@ -1,9 +1,9 @@
-"""Questions with reference answers: from a file, a folder of files, or a Hugging Face data set, reproducibly drawn.
+"""Questions with reference answers, read from a file, a folder of files, or a Hugging Face data set.
 
 Files are JSON Lines (`.jsonl`), JSON (a list of objects) or Parquet. Several forms of record are read, among them
-`question`/`answer` and `prompt`/`answer`; other columns are left alone. Where nothing names test data, a share of the
-training data is held out, the same one each time. `datasets` and `pyarrow` are loaded only when
-something of theirs is read.
+`question`/`answer` and `prompt`/`answer`; other columns are ignored. Where no test data is named, a share of the
+training data is held out, the same share each time. `Draws` shuffles reproducibly. `datasets` and `pyarrow` are
+imported only when a file or data set needs them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Question:
 
 
 class DataFields(BaseModel):
-    """The settings by which environments are told where their questions come from."""
+    """Settings that name the source of an environment's questions."""
 
     data_path: Path | None = Field(
         None, description="questions to train on: a .jsonl, .json or .parquet file, or a folder of them"
@@ -73,7 +73,7 @@ class DataFields(BaseModel):
     seed: int = Field(0, description="seed of the order of the training questions")
 
     def training_questions(self, *, hold_out: bool = False) -> list[Question]:
-        """All questions to train on; with `hold_out` less those that evaluations would have to be taken from."""
+        """Return all questions to train on; with `hold_out`, without those that are held out for evaluation."""
         if self.data_path is not None:
             questions = load_questions(self.data_path, "train")
             return self._split(questions)[0] if hold_out and self._has_no_test_data() else questions
@@ -109,7 +109,7 @@ class DataFields(BaseModel):
         return not path.is_dir() or all(_split_told_by(file.relative_to(path)) != "test" for file in data_files(path))
 
     def _split(self, questions: list[Question]) -> tuple[list[Question], list[Question]]:
-        """Those to train on and those held out, which are the same whatever the seed of the order is."""
+        """Return the questions to train on and those held out; the seed of the order does not change the split."""
         count = min(MOST_HELD_OUT, max(1, round(len(questions) * self.held_out_share)))
         if len(questions) < 2:
             raise DataUnusable(
@@ -122,9 +122,9 @@ class DataFields(BaseModel):
 
 
 class Draws(Generic[T]):
-    """`draws[n]` is the n-th draw: each item once in a shuffled order, then each again in another, for ever.
+    """An endless sequence: `draws[n]` is the n-th draw; each item is drawn once per epoch, in a new order each epoch.
 
-    The same for the same items and seed on every machine, so that a resumed run goes on where it was.
+    The order depends only on the items and the seed, on every machine, so that a resumed run continues where it was.
     """
 
     def __init__(self, items: Sequence[T], seed: int | str) -> None:
@@ -142,7 +142,7 @@ class Draws(Generic[T]):
 
 
 def load_questions(source: str | Path, split: Split) -> list[Question]:
-    """All questions of `source` in its order: a path, or the name of a Hugging Face data set."""
+    """Return all questions of `source` in its order: a path, or the name of a Hugging Face data set."""
     path = Path(source).expanduser()
     if path.is_dir():
         return [question for file in files_of_split(path, split) for question in read_questions(file)]
@@ -154,12 +154,12 @@ def load_questions(source: str | Path, split: Split) -> list[Question]:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Every question of one file, in its order."""
+    """Return every question of one file, in its order."""
     return _collect(read_records(path), f"{path}:")
 
 
 def read_records(path: Path, suffix: str | None = None) -> list[tuple[int, Any]]:
-    """What one file holds, numbered from 1: lines of JSON Lines, rows otherwise; its suffix says which it is."""
+    """Return the records of one file, numbered from 1: lines of JSON Lines, else rows; the suffix gives the format."""
     reader = _READERS.get(suffix or path.suffix)
     if reader is None:
         raise DataUnusable(f"{path}: its kind is not known from its name; readable are {', '.join(SUFFIXES)}")
@@ -170,12 +170,12 @@ def read_records(path: Path, suffix: str | None = None) -> list[tuple[int, Any]]
 
 
 def data_files(folder: Path) -> list[Path]:
-    """All files of the folder that can be read, in an order of their names."""
+    """Return all readable files of the folder and its subfolders, sorted by path."""
     return sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
 
 
 def files_of_split(folder: Path, split: Split) -> list[Path]:
-    """The folder's files whose names (or whose own folders' names) tell that split; all, where no name tells any."""
+    """Return the files named after the split, or in folders named so; all files where no name names any split."""
     files = data_files(folder)
     named = {path: _split_told_by(path.relative_to(folder)) for path in files}
     chosen = [path for path, told in named.items() if told == split]
@@ -209,7 +209,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
-    """A list of records, also under a key of its own; a file of JSON lines is often named `.json` as well."""
+    """Read a list of records, or an object with one; a file of JSON lines is often named `.json` as well."""
     text = path.read_text(encoding="utf-8")
     try:
         content = json.loads(text)
@@ -250,7 +250,7 @@ _READERS: Mapping[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
 
 
 def _read_hub(name: str, split: Split) -> list[Question]:
-    """A data set of the Hugging Face hub or its local cache; of the splits the first with a fitting name."""
+    """Read a data set of the Hugging Face hub or its local cache; takes the first split whose name fits."""
     repository, _, configuration = name.partition(":")
     try:
         import datasets
@@ -265,7 +265,7 @@ def _read_hub(name: str, split: Split) -> list[Question]:
             f"data set {name!r} cannot be loaded ({type(error).__name__}: {_first_line(error)}); without a network "
             "name a local .jsonl, .json or .parquet file or a folder of them: --env.data_path and --env.val_data_path"
         ) from error
-    # Some evaluation sets have but one split, whatever it is called.
+    # Some evaluation sets have only one split, under any name.
     found = next((each for each in SPLIT_NAMES[split] if each in splits), None)
     if found is None and len(splits) == 1:
         found = next(iter(splits))
@@ -277,13 +277,13 @@ def _read_hub(name: str, split: Split) -> list[Question]:
 
 
 def form_of(columns: Iterable[str]) -> tuple[str, str] | None:
-    """Which two columns hold question and answer, if any do."""
+    """Return the names of the question and answer columns; None if there are none."""
     present = set(columns)
     return next((form for form in FORMS if present.issuperset(form)), None)
 
 
 def _collect(records: Iterable[tuple[int, Any]], where: str) -> list[Question]:
-    """The questions among numbered records; a record without an answer (None, empty) is left out and counted."""
+    """Convert numbered records to questions; records without a question or an answer are left out and counted."""
     questions: list[Question] = []
     unanswered = 0
     for number, record in records:
@@ -303,7 +303,7 @@ def _collect(records: Iterable[tuple[int, Any]], where: str) -> list[Question]:
 
 
 def read_cell(value: Any) -> str:
-    """A cell as text: a chat is its last message, a list its items."""
+    """Return a cell as text: for a chat its last message, for a list its items joined by commas."""
     if value is None:
         return ""
     if isinstance(value, list):

@@ -1,8 +1,8 @@
-"""Prompt templates: text files in which `{question}` stands for the question, everything else for itself.
+"""The base class of environments with a list of questions, and their prompt templates.
 
-What environments with a list of questions share: loading and drawing them, resuming, and an evaluation over all.
-
-A subclass says how a question is put to the model and what an answer is worth; see `gsm8k_server` for a short one.
+`QuestionEnv` loads and draws the questions, continues their order after a resume, and evaluates on all held-out
+questions. A subclass defines how a question is put to the model and how an answer is scored; see `gsm8k_server` for a
+short one. A prompt template is a text file in which `{question}` is replaced by the question.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PLACE = "{question}"
 
 
 class PromptTemplateUnusable(AtroposError):
-    """A template file that is not there, or that has no place for the question."""
+    """A template file that does not exist or has no `{question}`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
-    """A text with a place for a question. Braces elsewhere are kept, so LaTeX needs no escaping."""
+    """A text with one placeholder, `{question}`. Other braces are kept, so LaTeX needs no escaping."""
 
     text: str
 
@@ -49,7 +49,7 @@ class PromptTemplate:
 
 
 def load_template(name: str) -> PromptTemplate:
-    """A template by path, or one of those shipped here by its name (`r1_zero` or `r1_zero.prompt`)."""
+    """Load a template by its path, or one shipped here by its name (`r1_zero` or `r1_zero.prompt`)."""
     shipped = {path.stem: path for path in SHIPPED.glob("*.prompt")}
     path = Path(name).expanduser()
     if not path.is_file():
@@ -71,18 +71,18 @@ logger = logging.getLogger(__name__)
 
 
 class QuestionTooLong(ItemDropped):
-    """A question after which no answer fits into the longest sequence."""
+    """The prompt leaves no room for an answer within the longest sequence."""
 
 
 class QuestionEnvConfig(DataFields, BaseEnvConfig):
-    """Where questions come from and how they are evaluated."""
+    """The settings of an environment with questions: their source and their evaluation."""
 
     eval_problems: int = Field(0, ge=0, description="questions in an evaluation; 0: all there are")
     eval_temperature: float = Field(0.0, ge=0, description="temperature of evaluations; 0: greedy")
 
 
 class QuestionEnv(BaseEnv):
-    """Draws each question once an epoch, in an order that a resumed run goes on with."""
+    """An environment that draws each question once per epoch, in an order that a resumed run continues."""
 
     env_config_cls = QuestionEnvConfig
     config: QuestionEnvConfig
@@ -103,7 +103,7 @@ class QuestionEnv(BaseEnv):
 
     @abstractmethod
     def write_answer(self, answer: str) -> str:
-        """A completion whose answer this is, in the form that is asked for."""
+        """Return a completion that gives this answer in the required form."""
 
     def gold_items(self) -> Iterable[GoldItem]:
         for item in self.held_out or self.load_held_out():
@@ -119,7 +119,7 @@ class QuestionEnv(BaseEnv):
 
     @abstractmethod
     async def collect(self, question: Question) -> ScoredDataGroup:
-        """`group_size` scored answers to a question."""
+        """Sample `group_size` answers to a question and score them."""
 
     async def get_next_item(self) -> Question:
         self.items_taken += 1
@@ -130,10 +130,10 @@ class QuestionEnv(BaseEnv):
 
     @abstractmethod
     async def attempt(self, question: Question) -> dict[str, Any]:
-        """One evaluated answer as a sample with format_reward, answer_reward, tokens, and whatever is worth reading."""
+        """Return one evaluated answer as a sample: format_reward, answer_reward, tokens, and more to log."""
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> Mapping[str, float]:
-        """What the samples come to. `percent_correct` is a share as well: the name is Atropos'."""
+        """Return the metrics of all samples. `percent_correct` is a share from 0 to 1 too: the name is Atropos'."""
         accuracy = mean(sample["answer_reward"] for sample in samples)
         return {
             "eval/accuracy": accuracy,
@@ -157,12 +157,14 @@ class QuestionEnv(BaseEnv):
         )
 
     async def attempt_all(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
-        """One attempt at each, as many at once as the inference servers take; without those that cannot be judged."""
+        """Attempt each question once, as many at once as the inference servers accept; unjudgeable questions are left
+        out.
+        """
         attempts = await run_all([partial(self._attempt, question) for question in questions])
         return [sample for sample in attempts if sample is not None]
 
     async def _attempt(self, question: Question) -> dict[str, Any] | None:
-        """A sample; None where the reference is no mathematics, which says nothing about the model."""
+        """Return a sample; None where the reference is no readable mathematics, which says nothing about the model."""
         try:
             return await self.attempt(question)
         except GoldUnparsable as error:
@@ -170,12 +172,12 @@ class QuestionEnv(BaseEnv):
             return None
 
     def longest_answer(self, prompt_tokens: int) -> int:
-        """Tokens that an answer may have, so that the whole sequence is one that the trainer takes."""
+        """Return the token limit of an answer, so that the trainer accepts the whole sequence."""
         return require_room(min(self.config.max_token_length, self.longest_sequence - prompt_tokens), prompt_tokens)
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that the trainer takes; an evaluation has no such limit."""
+        """The length of the longest sequence that the trainer accepts, in tokens; an evaluation has no such limit."""
         limited = self.max_token_len > 0 and current_split() == "train"
         return self.max_token_len - 1 if limited else sys.maxsize
 
@@ -185,7 +187,7 @@ class QuestionEnv(BaseEnv):
 
 
 async def run_all(jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """The results of all jobs, run at once, in the order of the jobs."""
+    """Run all jobs at once and return their results in the order of the jobs."""
     results: list[T | None] = [None] * len(jobs)
 
     async def run(index: int, job: Callable[[], Awaitable[T]]) -> None:
@@ -198,20 +200,20 @@ async def run_all(jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 
 def require_room(longest: int, prompt_tokens: int) -> int:
-    """`longest`, if it is anything: a question that fills the sequence alone is not trained on."""
+    """Return `longest`; raise `QuestionTooLong` in training if it is below 1, since no token is left for an answer."""
     if longest < 1 and current_split() == "train":
         raise QuestionTooLong(f"its prompt of {prompt_tokens} tokens leaves no room for an answer")
     return max(1, longest)
 
 
 def answer_of(node: SequenceNode, prompt: str, *, stop: str) -> str:
-    """All that was sampled after `prompt`, without an end token; `stop` is put back where a server cut it off."""
+    """Return the text sampled after `prompt`, without an end token; `stop` is put back where the server cut it off."""
     text = node.texts[0][len(prompt) :]
     cut = node.finish_reason == "stop" and not node.ended and stop not in text
     return text + stop if cut else text
 
 
 def mean(values: Any) -> float:
-    """The mean of what may be no values at all."""
+    """Return the mean; 0 for no values."""
     collected = [float(value) for value in values]
     return sum(collected) / len(collected) if collected else 0.0

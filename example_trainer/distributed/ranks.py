@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from example_trainer.errors import RanksFailed
-from example_trainer.weight_protocol.broadcast_group import default_group_on_loopback, make_store
+from example_trainer.weight_protocol.transfer import default_group_on_loopback, make_store
 
 _KIND: Final = "$kind"
 

@@ -20,8 +20,8 @@ from typing import Any
 from atropos_api.common.malloc import return_freed_memory
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.problems import Problem
-from example_trainer.weight_protocol.adapter_payload import MEMORY_PATH, AdapterPayload
 from example_trainer.weight_protocol.shm_header import PolicyVersion
+from example_trainer.weight_protocol.transfer import MEMORY_PATH, AdapterPayload
 
 logger = logging.getLogger(__name__)
 

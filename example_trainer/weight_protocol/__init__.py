@@ -1,5 +1,5 @@
 """The contract between trainer and inference server: manifest, shared memory, transfers, and the calls of `/bridge/*`.
 
-In reading order: `manifest` (where each tensor is stored), `segment` and `shm_header` (shared memory and its version),
-`client` (the calls), `adapter_payload` and `broadcast_group` (weights that are sent). It may import `errors`.
+In reading order: `manifest` (where each tensor is stored), `segment` and `shm_header` (shared memory and its
+version), `client` (the calls), `transfer` (adapters and weights that are sent). It may import `errors`.
 """

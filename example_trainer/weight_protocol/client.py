@@ -22,7 +22,7 @@ import httpx
 from example_trainer.errors import ServerRefused, ServerUnavailable, WaitTimedOut
 
 if TYPE_CHECKING:
-    from example_trainer.weight_protocol.broadcast_group import Rendezvous
+    from example_trainer.weight_protocol.transfer import Rendezvous
 
 logger = logging.getLogger(__name__)
 

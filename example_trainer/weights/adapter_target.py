@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
-from example_trainer.weight_protocol.adapter_payload import AdapterPayload
 from example_trainer.weight_protocol.client import ServerClient
+from example_trainer.weight_protocol.transfer import AdapterPayload
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.publish import InFlight
 from example_trainer.processes.ports import free_port
-from example_trainer.weight_protocol.broadcast_group import Backend, BroadcastGroup, Rendezvous, describe
 from example_trainer.weight_protocol.client import Fence, NotYet, ServerClient, ServerInfo, check_host, wait_for
 from example_trainer.weight_protocol.manifest import read_token
+from example_trainer.weight_protocol.transfer import Backend, BroadcastGroup, Rendezvous, describe
 from example_trainer.weights.base import PublishReport, SyncBudget, SyncCheck, WeightBridge
 from example_trainer.weights.logprob_parity import Difference, prove
 from example_trainer.weights.shared_vllm import begin_after_others

@@ -22,9 +22,9 @@ from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.publish import USUAL_STALENESS, served_rank
 from example_trainer.vllm_manager import VllmManager, VllmOptions
-from example_trainer.weight_protocol.adapter_payload import AdapterPayload
 from example_trainer.weight_protocol.client import NotYet, ServerClient, check_host, wait_for
 from example_trainer.weight_protocol.manifest import read_token
+from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AdapterServer, AtroposServer, StockServer, SwapServer
 from example_trainer.weights.base import PublishReport, SyncCheck, WeightBridge
 from example_trainer.weights.logprob_parity import Difference, prove

@@ -26,8 +26,8 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.policy import Policy
 from example_trainer.vllm_manager import VllmManager, VllmOptions
-from example_trainer.weight_protocol.adapter_payload import AdapterPayload
 from example_trainer.weight_protocol.client import ServerClient, ServerInfo
+from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import write_adapter
 from example_trainer.weights.base import PublishReport, SyncCheck, WeightBridge
 from example_trainer.weights.logprob_parity import Difference, prove

@@ -271,8 +271,8 @@ LAUNCHER: tuple[Mutant, ...] = (
     Mutant(
         "a checkpoint runs code",
         _CHECKPOINTS,
-        "weights_only=True",
-        "weights_only=False",
+        "weights_only=True, mmap",
+        "weights_only=False, mmap",
         f"{_CHECKPOINTED}a_poisoned_checkpoint_is_refused_and_not_executed",
     ),
 )

@@ -9,7 +9,7 @@ _JOURNAL = "atropos_api/store/journal.py"
 _JOURNALED = "atropos_api/store/journaled_ledger.py"
 _SQLITE = "atropos_api/store/sqlite_ledger.py"
 _PENDING = "atropos_api/store/journal.py"
-_DIRECTORY = "atropos_api/store/directory.py"
+_DIRECTORY = "atropos_api/store/factory.py"
 
 _LOG = "unit/broker/test_store.py::test_"
 _RECORDS = "unit/broker/test_journal.py::test_"

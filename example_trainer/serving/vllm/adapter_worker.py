@@ -21,7 +21,7 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 from atropos_api.common.malloc import return_freed_memory
-from example_trainer.weight_protocol.adapter_payload import MEMORY_PATH, AdapterPayload
+from example_trainer.weight_protocol.transfer import MEMORY_PATH, AdapterPayload
 
 _KEPT = "atropos_kept"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from example_trainer.weight_protocol.broadcast_group import BroadcastGroup, Rendezvous
+from example_trainer.weight_protocol.transfer import BroadcastGroup, Rendezvous
 
 
 class BroadcastReceiver:

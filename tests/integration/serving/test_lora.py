@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from example_trainer.weight_protocol.adapter_payload import AdapterPayload
+from example_trainer.weight_protocol.transfer import AdapterPayload
 
 pytestmark = pytest.mark.vllm
 

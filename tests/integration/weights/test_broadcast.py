@@ -16,8 +16,8 @@ import torch
 from example_trainer.errors import PublishFailed, ServerRefused, ServerUnavailable
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.processes.ports import free_port
-from example_trainer.weight_protocol.broadcast_group import TIMEOUT_SECONDS, BroadcastGroup
 from example_trainer.weight_protocol.client import ServerClient
+from example_trainer.weight_protocol.transfer import TIMEOUT_SECONDS, BroadcastGroup
 from example_trainer.weights.broadcast import BroadcastBridge, BroadcastOptions
 from example_trainer.weights.logprob_parity import _checked, _request, compare, probe_prompts
 
@@ -32,7 +32,7 @@ FAULTY = """
 import sys
 from pathlib import Path
 from example_trainer.serving.vllm.broadcast_worker import BroadcastWorker
-from example_trainer.weight_protocol.broadcast_group import BroadcastGroup
+from example_trainer.weight_protocol.transfer import BroadcastGroup
 
 fault = Path(sys.argv.pop(1))
 receive_one, load = BroadcastGroup._broadcast, BroadcastWorker.atropos_load_broadcast

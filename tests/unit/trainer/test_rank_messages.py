@@ -19,8 +19,8 @@ from torch.distributed import distributed_c10d
 from example_trainer.distributed import ranks
 from example_trainer.distributed.ranks import Ranks, decode, encode, joined_ranks
 from example_trainer.processes.ports import free_port
-from example_trainer.weight_protocol import broadcast_group
-from example_trainer.weight_protocol.broadcast_group import (
+from example_trainer.weight_protocol import transfer
+from example_trainer.weight_protocol.transfer import (
     INTERFACE_VARIABLES,
     BroadcastGroup,
     Rendezvous,
@@ -184,9 +184,9 @@ def test_the_ranks_of_one_host_listen_on_loopback_alone_and_change_no_variable()
 
 def test_an_address_that_is_nobodys_here_is_listened_for_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a NAT, where the others reach this host by an address that no interface of it has."""
-    listen = broadcast_group._listen
+    listen = transfer._listen
     assert listen("192.0.2.1", free_port()) is None
-    monkeypatch.setattr(broadcast_group, "_listen", lambda _, port: listen("192.0.2.1", port))
+    monkeypatch.setattr(transfer, "_listen", lambda _, port: listen("192.0.2.1", port))
     before = _listening()
     store = make_store("localhost", free_port(), world_size=1, is_master=True, timeout=timedelta(seconds=10))
     assert _addresses(before) <= {"::", "0.0.0.0"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from example_trainer.weight_protocol.adapter_payload import AdapterPayload
+from example_trainer.weight_protocol.transfer import AdapterPayload
 
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": {"v_proj", "q_proj"}}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from example_trainer.errors import ServerRefused, ServerUnavailable
-from example_trainer.weight_protocol.adapter_payload import AdapterPayload
+from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import StockServer
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -7,7 +7,7 @@ import torch
 
 from example_trainer.errors import ProofFailed, ServerRefused
 from example_trainer.modeling.loading import PolicyOptions
-from example_trainer.weight_protocol.adapter_payload import AdapterPayload
+from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AtroposServer, SwapServer
 from example_trainer.weights.base import SyncCheck
 from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge

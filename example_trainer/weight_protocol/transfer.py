@@ -1,10 +1,15 @@
-"""The process group over which a trainer sends weights to inference servers: rank 0 sends, every server receives.
+"""Transfers of weights from trainer to servers: adapters as one body, whole weights over a process group.
 
-It is separate from the groups of the trainer's ranks and of vLLM's workers. With gloo, tensors travel through host
-memory; with nccl, from GPU to GPU (the same code over another backend, which has not been run). The processes meet at a
-TCP store, for which torch has no token: any process that reaches its port can join the group or disturb it. So the
-store listens only on the address it is given, and for a loopback address gloo's connections stay on the loopback
-interface too. Only for an address that belongs to no local interface (behind a NAT) does it listen on all interfaces.
+An adapter is one safetensors body with its PEFT configuration. The configuration is in the safetensors metadata. The
+body is what `adapter_model.safetensors` would hold, so a body that is written to a file next to its configuration is
+an adapter that PEFT and a stock vLLM can load. The receiver checks the header before it passes a body on.
+
+In the process group of whole weights rank 0 sends and every server receives. It is separate from the groups of the
+trainer's ranks and of vLLM's workers. With gloo, tensors travel through host memory; with nccl, from GPU to GPU (the
+same code over another backend, which has not been run). The processes meet at a TCP store, for which torch has no
+token: any process that reaches its port can join the group or disturb it. So the store listens only on the address it
+is given, and for a loopback address gloo's connections stay on the loopback interface too. Only for an address that
+belongs to no local interface (behind a NAT) does it listen on all interfaces.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import contextlib
 import errno
 import hashlib
 import ipaddress
+import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -23,6 +29,75 @@ from typing import Any, Literal, Self
 import psutil
 import torch
 import torch.distributed
+
+MEMORY_PATH = "memory:"
+"""Prefix of the path of an adapter that is kept in memory and not in a file."""
+
+_CONFIG = "adapter_config"
+
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPayload:
+    """A safetensors body together with its parsed header."""
+
+    body: bytes
+    config: dict[str, Any]
+    """The content of `adapter_config.json`."""
+    layout: dict[str, Any]
+    """The header's entry for each tensor: dtype, shape and data offsets."""
+    data_start: int
+
+    @classmethod
+    def write(cls, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> AdapterPayload:
+        """Build a payload from tensors under their PEFT names; they may be on any device."""
+        from safetensors.torch import save
+
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        body = save(plain, metadata={_CONFIG: json.dumps(config, default=_plain), "format": "pt"})
+        return cls.read(body)
+
+    @classmethod
+    def read(cls, body: bytes) -> AdapterPayload:
+        """Parse a body; raise `ValueError` with the reason if it is not an adapter in this format."""
+        length = int.from_bytes(body[:_LENGTH_BYTES], "little")
+        if len(body) < _LENGTH_BYTES or length > len(body) - _LENGTH_BYTES:
+            raise ValueError("the body is no safetensors file: its header is longer than the body")
+        try:
+            header = json.loads(body[_LENGTH_BYTES : _LENGTH_BYTES + length])
+            config = dict(json.loads(header["__metadata__"][_CONFIG]))
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"its metadata lack {_CONFIG}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"the body is no adapter in safetensors form: {reason}") from error
+        layout = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        return cls(body, config, layout, _LENGTH_BYTES + length)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors as copies in their own memory."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            return dict(load(self.body))
+        except SafetensorError as error:
+            raise ValueError(f"the body is no safetensors file: {error}") from error
+
+    def digest(self) -> str:
+        """Return a checksum over configuration and tensors; it is equal on both sides if nothing was lost in transfer.
+
+        The order of the metadata's entries does not count, because it differs from one serialisation to the next.
+        """
+        told = json.dumps([self.config, self.layout], sort_keys=True).encode()
+        total = hashlib.blake2b(told, digest_size=16)
+        total.update(memoryview(self.body)[self.data_start :])
+        return total.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Convert the sets and enumerations in PEFT's configuration to JSON values."""
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(getattr(value, "value", value))
+
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
