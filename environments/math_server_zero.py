@@ -1,5 +1,4 @@
-r"""Competition mathematics for a base model, which continues plain text: reasoning, then `\boxed{}` inside
-`<answer>`.
+r"""Competition mathematics for a base model, as plain text to continue: reasoning, then `\boxed{}` inside `<answer>`.
 
     python environments/math_server_zero.py serve --config configs/math_zero_shared.yaml
     python environments/math_server_zero.py evaluate --env.math_500 data/math_500.jsonl --env.eval_sets math_500

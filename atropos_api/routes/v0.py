@@ -112,13 +112,14 @@ def answer_scored_data(services: AppContext, asked: RequestView) -> Response | N
 async def scored_data_list(request: Request) -> Response:
     services = context_of(request)
     asked = RequestView.of(request, await read_body(request))
-    checked = await beside_the_loop(functools.partial(_check_list, services), asked.body)
+    check = functools.partial(services.legacy.check, where="[{index}].")
+    checked = await beside_the_loop(lambda body: check(decode_list(body)), asked.body)
     return await _take_with_patience(request, functools.partial(_take_list, services, asked, checked))
 
 
 def answer_scored_data_list(services: AppContext, asked: RequestView) -> Response | None:
     with suppress(QueueFull):
-        return _take_list(services, asked, _check_list(services, asked.body))
+        return _take_list(services, asked, services.legacy.check(decode_list(asked.body), where="[{index}]."))
     return None
 
 
@@ -239,10 +240,6 @@ async def reset_data(request: Request) -> Response:
     return Response("Reset successful", media_type="text/plain")
 
 
-def _check_list(services: AppContext, body: bytes) -> Checked:
-    return services.legacy.check(decode_list(body), where="[{index}].")
-
-
 async def _take_with_patience(request: Request, take: Callable[[], Response]) -> Response:
     """Hold the answer back while the queue is full before refusing, because a refusal costs the data."""
     wait = LongPoll(request, PRESSURE_WAIT_SECONDS)
@@ -280,12 +277,12 @@ def _take_list(services: AppContext, asked: RequestView, checked: Checked) -> Re
 
 
 def _answer(services: AppContext, taken: Taken, answer: bytes, status_code: int) -> Response:
-    def note(accepted: bool) -> None:
-        services.legacy.settle(taken, arrived=accepted)
-
-    if not taken.repeatable:
-        # With a key, or with nothing taken, it does not matter if the answer arrives.
+    if not taken.repeatable:  # with a key, or with nothing taken, it does not matter if the answer arrives
         return ChunkedResponse([answer], status_code=status_code, media_type=JSON)
+
+    def note(arrived: bool) -> None:
+        services.legacy.settle(taken, arrived=arrived)
+
     return ConfirmedResponse([answer], on_result=note, status_code=status_code, media_type=JSON)
 
 

@@ -1,6 +1,9 @@
 """Rewards score completions. They can be used alone, with any trainer, without an environment.
 
-A reward is a callable from samples to scores (`protocol`). `make_reward` finds one by name, `combine` weighs several.
+A reward is a callable from samples to scores (`protocol`). `make_reward` finds one by name, `combine` weighs
+several. `text`, `math` (with `answers`) and `pairwise` are those of this package; `math_verifier` compares
+mathematics in child processes (`math_worker`); `gold_check` tries a reward on answers known to be right. They
+import the broker's `common` alone.
 """
 
 from environments.rewards.combine import (

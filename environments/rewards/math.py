@@ -60,9 +60,7 @@ class MathReward(ABC):
         """The scores this reward can give."""
 
     async def judge_answers(self, golds: Sequence[str], answers: Sequence[str | None]) -> list[Judgement]:
-        """Return one judgement per pair; a missing answer is not compared. Raises `GoldUnparsable` for a bad
-        reference.
-        """
+        """Return one judgement per pair; missing answers are not compared. A bad reference raises `GoldUnparsable`."""
         given = [(gold, answer) for gold, answer in zip(golds, answers, strict=True) if answer is not None]
         judged = iter(await self.verifier.judge_all([(reference(gold), answer) for gold, answer in given]))
         results = [Judgement(Outcome.NO_ANSWER) if answer is None else next(judged) for answer in answers]

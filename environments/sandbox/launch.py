@@ -153,6 +153,8 @@ class Launch:
             "TMPDIR": folder,
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
+            # Each of glibc's arenas reserves up to 128 MiB of address space: a pool of two processes met the limit.
+            "MALLOC_ARENA_MAX": "1",
         }
 
     def runner_command(self, user: int = -1) -> list[str]:

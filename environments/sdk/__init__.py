@@ -2,8 +2,9 @@
 
 In reading order: `base_env` and `environment` (what is subclassed), `config`, `groups` (what is returned),
 `server_manager` (`self.server`) over `session/` (chats as exact tokens) over `inference/` (servers of every kind),
-`tokenizer`, `tools`, `reporting`, `group_files`, `teacher`, `runtime/` (serves what is described here); `testing`,
-`testing_servers` and `rehearsal` are for tests. It may import `rewards` and the broker's client, wire and common code.
+`tokenizer`, `tools`, `errors`, `reporting`, `group_files`, `teacher`, `runtime/` (serves what is described here);
+`testing`, `testing_servers` and `rehearsal` are for tests. It may import `rewards` and the broker's client, wire
+and common code.
 """
 
 from environments.rewards.gold_check import GoldItem

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: metrics to trackers (`trackers`), signs of trouble (`health`).
+"""Reports on a run while it trains: metrics to trackers (`trackers`), health signs (`health`).
 
 It may import `errors` and the broker's `common`.
 """

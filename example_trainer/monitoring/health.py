@@ -1,9 +1,9 @@
-"""Signs that a run is going wrong, read from each step's metrics, with what to do about them.
+"""Health signs: rules on each step's metrics that show that training is going wrong, with advice for each.
 
-A sign becomes an event when it appears, not again while it stays: a line in `events.jsonl`, a warning in the log, and
-with `--stop-on` the end of the run. Limits are those that the published guides give; where they give only words
-("drops dramatically") the limit is ours, and `HealthLimits` says which; `--health-limits` sets others. What a sign
-remembers of earlier steps is plain data, which a checkpoint holds. Importing this module loads no torch.
+A sign becomes an event at the first step at which it appears: a line in `events.jsonl`, a warning in the log, and
+with `--stop-on` the end of the run. Limits are those of published guides. Where the guides give only words ("drops
+dramatically") the limit is ours, and `HealthLimits` marks it so; `--health-limits` sets others. What a sign keeps of
+earlier steps is plain data, stored in checkpoints. Importing this module loads no torch.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 from atropos_api.common import metric_names as names
 
 Memory = dict[str, Any]
-"""What is remembered of earlier steps, as JSON can hold it."""
+"""The state that signs keep of earlier steps, in types that JSON can store."""
 
 ANY_SIGN = "health"
-"""What `--stop-on` takes for every sign there is."""
+"""The value of `--stop-on` that means every sign."""
 
 COMPARED_STEPS = 100
-"""Steps before a window whose rates are remembered."""
+"""The number of steps before a window whose rates are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealthLimits:
-    """Where a value stops being healthy."""
+    """The limits beyond which a value is not healthy."""
 
     mean_ratio: tuple[float, float] = (0.8, 1.2)
     clipped_fraction: float = 0.3
@@ -43,7 +43,7 @@ class HealthLimits:
     reward_drop: float = 0.5
     """Ours: a fall of the reward's mean over a window, in standard deviations of a batch's rewards."""
     rate_drop: float = 0.5
-    """Ours: tokens per second against the median of up to 100 steps before."""
+    """Ours: tokens per second as a share of the median of up to 100 earlier steps."""
     left_out: float = 0.5
     """Ours: share of a step's sequences that are too long or have no token to train."""
     flat_steps: int = 5
@@ -51,7 +51,7 @@ class HealthLimits:
 
 
 def parse_limits(given: Sequence[str]) -> HealthLimits:
-    """Limits from `name=value`, a range as `mean_ratio=0.7-1.3`; `inf` is never reached. Raises `ValueError`."""
+    """Parse limits `name=value`, a range as `mean_ratio=0.7-1.3`; `inf` disables one. Raises `ValueError`."""
     known: dict[str, Any] = {field.name: field.default for field in fields(HealthLimits)}
     chosen: dict[str, Any] = {}
     for text in given:
@@ -66,7 +66,7 @@ def parse_limits(given: Sequence[str]) -> HealthLimits:
 
 
 def limit_table() -> list[tuple[str, str]]:
-    """Every limit and its usual value, as `--health-limits` takes them."""
+    """Return every limit and its default, in the form that `--health-limits` takes."""
     return [(field.name, _text(field.default)) for field in fields(HealthLimits)]
 
 
@@ -85,22 +85,24 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealthEvent:
-    """One sign, at the step at which it appeared."""
+    """A health event: one sign at the step at which it appeared."""
 
     sign: str
     step: int
     value: float
     message: str
-    """What was found, in the words that people search for."""
+    """The finding, in the words that people search for."""
     advice: str
 
     def fields(self) -> dict[str, Any]:
-        """As a line of `events.jsonl` holds it."""
+        """Return the event as the fields of a line of `events.jsonl`."""
         return {"event": "health", **{name: getattr(self, name) for name in self.__slots__}}
 
 
 Check = Callable[[Mapping[str, float]], float | None]
-"""Looks at one step's metrics, in the order of the steps; the offending value, or None while all is well."""
+"""A check of one step's metrics, called in the order of the steps; returns the offending value, or None if there is
+none.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,24 +110,24 @@ class _Sign:
     name: str
     check: Check
     message: str
-    """With `{value}`, and the step's metrics by name through `{metrics[...]}`."""
+    """A template with `{value}`, and the step's metrics by name through `{metrics[...]}`."""
     advice: str
 
 
 class HealthMonitor:
-    """Holds what earlier steps looked like; ask it once a step."""
+    """Checks every step for health signs and keeps what they need of earlier steps; call `check` once a step."""
 
     def __init__(self, limits: HealthLimits | None = None) -> None:
         self._signs = _make_signs(limits or HealthLimits())
         self._present: set[str] = set()
 
     def memory(self) -> Memory:
-        """All that later steps are judged by, for a checkpoint."""
+        """Return the state by which later steps are judged, for a checkpoint."""
         kept = {name: check.kept for name, check in self._remembering().items()}
         return deepcopy({"present": sorted(self._present), "signs": kept})
 
     def remember(self, memory: Memory) -> None:
-        """Go on from what `memory` gave; a sign that it does not know begins anew."""
+        """Restore the state that `memory` returned; a sign that is missing in it starts without state."""
         self._present = set(memory["present"])
         for name, check in self._remembering().items():
             check.kept.update(deepcopy(memory["signs"].get(name, {})))
@@ -135,7 +137,7 @@ class HealthMonitor:
         return {name: check for name, check in checks.items() if isinstance(check, _Remembering)}
 
     def check(self, step: int, metrics: Mapping[str, float]) -> list[HealthEvent]:
-        """The signs that appear at this step and did not show at the one before."""
+        """Return an event for each sign that appears at this step and was absent at the step before."""
         values = {sign.name: sign.check(metrics) for sign in self._signs}
         found = [
             HealthEvent(
@@ -153,12 +155,12 @@ class HealthMonitor:
 
 
 def sign_names() -> list[str]:
-    """Every sign, as `--stop-on` and `events.jsonl` spell it."""
+    """Return the names of all signs, as `--stop-on` and `events.jsonl` spell them."""
     return [sign.name for sign in _make_signs(HealthLimits())]
 
 
 def sign_table() -> list[tuple[str, str, str]]:
-    """Name, message (as a template) and advice of each sign, for the reference page."""
+    """Return name, message (as a template) and advice of each sign, for the reference page."""
     return [(sign.name, sign.message, sign.advice) for sign in _make_signs(HealthLimits())]
 
 
@@ -175,13 +177,13 @@ def _outside(name: str, low: float, high: float) -> Check:
 
 
 def _kl(limit: float, metrics: Mapping[str, float]) -> float | None:
-    """From the sampler, and from the reference where there is one."""
+    """Return the larger KL, from the sampler or the reference model (if there is one), if it is above the limit."""
     largest = max(metrics.get(name, 0.0) for name in (names.TRAIN_KL, names.TRAIN_KL_REFERENCE))
     return largest if largest > limit else None
 
 
 def _left_out(limit: float, metrics: Mapping[str, float]) -> float | None:
-    """Sequences that nobody chose to leave out, as a share of all: too long, or without anything to train."""
+    """Return the share of sequences left out unintentionally: too long, or without any token to train."""
     causes = ("overlong", "no_trained_token")
     count = sum(metrics.get(names.LEFT_OUT.format(cause=cause), 0.0) for cause in causes)
     share = count / max(1.0, metrics.get(names.SEQUENCES, 0.0))
@@ -203,7 +205,7 @@ class _Remembering:
 
 
 class _FlatReward(_Remembering):
-    """Steps in a row in which no group had rewards that differ."""
+    """The number of steps in a row in which no group had rewards that differ."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(in_a_row=0)
@@ -217,10 +219,10 @@ class _FlatReward(_Remembering):
 
 
 class _RewardDrop(_Remembering):
-    """The mean reward over a window, against the best such window of the run."""
+    """The mean reward over a window, compared with the best such window of the run."""
 
     def __init__(self, limits: HealthLimits) -> None:
-        super().__init__(recent=[], best=None)  # mean and spread of the rewards: of each step, and of the best window
+        super().__init__(recent=[], best=None)  # mean and deviation of the rewards, of each step and of the best window
         self._limits = limits
 
     def __call__(self, metrics: Mapping[str, float]) -> float | None:
@@ -236,12 +238,13 @@ class _RewardDrop(_Remembering):
             self.kept["best"] = [mean, spread]
         best_mean, best_spread = self.kept["best"]
         fall: float = best_mean - mean
-        # The spread now counts too: where every answer was right, any answer that is not would be far off.
+        # The current spread counts too: if every answer was right before, the best window has none, and any error
+        # would count.
         return fall if fall > self._limits.reward_drop * max(best_spread, spread) and fall > 0 else None
 
 
 class _RateDrop(_Remembering):
-    """The rate of the last steps, against the median of those before."""
+    """The token rate of the last steps, compared with the median of those before."""
 
     def __init__(self, limits: HealthLimits) -> None:
         super().__init__(rates=[])

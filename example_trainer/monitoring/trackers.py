@@ -1,7 +1,8 @@
-"""Where a step's metrics go: always one JSON line in `metrics.jsonl`, W&B and TensorBoard when asked.
+"""Trackers, which store a step's metrics: always as one JSON line in `metrics.jsonl`, on request in W&B and
+TensorBoard.
 
-What happens at a step and is no number (signs of trouble, see `running.health`) goes to `events.jsonl` beside it, so
-that every line of `metrics.jsonl` is a step.
+Health events (see `monitoring.health`) go to `events.jsonl` in the same folder, so that every line of `metrics.jsonl`
+is a step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EVENTS_FILE = "events.jsonl"
 
 
 class Tracker(Protocol):
-    """Takes one step's metrics at a time, and what happened at it."""
+    """A destination for metrics, one step at a time, and for health events."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -38,9 +39,9 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """Appends a line a step and flushes it, so that whoever tails the file sees it at once.
+    """Appends one line per step and flushes it, so that a reader who follows the file sees it at once.
 
-    `resumed_step` is the last step that is kept: lines of later ones belong to a history that is trained anew.
+    `resumed_step` is the last step whose lines are kept: later steps are trained again after a resume.
     """
 
     def __init__(self, directory: Path, *, resumed_step: int | None = None) -> None:
@@ -62,7 +63,7 @@ class JsonlTracker:
 
 
 class SummaryTracker:
-    """Gathers times, rates and memory and logs them when the run ends (`--benchmark`)."""
+    """Collects times, rates and memory and logs a summary when the run ends (`--benchmark`)."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
@@ -90,7 +91,7 @@ class SummaryTracker:
 
 
 class WandbTracker:
-    """Logs to Weights & Biases; `WANDB_MODE=offline` is honoured by wandb itself."""
+    """Logs to Weights & Biases; wandb itself reads `WANDB_MODE=offline`."""
 
     def __init__(
         self, *, project: str | None, group: str | None, name: str, directory: Path, config: Mapping[str, Any]
@@ -108,7 +109,7 @@ class WandbTracker:
                 dir=str(directory),
                 config=dict(config),
             )
-        except Exception as error:  # W&B fails in many ways, and each of them comes before the run has begun
+        except Exception as error:  # wandb raises many kinds of errors here, all before its run has begun
             told = " ".join(str(error).split()).rstrip(".")
             raise TrainerError(
                 f"--use-wandb: W&B begins no run ({told}); run wandb login, set WANDB_MODE=offline, or leave it out"
@@ -150,9 +151,9 @@ class TensorBoardTracker:
 
 
 class RunTrackers:
-    """The trackers of a run, opened in two parts: those that may refuse before the run begins, the files after.
+    """The trackers of a run, opened in two parts: those that can fail before the run begins, the files after.
 
-    A run that was begun at the broker and then ends for want of a login would keep other trainers waiting.
+    A run that had begun at the broker and then ended because of a missing login would keep other trainers waiting.
     """
 
     def __init__(self, directory: Path, openers: Sequence[Callable[[], Tracker]], *, writes: bool = True) -> None:
@@ -162,7 +163,7 @@ class RunTrackers:
         self._opened: list[Tracker] = []
 
     def open(self) -> None:
-        """Open all but the files; when one refuses, those before it are closed."""
+        """Open all trackers except the files; if one fails, those opened before it are closed."""
         try:
             for opener in self._openers:
                 self._opened.append(opener())
@@ -171,19 +172,19 @@ class RunTrackers:
             raise
 
     def at(self, resumed_step: int | None) -> TrackerSet:
-        """All of them, the files going on after `resumed_step`; nothing on a rank that writes nothing."""
+        """Return all trackers, the files continuing after `resumed_step`; none on a rank that writes nothing."""
         files = [JsonlTracker(self._directory, resumed_step=resumed_step)] if self._writes else []
         return TrackerSet([*files, *self._opened])
 
     def close(self) -> None:
-        """Close what was opened, for a run that does not begin."""
+        """Close the opened trackers of a run that does not begin."""
         for tracker in self._opened:
             tracker.close()
         self._opened.clear()
 
 
 class TrackerSet:
-    """Several trackers as one."""
+    """Several trackers used as one."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = list(trackers)
@@ -202,7 +203,7 @@ class TrackerSet:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line cut short by a crash is left out."""
+    """Return the lines of a metrics file; a last line cut short by a crash is left out."""
     found: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -213,7 +214,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def last_line(path: Path) -> dict[str, Any]:
-    """The last line of a metrics file; one of step 0 where there is none."""
+    """Return the last line of a metrics file; a line of step 0 if there is none."""
     lines = read_metrics(path) if path.exists() else []
     return lines[-1] if lines else {names.STEP: 0}
 
@@ -230,14 +231,14 @@ def _keep_steps_up_to(path: Path, step: int) -> None:
 
 
 class MetricsTail:
-    """The complete lines that were appended to a JSONL file since the last look."""
+    """A reader of the complete lines that were appended to a JSONL file since the last call."""
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self._path = path
         self._offset = path.stat().st_size if from_end and path.exists() else 0
 
     def read(self) -> list[dict[str, Any]]:
-        """New rows, oldest first; a line still being written is left for the next call."""
+        """Return the new rows, oldest first; a line still being written is left for the next call."""
         try:
             if self._path.stat().st_size <= self._offset:
                 return []
@@ -260,4 +261,4 @@ def read_row(line: bytes) -> dict[str, Any] | None:
 
 
 ROLLOUTS = "rollouts"
-"""The directory of groups to be read and of batches that were saved, in the run directory."""
+"""The directory, inside the run directory, of groups written for inspection and of saved batches."""

@@ -82,7 +82,7 @@ class PublishOptions(BaseModel):
 
     @property
     def mode(self) -> Mode:
-        """What the weight sync mode is; see `modes.py`."""
+        """The row of the weight sync mode in `modes.py`."""
         return MODES[self.weight_bridge_mode]
 
     @field_validator("sync_check", mode="before")

@@ -1,4 +1,7 @@
-"""The log of a program: for its owner's eyes alone; its last lines, and the one of them that says why it ended."""
+"""The programs that a launcher starts (`ChildSpec`, `Child`), with their descendants and their logs.
+
+A log is readable by this user only. Its last lines, and the one among them that names an error, explain a failure.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ _SAYS_WHY = re.compile(r": error: |\b\w*(Error|Exception): ")
 
 
 def open_private_log(path: Path) -> BinaryIO:
-    """A log to append to, readable by this user alone: programs that are not ours may log what they were given."""
+    """Open a log for appending, readable by this user only: third-party programs may log secrets they were given."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
 
 
 def last_lines(path: Path, count: int = SHOWN_LINES) -> list[str]:
-    """The end of a log, without what of its first line is not read; nothing if there is no log."""
+    """Return the last lines of a log; none if there is no log. A first line may be cut at its start."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - _BYTES_A_LINE * count))
@@ -37,16 +40,16 @@ def last_lines(path: Path, count: int = SHOWN_LINES) -> list[str]:
 
 
 def reason(lines: Sequence[str]) -> str:
-    """The last line that tells of an error, behind a colon; nothing if none does."""
+    """Return the last line that reports an error, after a colon; "" if there is none."""
     return next((f": {line.strip()}" for line in reversed(lines) if _SAYS_WHY.search(line)), "")
 
 
-# A child that ends itself because it lost a process of its own explains the loss better than we could.
+# A child that exits because it lost one of its processes explains the loss better than the launcher could.
 LOST_PROCESS_GRACE_SECONDS = 3.0
 
 
 class ChildFailed(TrainerError):
-    """A program of the run ended that should be running; the message holds its last log lines."""
+    """A program of the run exited that should be running; the message holds its last log lines."""
 
     def __init__(self, message: str, *, exit_code: int) -> None:
         super().__init__(message)
@@ -55,20 +58,20 @@ class ChildFailed(TrainerError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChildSpec:
-    """How to start one program."""
+    """The description of one program: its command, its environment, and what counts as a failure."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the launcher's own environment."""
     ends_by_itself: bool = False
-    """Exit code 0 is a success and not a loss (trainer, environments)."""
+    """True if exit code 0 is a success and not a loss (trainer, environments)."""
     watch_descendants: bool = True
-    """Whether a long-lived process of this program that vanishes is a failure of the program."""
+    """True if the program has failed when one of its long-lived processes vanishes."""
     restarts: int = 0
-    """How often it may be started again when it has failed."""
+    """The number of restarts allowed after failures."""
     secret_settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Settings that may stand in no record and no command line; they reach it in a file that is removed at the end."""
+    """Settings for no record and no command line; the program reads them from a file that is removed at the end."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,12 +81,12 @@ class Descendant:
     seen_at: float
     title: str
     is_errand: bool
-    """Another program, such as a compiler, which may take long and then end."""
+    """True for another program, such as a compiler, which may run long and then exit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostProcess:
-    """A settled process of a child that vanished while the child lived on."""
+    """A long-lived process of a child that vanished while the child kept running."""
 
     title: str
     noticed_at: float
@@ -116,7 +119,7 @@ class Child:
         return code is not None and not (code == 0 and self.spec.ends_by_itself)
 
     def is_broken(self, now: float) -> bool:
-        """Alive, but without a process it had and did not replace (a pool may end and replace a worker)."""
+        """Return True if it runs without a process that it had and did not replace (a pool may replace its workers)."""
         if self.loss is None or self.exit_code is not None or now - self.loss.noticed_at < LOST_PROCESS_GRACE_SECONDS:
             return False
         if len(self.descendants) >= self.loss.size_before:
@@ -124,5 +127,5 @@ class Child:
         return self.loss is not None
 
     def last_lines(self, count: int = SHOWN_LINES) -> list[str]:
-        """The end of its log."""
+        """Return the last lines of its log."""
         return last_lines(self.log_path, count)

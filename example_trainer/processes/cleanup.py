@@ -1,13 +1,12 @@
-"""What a tree of processes leaves behind when it is killed: POSIX shared memory and temporary files.
+"""Removes what killed processes leave behind: POSIX shared memory and temporary files.
 
-A file in /dev/shm is removed only if it appeared during the run, a process of the run had it mapped, and nobody has
-it mapped now. Temporary files need no such care: children get a directory of their own.
+A file in /dev/shm is removed only if it appeared during the run, a process of the run had it mapped, and no process
+has it mapped now. Temporary files need no such check, since children have a temporary directory of their own.
 
-The launcher's last will: a tiny process that cleans up if the launcher is killed and cannot.
-
-The launcher holds the other end of this process's standard input and writes one JSON object a line: the mark of the
-run's processes, its temporary directory, and the shared memory its processes map. When the pipe closes without
-`{"done": true}`, the launcher has died: what carries the mark is ended and what it left behind is removed.
+`Guardian` starts a small process that cleans up if the launcher is killed. The launcher holds the other end of its
+standard input and writes one JSON object a line: the mark of the run's processes, its temporary directory, and the
+shared memory its processes map. When the pipe closes without `{"done": true}`, the launcher was killed: the guardian
+ends all processes with the mark and removes what they left behind.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own place for it
 
 @dataclass(slots=True)
 class _Sighting:
-    """A new file that none of the run's processes had mapped so far."""
+    """A new file that no process of the run has mapped so far."""
 
     seen_at: float
     looked_at: float = 0.0
 
     def is_due(self, now: float) -> bool:
-        """After a tenth of its age: often at first, when its owner may be about to map it, then rarely."""
+        """Return True after a tenth of its age: often at first, when its owner may be about to map it, then rarely."""
         return now - self.looked_at >= (now - self.seen_at) / 10
 
 
 class SharedMemoryLedger:
-    """Remembers which files in /dev/shm the run's processes had mapped, while they can still be asked."""
+    """Records which files in /dev/shm the run's processes have mapped, while those processes can still be inspected."""
 
     def __init__(self, root: Path = SHARED_MEMORY) -> None:
         self._root = root
@@ -57,9 +56,9 @@ class SharedMemoryLedger:
         return frozenset(self._owned)
 
     def observe(self, processes: Iterable[psutil.Process]) -> frozenset[str]:
-        """Note what `processes` have mapped of the files that are new; answers those noted just now.
+        """Record which new files `processes` have mapped; return those recorded by this call.
 
-        Mappings are read only for files of unknown owner, and for those less and less often: a quiet run costs one
+        Mappings are read only for files of unknown owner, and for those less and less often: an idle run costs one
         listing of a directory, so this may be called many times a second.
         """
         now = time.monotonic()
@@ -76,7 +75,7 @@ class SharedMemoryLedger:
         return fresh
 
     def sweep(self) -> list[str]:
-        """Remove what the run's processes had mapped and nobody has mapped now; answers the names removed."""
+        """Remove the files that the run's processes had mapped and no process has mapped now; return their names."""
         return sweep(self._owned, self._root)
 
     def _listing(self) -> set[str]:
@@ -87,7 +86,7 @@ class SharedMemoryLedger:
 
 
 def sweep(names: Iterable[str], root: Path = SHARED_MEMORY) -> list[str]:
-    """Remove the files `names` of `root` that no living process has mapped."""
+    """Remove the files `names` of `root` that no running process has mapped; return their names."""
     present = {name for name in names if (root / name).exists()}
     if not present:
         return []
@@ -100,7 +99,7 @@ def sweep(names: Iterable[str], root: Path = SHARED_MEMORY) -> list[str]:
 
 
 def mapped_files(pid: int, root: Path = SHARED_MEMORY) -> set[str]:
-    """The names of the files of `root` that the process has mapped."""
+    """Return the names of the files of `root` that the process has mapped."""
     prefix = f"{root}/"
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -114,7 +113,7 @@ GRACE_SECONDS = 3.0
 
 
 class Guardian:
-    """The launcher's side: starts the process and keeps its will up to date."""
+    """The launcher's side: starts the guardian process and sends it what to clean up."""
 
     def __init__(self, *, mark: str, temporary_dir: str) -> None:
         self._process = subprocess.Popen(
@@ -135,7 +134,7 @@ class Guardian:
         self._write({"shared_memory": sorted(names)})
 
     def dismiss(self) -> None:
-        """Everything is cleaned up; the guardian ends without doing anything."""
+        """Make the guardian exit without doing anything, because everything is cleaned up."""
         self._write({"done": True})
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -150,12 +149,12 @@ class Guardian:
             pipe.write(json.dumps(message).encode() + b"\n")
             pipe.flush()
         except OSError:
-            # The guardian is gone; the launcher still ends its children itself.
+            # The guardian has exited; the launcher still ends its children itself.
             return
 
 
 def keep_watch(pipe: IO[str]) -> int:
-    """Read the will until the launcher ends; carry it out unless dismissed."""
+    """Read the launcher's messages until it exits; then clean up, unless the message `done` arrived."""
     mark, temporary_dir = "", ""
     shared_memory: set[str] = set()
     for line in pipe:

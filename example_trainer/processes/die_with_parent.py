@@ -1,8 +1,8 @@
-"""Run a program that the kernel kills when the process that started it ends.
+"""Runs a program that the kernel kills when the process that started it exits.
 
-Called as `python with_parent.py PARENT_PID program ...`. A program of its own rather than a `preexec_fn`, because
-trainers have threads and code between fork and exec may then hang. It becomes the program (same process id), so
-nobody has to wait for it.
+Called as `python die_with_parent.py PARENT_PID program ...`. It is a program of its own and not a `preexec_fn`,
+because trainers have threads, and code between fork and exec may then deadlock. It becomes the program by exec (same
+process id), so no extra process remains to be waited for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 def main(arguments: list[str]) -> None:
     parent_pid, program = int(arguments[0]), arguments[1:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it ended before the kernel was asked
+    if os.getppid() != parent_pid:  # the parent exited before prctl took effect
         sys.exit(1)
     os.execv(program[0], program)  # noqa: S606  its arguments are a list
 

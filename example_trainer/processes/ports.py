@@ -1,10 +1,10 @@
-"""Ports on this host: a free one, and who holds a taken one.
+"""Ports on this host, and the sockets of a server.
 
-The sockets of a server: bound and listening before anything is loaded, or inherited from the process that starts it.
-
-A process that replaces one server by another owns the listening socket and gives each server a copy, so that
-connections queue up while none accepts, and two more: one on which the server before hands over its connections, one on
-which this server hands over its own when it stops. A byte on the fourth tells the starter that the server could serve.
+A launcher finds a free port, or names the process that holds a taken one. A server's socket is bound and listening
+before anything is loaded, or inherited from the process that starts it. A process that replaces one server by another
+owns the listening socket and gives each server a copy, so that connections queue up while none accepts, and three
+more sockets: one on which the old server hands over its connections, one on which the new server hands over its own
+when it stops, and one on which a byte tells the starter that the server is ready to serve.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ LAST_PORT = 65535
 
 
 class PortTaken(TrainerError):
-    """A port the user asked for is held by another process."""
+    """A port that the user asked for is held by another process."""
 
 
 class NoPort(TrainerError):
-    """A number that no port has."""
+    """A value that is not a port number."""
 
 
 def free_port(host: str = LOOPBACK, *, held: contextlib.ExitStack | None = None) -> int:
-    """A port nobody listens on now; see `free_ports`."""
+    """Return a port on which no process listens; see `free_ports`."""
     return free_ports(1, host, held=held)[0]
 
 
 def free_ports(count: int, host: str = LOOPBACK, *, held: contextlib.ExitStack | None = None) -> tuple[int, ...]:
-    """So many ports nobody listens on now, each another.
+    """Return `count` different ports on which no process listens.
 
-    Nobody else is given one of them until `held` is closed, while programs of ours can listen there: between the choice
-    and the first server lie imports and a model, half a minute in which another launcher chooses its own.
+    No other process is assigned one of them until `held` is closed, while our programs can listen there. Between the
+    choice and the first server's start, imports and a model are loaded for half a minute, in which another launcher
+    may choose ports.
     """
     with contextlib.ExitStack() as bound:
         ports = tuple(_bind(bound, host, 0) for _ in range(count))
@@ -55,7 +56,7 @@ def free_ports(count: int, host: str = LOOPBACK, *, held: contextlib.ExitStack |
 
 
 def require_free(port: int, *, flag: str, host: str = LOOPBACK, held: contextlib.ExitStack | None = None) -> int:
-    """`port`, if it can be listened on; otherwise `PortTaken` names the holder and the flag; `held` as above."""
+    """Return `port` if it is free, else raise `PortTaken` with the holder and the flag; `held` as in `free_ports`."""
     with contextlib.ExitStack() as bound:
         try:
             _bind(bound, host, port)
@@ -67,8 +68,10 @@ def require_free(port: int, *, flag: str, host: str = LOOPBACK, held: contextlib
 
 
 def _bind(bound: contextlib.ExitStack, host: str, port: int) -> int:
-    """Bind a socket that never listens: a port so bound is given to nobody who asks for any, and may be listened on by
-    whoever asks for it by number with SO_REUSEADDR, as all servers do.
+    """Bind a socket that never listens and return its port.
+
+    The kernel assigns such a port to no process that asks for any port; a process that asks for it by number with
+    SO_REUSEADDR, as all servers do, can listen on it.
     """
     held = bound.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -77,7 +80,7 @@ def _bind(bound: contextlib.ExitStack, host: str, port: int) -> int:
 
 
 def as_port(given: object, flag: str) -> int:
-    """A port that was typed or stood in a file; raises `NoPort` for what is none."""
+    """Convert a typed or configured value to a port; raises `NoPort` if it is none."""
     try:
         port = int(str(given))
     except ValueError:
@@ -88,7 +91,7 @@ def as_port(given: object, flag: str) -> int:
 
 
 def holder(port: int) -> psutil.Process | None:
-    """The process that listens on `port`, where this user may see it."""
+    """Return the process that listens on `port`, if this user may see it."""
     try:
         connections = psutil.net_connections(kind="tcp")
     except psutil.Error:
@@ -112,7 +115,7 @@ INHERITED_SOCKETS = "ATROPOS_SERVER_SOCKETS"
 BACKLOG = 2048
 
 BEGUN_ANSWERS_SECONDS = 30.0
-"""The time that a replaced server gives to answers that have begun, once that for running requests is over."""
+"""The time that a replaced server gives to answers that have begun, after the time for running requests is over."""
 
 DONE = b"done"
 """The last message of a handover."""
@@ -122,7 +125,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServerSockets:
-    """The socket that a server listens on, and its channels to the servers before and after it, or None."""
+    """A server's listening socket, and its sockets to the servers before and after it and to its starter, or None."""
 
     listening: socket.socket
     predecessor: socket.socket | None = None
@@ -130,14 +133,14 @@ class ServerSockets:
     loaded: socket.socket | None = None
 
     def tell_loaded(self) -> None:
-        """Let the starter know that only the server before stands in the way."""
+        """Tell the starter that this server is loaded and waits only for the server before it."""
         if self.loaded is not None:
             self.loaded.send(b"1")
             self.loaded.close()
 
 
 def open_sockets(host: str, port: int, environ: MutableMapping[str, str]) -> ServerSockets:
-    """Those that were inherited, or one that listens from now on; raises `CannotServe` where the port is taken."""
+    """Return the inherited sockets, or a new listening one; raises `CannotServe` if the port is taken."""
     inherited = environ.pop(INHERITED_SOCKETS, None)
     if inherited is None:
         return ServerSockets(listen(host, port))
@@ -149,33 +152,33 @@ def open_sockets(host: str, port: int, environ: MutableMapping[str, str]) -> Ser
 
 
 def as_inherited(sockets: Mapping[str, socket.socket]) -> str:
-    """The value of `INHERITED_SOCKETS` for a child that is started with these descriptors."""
+    """Return the value of `INHERITED_SOCKETS` for a child that is started with these descriptors."""
     return ",".join(f"{name}={each.fileno()}" for name, each in sockets.items())
 
 
 class HandoverChannel:
-    """The way from one server to the next; open at both ends here, so that either may end before the other begins."""
+    """A socket pair from one server to the next; the starter keeps both ends, so that either may exit first."""
 
     def __init__(self) -> None:
         self.gives, self.takes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def end(self) -> None:
-        """On behalf of a server that has ended, however it did."""
+        """Send the last message for a server that has exited for any reason."""
         try:
             self.gives.send(DONE, socket.MSG_DONTWAIT)
         except OSError as error:
             logger.debug("nobody waits for connections: %s", error)
 
     def close(self) -> None:
-        """Nobody will take what is given: the server finds out before it gives anything."""
+        """Close both ends here: with no successor, the server's handover fails before it sends any connection."""
         self.gives.close()
         self.takes.close()
 
 
 def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:
-    """A socket that listens there: from this moment on the port is taken, and clients queue up.
+    """Return a listening socket: from now on the port is taken, and clients queue up.
 
-    Raises `CannotServe`, naming the flag of the port, where it cannot.
+    Raises `CannotServe`, which names the flag of the port, if that fails.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
@@ -193,7 +196,7 @@ def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:
 
 
 def _by_whom(port: int) -> str:
-    """`by process 12 (its command)`, as far as this user may know it."""
+    """Return `by process 12 (its command)`, as far as this user may see it."""
     import psutil
 
     try:

@@ -1,9 +1,8 @@
-"""The processes of a launcher: found by descent and by an inherited mark, never by name, port or user.
+"""Finds and ends the processes of a launcher, by descent and by an inherited mark, never by name, port or user.
 
-Every child is started with `MARK_VARIABLE` set to a value nobody else has. A process that leaves its parent, its
-session and its process group still carries the mark in its environment, so a run can always tell its own from others'.
-Here is also how a child finds the code that this process runs, and which processes hold the memory of a GPU: whether a
-second inference server finds room there, and when that of a dead one is free again.
+Every child is started with `MARK_VARIABLE` set to a unique value. A process that leaves its parent, its session and
+its process group still has the mark in its environment, so a run can always distinguish its own processes from
+others'. `python_path` lets children import the code that this process runs, from any folder.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with(parent_pid: int) -> Callable[[], None]:
-    """For `preexec_fn`: the kernel kills the new process when its parent ends, however that happens."""
+    """Return a `preexec_fn` by which the kernel kills the new process when its parent exits for any reason."""
 
     def arm() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -47,12 +46,12 @@ def die_with(parent_pid: int) -> Callable[[], None]:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent ends, so that they stay findable by descent."""
+    """Make this process the parent of orphaned descendants, so that they can still be found by descent."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children_by_parent() -> dict[int, list[int]]:
-    """The process table of this host, read once; psutil would read it anew for every question."""
+    """Return the children of each process of this host, read once; psutil would read the table for every question."""
     table: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and (parent := _parent_of(entry.name)) is not None:
@@ -61,7 +60,7 @@ def children_by_parent() -> dict[int, list[int]]:
 
 
 def descendants(pid: int, table: dict[int, list[int]]) -> list[int]:
-    """All that `pid` has started and what those have started, according to `table`."""
+    """Return all direct and indirect children of `pid` according to `table`."""
     found: list[int] = []
     waiting = [pid]
     while waiting:
@@ -72,14 +71,14 @@ def descendants(pid: int, table: dict[int, list[int]]) -> list[int]:
 
 
 def reap_adopted(known: Iterable[int], table: dict[int, list[int]]) -> None:
-    """Collect the exit of adopted descendants; those in `known` have someone else waiting for them."""
+    """Reap adopted descendants that have exited; those in `known` are waited for elsewhere."""
     for pid in set(table.get(os.getpid(), [])) - set(known):
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Running and still the same process; a zombie has ended."""
+    """Return True if it runs and is still the same process; a zombie counts as exited."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -87,7 +86,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def describe(process: psutil.Process) -> str:
-    """`pid 4711 (python -m http.server)` as far as it may be read; no arguments, for they may hold secrets."""
+    """Return `pid 4711 (python -m http.server)` as far as readable, without arguments, which may hold secrets."""
     try:
         command = program_words(process.cmdline()).strip() or process.name()
     except psutil.Error:
@@ -96,7 +95,7 @@ def describe(process: psutil.Process) -> str:
 
 
 def find_tree(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process]:
-    """The living processes among `roots`, their descendants, and whoever carries `mark`; never this process."""
+    """Return the running processes among `roots`, their descendants, and those with `mark`; never this process."""
     found = {process.pid: process for process in _marked(mark)}
     for root in roots:
         with contextlib.suppress(psutil.Error):
@@ -106,12 +105,13 @@ def find_tree(roots: Iterable[psutil.Process], mark: str) -> list[psutil.Process
 
 
 def end_processes(find: Callable[[], list[psutil.Process]], *, grace_seconds: float) -> None:
-    """SIGTERM to the heads of what `find` answers, then SIGKILL to all that is left after the grace.
+    """Send SIGTERM to the heads of the processes that `find` returns, then SIGKILL to all that remain after the
+    grace.
 
-    Heads are the processes whose parent is not among those found: a server told to stop ends its own workers, and
-    one whose workers are told first waits for their answers for ever. What a head leaves behind gets a short grace
-    of its own. Resource trackers are killed last: one that outlives the rest removes the named semaphores of the
-    processes that were killed.
+    Heads are the processes whose parent is not among those found: a server that gets SIGTERM ends its own workers,
+    and one whose workers get it first waits for their answers for ever. Processes that a head leaves behind get a
+    short grace of their own. Resource trackers are killed last: one that outlives the rest removes the named
+    semaphores of the processes that were killed.
     """
     heads = _heads(find())
     _signal_all(heads, signal.SIGTERM)
@@ -127,7 +127,7 @@ def end_processes(find: Callable[[], list[psutil.Process]], *, grace_seconds: fl
 
 
 def wait_until(reached: Callable[[], bool], limit_seconds: float, *, interval_seconds: float = 0.05) -> bool:
-    """Whether `reached` held within the limit."""
+    """Wait until `reached` holds; return False if it did not within the limit."""
     deadline = time.monotonic() + limit_seconds
     while not reached():
         if time.monotonic() >= deadline:
@@ -191,7 +191,7 @@ PACKAGE_ROOT = Path(example_trainer.__file__).resolve().parents[1]
 
 
 def python_path() -> str:
-    """`PYTHONPATH` for children: the folder of our packages first, then what was there."""
+    """Return `PYTHONPATH` for children: the folder of our packages first, then the present value."""
     return os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -203,13 +203,13 @@ _ASK_SECONDS = 10.0
 
 
 def has_room(beside: Iterable[psutil.Process], *, gpu: int | None, gpu_share: float | None) -> bool:
-    """Whether a server like the one that these processes are could run beside it, in host memory and on its GPU."""
+    """Return True if a server like the one of these processes could run next to it, in host memory and on its GPU."""
     needed_bytes = _resident_bytes(beside) * _SPARE + _SPARE_BYTES
     return needed_bytes < psutil.virtual_memory().available and _gpu_has_room(gpu, gpu_share or 1.0)
 
 
 def holds_gpu_memory(pids: Iterable[int], gpu: int | None) -> bool:
-    """Whether the driver still counts memory of one of these processes on the GPU; no where there is no GPU."""
+    """Return True if the driver still counts GPU memory of one of these processes; False without a GPU."""
     users = {int(line) for line in _ask_driver("--query-compute-apps=pid", gpu) if line.isdigit()}
     return not users.isdisjoint(pids)
 
@@ -223,7 +223,7 @@ def _gpu_has_room(gpu: int | None, share: float) -> bool:
 
 
 def _ask_driver(query: str, gpu: int | None) -> list[str]:
-    """The lines of nvidia-smi's answer; none where there is no such program or GPU."""
+    """Return the lines of nvidia-smi's output; none if there is no such program or GPU."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-i", str(gpu or 0)]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True)

@@ -141,7 +141,7 @@ def _check_owner(path: Path) -> None:
 
 
 def _ask_server(server_url: str | None) -> tuple[str | None, str | None]:
-    """What `/bridge/info` names as the manifest's path, and the address that was asked."""
+    """Return the path of the manifest that `/bridge/info` names, and the address that was asked."""
     if not server_url:
         return None, None
     address = f"{server_url.rstrip('/')}/bridge/info"

@@ -164,7 +164,8 @@ def kill(run: Run, victim: str) -> str:
     run.look()
     if goes_on:
         run.wait_for(lambda: run.version > version)
-        assert not any(map(is_alive, family))
+        # A server that has handed its connections over may still be ending.
+        assert wait_until(lambda: not any(map(is_alive, family)), END_SECONDS)
         return f"went on at version {run.version} after {time.monotonic() - killed_at:.1f} s"
     code, _, error = run.launched.end(120)
     assert code == 1, error

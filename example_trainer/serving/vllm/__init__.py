@@ -1,7 +1,7 @@
 """The modules that use vLLM's private names; each name is checked when the server starts.
 
-In reading order: `compat` (which names, and why a process failed), `patches` (corrections of vLLM's errors), `worker`
-with `adapter_worker` and `broadcast_worker` (weights in vLLM's process), `load_tracing` (which tensor goes where),
-`engine_core` (its scheduler during a publish). It may import `weight_protocol`, `serving.checkpoint_shapes` and
-`errors`.
+In reading order: `compat` (which names, checked), `failure_cause` (why and with whom a process ends), `patches`
+(corrections of vLLM's errors), `worker` with `adapter_worker` and `broadcast_worker` (weights in vLLM's process),
+`load_tracing` (which tensor goes where), `engine_core` (its scheduler during a publish). It may import
+`weight_protocol`, `serving.checkpoint_shapes` and `errors`.
 """

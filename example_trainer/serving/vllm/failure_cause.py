@@ -1,4 +1,4 @@
-"""Why and when a process of the server ends: its fatal error is recorded, and it ends with its parent.
+"""The end of a process of the server: its fatal error is recorded, and it ends with its parent.
 
 vLLM writes an engine's exception only to the log, so each of vLLM's processes writes the exception that ended it to a
 file that the server has named, and the server's own error line reports it. vLLM's engine core does not watch its parent

@@ -1,0 +1,103 @@
+"""Counts the project's files that one request or one training step enters: `python tests/call_trace.py`.
+
+Every Python call is recorded, in all threads. A submission and a batch go over a real socket to a broker with a store
+in a directory; the training step runs on a tiny model, with a bridge that publishes to no server.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class CallTrace:
+    """Records the files below `folder` whose functions are called while `recording` is on."""
+
+    def __init__(self, folder: str) -> None:
+        self._prefix = str(ROOT / folder) + "/"
+        self._recording = False
+        self.files: dict[str, int] = {}
+
+    def install(self) -> None:
+        """Watch this thread and those that start later."""
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def remove(self) -> None:
+        threading.setprofile(None)  # type: ignore[arg-type]  # the stubs leave out that None takes it back
+        sys.setprofile(None)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and self._recording:
+            name = frame.f_code.co_filename
+            if name.startswith(self._prefix):
+                short = name.removeprefix(self._prefix)
+                self.files[short] = self.files.get(short, 0) + 1
+
+
+def trace_broker(folder: Path) -> dict[str, list[str]]:
+    """The broker's files entered by one submission and by one batch of a run that counts four sequences a batch."""
+    from atropos_api.broker import Broker
+    from atropos_api.client import BrokerClient
+    from atropos_api.config import BrokerConfig
+    from atropos_api.server.app import create_app
+    from atropos_api.store.factory import open_store
+    from atropos_api.testing import make_group, serve_in_thread
+    from atropos_api.wire import EnvironmentRequest, RunRequest
+
+    found = {}
+    config = BrokerConfig(store=str(folder / "store"))
+    ledger, bodies = open_store(config.store)
+    trace = CallTrace("atropos_api")
+    trace.install()
+    try:
+        app = create_app(config, Broker(ledger, bodies, settings=config.settings()))
+        with serve_in_thread(app) as url, BrokerClient(url) as client:
+            run = client.begin_run(RunRequest(name="traced", batch_size=4, max_token_length=64, num_steps=9))
+            environment = client.register_environment(
+                EnvironmentRequest(name="traced", group_size=4, max_token_length=64)
+            )
+            sys.setprofile(None)  # the client runs in this thread
+            client.submit(environment.environment_id, [make_group()], idempotency_key="first")
+            for name, call in (
+                (
+                    "submission",
+                    lambda: client.submit(environment.environment_id, [make_group()], idempotency_key="traced"),
+                ),
+                ("batch", lambda: client.get_batch(1, run_id=run.run_id, epoch=run.epoch)),
+            ):
+                trace.files = {}
+                with trace.recording():
+                    call()
+                found[name] = sorted(trace.files)
+    finally:
+        trace.remove()
+        ledger.close()
+        bodies.close()
+    return found
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, files in trace_broker(Path(folder)).items():
+            sys.stdout.write(f"{name}: {len(files)} files\n  " + "\n  ".join(files) + "\n")
+
+
+if __name__ == "__main__":
+    main()
