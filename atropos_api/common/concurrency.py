@@ -1,10 +1,8 @@
-"""Waiting in one event loop, blocking work in threads, and stop requests by signal.
+"""Waiting in one event loop, and blocking work in threads.
 
 `Condition` and `Notifier` wake waiters; `FairLock` is a lock granted in order of requests. `run_blocking` uses a daemon
 thread: anyio's and asyncio's worker threads are joined before a process exits, so one that is retrying a download keeps
-the process alive for minutes after it was told to stop; a daemon thread does not. SIGTERM and SIGINT become a stop
-request that every wait of an environment notices, with a time limit for all else. Their handlers are Python's own, not
-the event loop's: they also run while an environment's code blocks the loop.
+the process alive for minutes after it was told to stop; a daemon thread does not.
 """
 
 from __future__ import annotations
@@ -12,14 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import os
-import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from types import FrameType
+from contextlib import suppress
 from typing import TypeVar
 
 import anyio
@@ -134,76 +129,3 @@ async def run_blocking(work: Callable[[], ResultT], *, about: str) -> ResultT:
             return outcome.result()
         waited += WAIT_LINE_SECONDS
         logger.info("waiting for %s (%.0f s)", about, waited)
-
-
-NUMBERS = (signal.SIGTERM, signal.SIGINT)
-
-PATIENCE_SECONDS = 3.0
-
-SECOND_PATIENCE_SECONDS = 2.0
-
-
-class StopRequest:
-    """The stop signals that the process received: `wait_for` waits for a number of them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.number: signal.Signals | None = None
-        self.patience_seconds = PATIENCE_SECONDS
-        """Time that the orderly end may take, from the first signal on; code that has work to save increases it."""
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-        self._timer: threading.Timer | None = None
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code 128 + the number of the first signal, as a shell counts it."""
-        return 128 + (self.number or 0)
-
-    async def wait_for(self, count: int) -> None:
-        """Wait until the process has received this number of signals."""
-        while self.count < count:
-            event = asyncio.Event()
-            entry = (asyncio.get_running_loop(), event)
-            self._waiting.append(entry)
-            try:
-                if self.count < count:  # a signal before the entry was in the list has set no event
-                    await event.wait()
-            finally:
-                self._waiting.remove(entry)
-
-    def note(self, number: int, frame: FrameType | None = None) -> None:  # noqa: ARG002 - the form of a signal handler
-        self.count += 1
-        self.number = self.number or signal.Signals(number)
-        self.allow(self.patience_seconds if self.count == 1 else SECOND_PATIENCE_SECONDS)
-        for loop, event in list(self._waiting):
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(event.set)
-
-    def allow(self, seconds: float) -> None:
-        """Limit the time for the end, from now on; after it the process exits at once."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = threading.Timer(seconds, self._end, (seconds,))
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _end(self, seconds: float) -> None:
-        # Not through logging: the blocked thread may hold its lock.
-        os.write(
-            2, f"what is under way did not end within {seconds:.0f} s of the signal; ended as it stands\n".encode()
-        )
-        os._exit(self.exit_code)
-
-
-@contextmanager
-def listen_for_stop() -> Iterator[StopRequest]:
-    """Handle SIGTERM and SIGINT inside the block; a running limit continues after it, since threads can also block the
-    exit.
-    """
-    request = StopRequest()
-    before = {number: signal.signal(number, request.note) for number in NUMBERS}
-    try:
-        yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -31,9 +31,9 @@ from environments.sdk.inference.server import OpenAIServer
 from environments.sdk.inference.vllm import VllmServer as VLLMServer
 from environments.sdk.session.openai_client import ManagedServerAdapter
 from environments.sdk.session.openai_proxy import SessionProxy
-from environments.sdk.session.sequences import SequenceNode
 from environments.sdk.session.session import ManagedSession as ManagedServer
 from environments.sdk.session.session import TextSession as DummyManagedServer
+from environments.sdk.session.token_sequences import SequenceNode
 from environments.sdk.tokenizer import load_tokenizer
 
 __all__ = [

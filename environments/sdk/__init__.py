@@ -12,8 +12,8 @@ from environments.sdk.base_env import BaseEnv
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, EvalHandlingEnum, ServerBaseline
 from environments.sdk.errors import EnvironmentsError, ItemDropped
 from environments.sdk.groups import Item, Message, ScoredDataGroup, ScoredDataItem, scored_group, scored_item
-from environments.sdk.session.sequences import SequenceNode
 from environments.sdk.session.session import ManagedSession
+from environments.sdk.session.token_sequences import SequenceNode
 
 __all__ = [
     "APIServerConfig",

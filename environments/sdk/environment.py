@@ -37,7 +37,7 @@ from environments.sdk.reporting import (
     run_name,
 )
 from environments.sdk.server_manager import ServerManager
-from environments.sdk.session.sequences import NOT_TRAINED, current_journal
+from environments.sdk.session.token_sequences import NOT_TRAINED, current_journal
 from environments.sdk.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

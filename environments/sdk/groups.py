@@ -12,7 +12,7 @@ from typing import Any, NotRequired, TypedDict, cast
 
 from atropos_api.wire.groups import Group, Span
 from environments.sdk.reporting import EQUAL_SCORES, GROUP_SIZE, TOO_LONG, Rejection
-from environments.sdk.session.sequences import ESTIMATED, SampleLog, SequenceNode
+from environments.sdk.session.token_sequences import ESTIMATED, SampleLog, SequenceNode
 
 Item = Any
 """The type of what `get_next_item` returns: anything that the environment understands."""

@@ -26,7 +26,7 @@ from atropos_api.common.concurrency import Condition
 from atropos_api.common.files import free_path, write_whole
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import DropReport
-from environments.sdk.session.sequences import NOT_TRAINED
+from environments.sdk.session.token_sequences import NOT_TRAINED
 
 KEPT_TIMINGS = 1000
 

@@ -26,7 +26,7 @@ from environments.rewards.gold_check import GoldItem
 from environments.rewards.math import reference
 from environments.rewards.protocol import GoldUnparsable
 from environments.sdk import BaseEnv, BaseEnvConfig, ItemDropped, ScoredDataGroup, SequenceNode
-from environments.sdk.session.sequences import current_split
+from environments.sdk.session.token_sequences import current_split
 from environments.tasks.data import DataFields, Draws, Question
 
 SHIPPED = Path(__file__).resolve().parent.parent / "prompts"

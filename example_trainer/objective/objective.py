@@ -1,9 +1,6 @@
 """The objective of a run: it joins the package's pure functions with the options, a reference policy and saved state.
 
-The reference policy needs no second model in memory. It is the policy at the run's start, kept as a copy of the trained
-weights; with adapters the base with the adapter off, at no cost; or another checkpoint of the same architecture. A swap
-makes the current policy the reference. Reference logprobs are computed before a batch's first update, by the same
-forward as the policy's own. The state kept between batches is the KL coefficient and a swapped-in reference.
+The state kept between batches is the KL coefficient and a swapped-in reference.
 
 A user-defined loss is named by its import path:
 
@@ -19,109 +16,26 @@ per trained token; the trainer adds averaging, KL and entropy terms, and masks.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from atropos_api.common import metric_names as names
-from example_trainer.errors import ModelNotFound, UnusableLoss
+from example_trainer.errors import UnusableLoss
 from example_trainer.modeling.micro_batches import Row
 from example_trainer.objective.losses import LossInputs, LossSettings, OwnLoss, loss_terms
 from example_trainer.objective.metrics import policy_metrics
 from example_trainer.objective.ratios import KlController, teacher_credits
+from example_trainer.objective.reference_policy import Reference, Score
 from example_trainer.state import ObjectiveState
 
 if TYPE_CHECKING:
     from example_trainer.config import TrainingConfig
     from example_trainer.modeling.policy import Policy
     from example_trainer.objective.losses import Targets
-
-Score = Callable[[Sequence[Row], "Targets"], Tensor]
-"""A function that returns `[N]` logprobs of rows under the current weights, NaN outside these rows."""
-
-
-class Reference:
-    """The reference policy: frozen weights, or None as long as the base with adapters off is the reference."""
-
-    def __init__(self, policy: Policy, *, model_name: str | None = None, update_interval: int = 0) -> None:
-        self._policy = policy
-        self._interval = update_interval
-        self.swapped = False
-        """True if the weights are no longer those that a new run would begin with."""
-        self.weights: dict[str, Tensor] | None = None
-        if model_name is not None:
-            self.weights = _load_weights(policy, model_name)
-        elif not policy.has_adapter:
-            self.weights = policy.snapshot()
-
-    def logprobs(self, rows: Sequence[Row], targets: Targets, score: Score) -> Tensor:
-        """Return `[N]` reference logprobs: those from the environment, and computed ones for rows without them."""
-        given = targets.reference_logprobs
-        if given is None:
-            given = torch.full((len(targets),), torch.nan, device=targets.labels.device)
-        missing = [row for row in rows if bool(given[row.first_target].isnan())]
-        # Called even if nothing is missing here: with sharded weights the other ranks' forwards need this rank.
-        with self._in_place(), torch.no_grad():
-            scored = score(missing, targets)
-        return torch.where(given.isnan(), scored, given)
-
-    def after_step(self, step: int) -> None:
-        """Make the policy the new reference if the update interval ends at this step."""
-        if self._interval and step % self._interval == 0:
-            self.swap()
-
-    def swap(self) -> None:
-        """Make a copy of the current policy the reference from now on."""
-        self.weights = self._policy.snapshot()
-        self.swapped = True
-
-    def restore(self, weights: dict[str, Tensor]) -> None:
-        """Load the weights of a reference that was swapped in before the resume."""
-        self.weights = {name: _held(self._policy, name, weight) for name, weight in weights.items()}
-        self.swapped = True
-
-    def _in_place(self) -> AbstractContextManager[None]:
-        if self.weights is None:
-            return self._policy.without_adapter()
-        return self._policy.with_weights(self.weights)
-
-
-def _held(policy: Policy, name: str, weight: Tensor) -> Tensor:
-    """Return the part of a whole weight that this process keeps: its shard if the policy is sharded."""
-    if not policy.is_sharded:
-        return weight.to(policy.device)
-    from example_trainer.modeling.fsdp import shard_like
-
-    return shard_like(weight, policy.masters[name])
-
-
-def _load_weights(policy: Policy, model_name: str) -> dict[str, Tensor]:
-    """Return the trained weights of another checkpoint, by the policy's own names and in its served dtype."""
-    from example_trainer.model import load_policy
-    from example_trainer.modeling.loading import PolicyOptions, Sharding
-
-    if model_name.startswith((".", "/", "~")) and not Path(model_name).expanduser().is_dir():
-        raise ModelNotFound(
-            f"--ref-model {model_name}: no such directory; name a checkpoint of the policy's architecture"
-        )
-    dtype = str(policy.dtype).removeprefix("torch.")
-    sharding = Sharding() if policy.is_sharded else None
-    options = PolicyOptions(
-        model_name=model_name, dtype=dtype, device=str(policy.device), master_weights="none", sharding=sharding
-    )
-    other = load_policy(options).snapshot()
-    for name, master in policy.masters.items():
-        if name not in other or other[name].shape != master.shape:
-            raise ModelNotFound(
-                f"--ref-model {model_name} has no {name} of shape {tuple(master.shape)}; the reference needs the "
-                "policy's architecture"
-            )
-    return {name: other[name] for name in policy.masters}
 
 
 def load_own_loss(name: str) -> OwnLoss:

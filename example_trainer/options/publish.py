@@ -14,6 +14,8 @@ InFlight = Literal["drain", "recompute", "finish", "keep_kv"]
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks for which vLLM has buffers."""
 USUAL_STALENESS = 2
+DRAIN_SECONDS = 0.5
+"""Default time that running requests get to end before a publish writes weights."""
 _SYNC_CHECKS = {"every": 1, "off": 0}
 
 
@@ -65,7 +67,7 @@ class PublishOptions(BaseModel):
         json_schema_extra=SECRET,
     )
     drain_seconds: float = Field(
-        0.5, ge=0.0, description="Time that running requests get to end under the old weights."
+        DRAIN_SECONDS, ge=0.0, description="Time that running requests get to end under the old weights."
     )
     in_flight: InFlight = Field("drain", description="What a publish does with requests that are running.")
     sync_budget: float = Field(

@@ -25,7 +25,7 @@ from fastapi.routing import APIRoute
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from example_trainer.options.publish import InFlight
+from example_trainer.options.publish import DRAIN_SECONDS, InFlight
 from example_trainer.serving.auth import holds_token, require_token
 from example_trainer.serving.problems import Problem, engine_problems
 from example_trainer.serving.state import ServerState, State
@@ -37,7 +37,7 @@ class BeginPublish(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     lease_seconds: float = Field(30.0, gt=0, le=600)
-    drain_seconds: float = Field(0.5, ge=0, le=600)
+    drain_seconds: float = Field(DRAIN_SECONDS, ge=0, le=600)
     in_flight: InFlight = "drain"
     publish_id: str | None = Field(None, min_length=16, max_length=64)
 
@@ -57,7 +57,7 @@ class Reload(BaseModel):
 
     path: str
     version: int = Field(ge=0, le=LARGEST_VERSION)
-    drain_seconds: float = Field(0.5, ge=0, le=600)
+    drain_seconds: float = Field(DRAIN_SECONDS, ge=0, le=600)
 
 
 def make_bridge_router() -> APIRouter:

@@ -25,7 +25,7 @@ from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, Se
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.policy import Policy
-from example_trainer.options.publish import InFlight
+from example_trainer.options.publish import DRAIN_SECONDS, InFlight
 from example_trainer.processes.ports import free_port
 from example_trainer.weight_protocol.client import Fence, NotYet, ServerClient, ServerInfo, check_host, wait_for
 from example_trainer.weight_protocol.manifest import read_token
@@ -55,7 +55,7 @@ class BroadcastOptions:
     server_urls: Sequence[str]
     bridge_token: str | None = None
     wait_timeout_seconds: float = 600.0
-    drain_seconds: float = 0.5
+    drain_seconds: float = DRAIN_SECONDS
     in_flight: InFlight = "drain"
     lease_seconds: float = 60.0
     sync_budget: float = 0.2

@@ -29,7 +29,7 @@ from example_trainer.errors import CannotShare, PublishFailed, ServerRefused, Se
 from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.policy import Policy
-from example_trainer.options.publish import InFlight
+from example_trainer.options.publish import DRAIN_SECONDS, InFlight
 from example_trainer.weight_protocol.client import Fence, ServerClient
 from example_trainer.weight_protocol.shm_header import WriteRefused
 from example_trainer.weights.attachment import Attachment, attach
@@ -135,7 +135,7 @@ class SharedOptions:
     bridge_token: str | None = None
     wait_timeout_seconds: float = 600.0
     forwards_from_masters: bool = False
-    drain_seconds: float = 0.5
+    drain_seconds: float = DRAIN_SECONDS
     in_flight: Literal["drain", "recompute", "finish", "keep_kv"] = "drain"
     lease_seconds: float = 30.0
     sync_budget: float = 0.2

@@ -18,7 +18,7 @@ _REDACTED = "unit/common/test_redaction.py::test_"
 _TOKENS = "unit/common/test_token_file.py::test_"
 _WHOLE = "unit/common/test_whole_files.py::test_"
 _CHILDREN = f"{_TESTS}test_supervisor.py::test_"
-_SWEPT = f"{_TESTS}test_leftovers_and_ports.py::test_"
+_SWEPT = f"{_TESTS}test_cleanup_and_ports.py::test_"
 _KEPT = f"{_TESTS}test_run_dir_and_summary.py::test_"
 _SETTINGS = f"{_TESTS}test_run_file.py::test_"
 _CHECKPOINTED = "unit/trainer/test_checkpointing.py::test_"
@@ -230,7 +230,7 @@ LAUNCHER: tuple[Mutant, ...] = (
         "example_trainer/monitoring/trackers.py",
         'complete, newline, _ = grown.rpartition(b"\\n")',
         'complete, newline, _ = grown, b"", b""',
-        f"{_TESTS}test_feed_and_progress.py::test_a_row_still_being_written_is_left_for_the_next_look",
+        f"{_TESTS}test_progress.py::test_a_row_still_being_written_is_left_for_the_next_look",
     ),
     Mutant(
         "the earlier file wins",

@@ -18,7 +18,7 @@ _COURSE = "example_trainer/objective/cs336.py"
 _DATA = "example_trainer/data.py"
 _TRAINING = "example_trainer/training.py"
 _SHARES = "example_trainer/distributed/rank_shares.py"
-_REFERENCE = "example_trainer/objective/objective.py"
+_REFERENCE = "example_trainer/objective/reference_policy.py"
 _OBJECTIVE = "example_trainer/objective/objective.py"
 
 _CLIP_TABLE = "unit/trainer/test_losses.py::test_the_clip_stops_gradients_exactly_where_ppo_does"

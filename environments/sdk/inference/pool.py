@@ -11,9 +11,9 @@ import anyio
 
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import RequestRefused
+from environments.sdk.inference.retries import ServerUnavailable
 from environments.sdk.inference.sampling import Failover, OnTokens, PromptLogprobs, Sample, Sampling, Split, count_of
 from environments.sdk.inference.server import HttpServer
-from environments.sdk.inference.server_channel import ServerUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from atropos_api.common.identity import fingerprint
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceRefused, TokenizerMismatch, TokensUnavailable
 from environments.sdk.inference.http_transport import Transport
+from environments.sdk.inference.retries import ServerChannel
 from environments.sdk.inference.sampling import (
     OPENAI_ONLY,
     Failover,
@@ -30,7 +31,6 @@ from environments.sdk.inference.sampling import (
     Sampling,
     Split,
 )
-from environments.sdk.inference.server_channel import ServerChannel
 
 if TYPE_CHECKING:
     from environments.sdk.inference.sampling import Failover

@@ -20,7 +20,6 @@ import anyio
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from atropos_api.common.cliconfig import ConfigError, load_config, nearest
-from atropos_api.common.concurrency import StopRequest, listen_for_stop
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.identity import server_stem
 from atropos_api.common.logs import setup_logging
@@ -28,6 +27,7 @@ from atropos_api.common.secrets import TokenSource
 from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list, slurm_servers
 from environments.sdk.environment import Environment
 from environments.sdk.errors import innermost
+from environments.sdk.runtime.stopping import StopRequest, listen_for_stop
 from environments.sdk.server_manager import MAX_N_COMPLETIONS
 
 logger = logging.getLogger(__name__)

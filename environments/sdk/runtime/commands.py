@@ -26,7 +26,7 @@ from environments.sdk.group_files import write_page
 from environments.sdk.groups import GroupRules
 from environments.sdk.reporting import holds_results
 from environments.sdk.runtime.rollouts import Delivery, RolloutRunner
-from environments.sdk.session.sequences import keep_journal
+from environments.sdk.session.token_sequences import keep_journal
 from environments.sdk.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)

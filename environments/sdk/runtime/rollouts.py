@@ -26,7 +26,7 @@ from environments.sdk.errors import EnvironmentsError, ItemDropped, RolloutsKeep
 from environments.sdk.group_files import Chats, GroupFile, RecentGroups
 from environments.sdk.groups import GroupRules, Item, as_groups, to_wire
 from environments.sdk.reporting import FAILED, NO_GROUP, TIMED_OUT, Rejection, last_answer, one_line, quoted
-from environments.sdk.session.sequences import SampleLog, current_journal, keep_journal, messages_of
+from environments.sdk.session.token_sequences import SampleLog, current_journal, keep_journal, messages_of
 
 if TYPE_CHECKING:
     from environments.sdk.environment import Environment

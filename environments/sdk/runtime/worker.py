@@ -14,7 +14,6 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
-from atropos_api.common.concurrency import StopRequest, listen_for_stop
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import EnvironmentRequest, Pacing
 from environments.sdk.config import EvalHandlingEnum
@@ -25,6 +24,7 @@ from environments.sdk.reporting import REFUSED, UNSENT, Rejection, last_answer, 
 from environments.sdk.runtime.broker_session import BrokerConnection
 from environments.sdk.runtime.commands import evaluates, prepare, run_evaluation
 from environments.sdk.runtime.rollouts import Delivery, RolloutRunner
+from environments.sdk.runtime.stopping import StopRequest, listen_for_stop
 
 if TYPE_CHECKING:
     from atropos_api.client import AsyncBrokerClient

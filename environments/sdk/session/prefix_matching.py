@@ -23,7 +23,7 @@ from environments.sdk.session.messages import (
     read_messages,
     text_of,
 )
-from environments.sdk.session.sequences import SequenceNode
+from environments.sdk.session.token_sequences import SequenceNode
 from environments.sdk.tokenizer import Codec
 
 logger = logging.getLogger(__name__)

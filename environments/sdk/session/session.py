@@ -34,7 +34,7 @@ from environments.sdk.session.openai_types import (
     text_logprobs,
 )
 from environments.sdk.session.prefix_matching import Chat, DriftLog, Prompt, Prompter
-from environments.sdk.session.sequences import ESTIMATED, SequenceNode, current_split, record
+from environments.sdk.session.token_sequences import ESTIMATED, SequenceNode, current_split, record
 from environments.sdk.session.turns import DeltaWriter, OnDelta, SampleReader, Turn
 from environments.sdk.tokenizer import Codec
 from environments.sdk.tools import ToolParser, expected_call, tool_parser

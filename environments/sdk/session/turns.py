@@ -15,7 +15,7 @@ from typing import Any
 from environments.sdk.inference.sampling import Sample, Sampling, Split
 from environments.sdk.session.openai_types import AssistantMessage, TokenLogprob
 from environments.sdk.session.prefix_matching import Chat, Prompt
-from environments.sdk.session.sequences import SequenceNode, grow
+from environments.sdk.session.token_sequences import SequenceNode, grow
 from environments.sdk.tokenizer import Codec
 from environments.sdk.tools import JsonParser, ParsedText, ToolParser, overlap
 

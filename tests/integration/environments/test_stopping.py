@@ -17,7 +17,8 @@ ENDS_WITHIN_SECONDS = 12.0  # an orderly end takes less than one, a blocked one 
 WAITING = """
 import sys, time
 from pathlib import Path
-from environments.sdk import BaseEnv, preparing
+from environments.sdk import BaseEnv
+from environments.sdk.runtime import commands
 from atropos_api.common.concurrency import run_blocking
 
 def wait(*_):
@@ -38,7 +39,7 @@ class Waiting(BaseEnv):
         return None, []
 
 if {what!r} == "tokenizer":
-    preparing.load_tokenizer = wait
+    commands.load_tokenizer = wait
 Waiting.cli()
 """
 

@@ -6,7 +6,7 @@ from atropos_api.wire.columns_groups import encode_submission
 from environments.sdk.config import BaseEnvConfig
 from environments.sdk.groups import GroupRules, group_items, to_wire
 from environments.sdk.reporting import EQUAL_SCORES, Rejection
-from environments.sdk.session.sequences import SampleLog, SequenceNode
+from environments.sdk.session.token_sequences import SampleLog, SequenceNode
 
 RULES = GroupRules(group_size=2, max_token_length=16, ensure_scores_are_not_same=True)
 

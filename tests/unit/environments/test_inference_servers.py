@@ -9,7 +9,7 @@ from environments.sdk.errors import InferenceRefused, InferenceUnavailable, Toke
 from environments.sdk.inference.http_transport import Response
 from environments.sdk.inference.sampling import Reasoning, Sampling
 from environments.sdk.server_manager import ServerManager
-from environments.sdk.session.sequences import keep_journal
+from environments.sdk.session.token_sequences import keep_journal
 from environments.sdk.testing import FakeInference, InProcess, logprob_of, served
 from environments.sdk.testing_servers import FakeOpenAI, FakeSglang, FakeTrl
 
@@ -266,7 +266,7 @@ async def test_the_least_loaded_server_is_asked(tokenizer):
 
 
 async def test_a_server_that_is_out_is_left_for_another_and_used_again_later(tokenizer, monkeypatch):
-    monkeypatch.setattr("environments.sdk.inference.server_channel.FIRST_AVOIDED_SECONDS", 0.05)
+    monkeypatch.setattr("environments.sdk.inference.retries.FIRST_AVOIDED_SECONDS", 0.05)
     farm = farm_of(tokenizer, "one", "two")
     servers = manager(tokenizer, config("vllm", "http://one"), config("vllm", "http://two"), transport=farm)
     farm.out = {"one"}

@@ -17,7 +17,7 @@ from environments.commands import load_environment, run_installed
 from environments.scaffold import write_environment
 from environments.sdk.rehearsal import Rehearsal
 from environments.sdk.runtime.commands import evaluate_alone
-from environments.sdk.session.sequences import messages_of
+from environments.sdk.session.token_sequences import messages_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "howto" / "your-own-environment.md"
 

@@ -118,7 +118,7 @@ async def test_the_environment_of_the_tool_is_not_the_codes(tool, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     code = "import os; sorted(set(os.environ) - {'LC_CTYPE', 'PWD'})"
     found = (await tool.run(code)).as_text()
-    assert found == "['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH', 'TMPDIR']"
+    assert found == "['HOME', 'LANG', 'MALLOC_ARENA_MAX', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH', 'TMPDIR']"
     new = PythonTool(mechanisms=(), require_isolation=False)
     await new.run("1")
     assert [set(psutil.Process(supervisor.pid).environ()) for supervisor in new._supervisors] == [{"LANG"}]

@@ -14,7 +14,7 @@ from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import ItemDropped
 from environments.sdk.runtime.commands import evaluate_alone, process, validate
 from environments.sdk.server_manager import ServerManager
-from environments.sdk.session.sequences import keep_journal
+from environments.sdk.session.token_sequences import keep_journal
 from environments.sdk.testing import FakeInference, InProcess
 from environments.tasks.question_env import PromptTemplateUnusable
 

@@ -8,7 +8,7 @@ import pytest
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import InferenceHostUnknown, InferenceRefused, InferenceUnavailable
 from environments.sdk.inference.http_transport import Response
-from environments.sdk.inference.server_channel import ServerChannel
+from environments.sdk.inference.retries import ServerChannel
 
 pytestmark = pytest.mark.anyio
 

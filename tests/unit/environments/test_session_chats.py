@@ -11,8 +11,8 @@ from environments.sdk.errors import ToolParserUnknown
 from environments.sdk.inference.vllm import VllmServer
 from environments.sdk.session.openai_client import ManagedServerAdapter
 from environments.sdk.session.prefix_matching import DriftLog
-from environments.sdk.session.sequences import NOT_TRAINED
 from environments.sdk.session.session import ManagedSession
+from environments.sdk.session.token_sequences import NOT_TRAINED
 from environments.sdk.testing import FakeInference, InProcess
 from environments.sdk.testing_servers import TEMPLATES, make_chat_tokenizer
 from environments.sdk.tools import HermesParser, JsonParser, ToolCall, tool_parser

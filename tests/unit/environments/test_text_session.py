@@ -6,7 +6,7 @@ from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import RequestRefused, TokensUnavailable
 from environments.sdk.groups import scored_group, to_wire
 from environments.sdk.server_manager import ServerManager
-from environments.sdk.session.sequences import ESTIMATED, NOT_TRAINED, SampleLog, keep_journal
+from environments.sdk.session.token_sequences import ESTIMATED, NOT_TRAINED, SampleLog, keep_journal
 from environments.sdk.testing import InProcess
 from environments.sdk.testing_servers import FakeOpenAI
 

@@ -18,7 +18,7 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.micro_batches import LayoutKind
 from example_trainer.modeling.model_support import choose_layout
-from example_trainer.objective.objective import Reference
+from example_trainer.objective.reference_policy import Reference
 from example_trainer.testing import Sampler, make_tiny_model
 from example_trainer.training import Learner
 

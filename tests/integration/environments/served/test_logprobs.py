@@ -72,7 +72,7 @@ def rollouts(served, writer, data, programs, begin_training, rollouts_of):
         for name, (module, *flags) in SETTINGS.items()
     ]
     found = {name: [] for name in SETTINGS}
-    while min(sum(len(rollout.trained) for rollout in each) for each in found.values()) < TOKENS:
+    while not all(has_enough(each) for each in found.values()):
         groups = trainer.step()
         names = {entry["environment_id"]: entry["name"] for entry in trainer.client.status()["environments"]}
         for group in groups:
@@ -87,11 +87,19 @@ def rollouts(served, writer, data, programs, begin_training, rollouts_of):
     return found
 
 
+def has_enough(rollouts):
+    """On a busy machine an environment may have the tokens of three versions late."""
+    return sum(len(rollout.trained) for rollout in rollouts) >= TOKENS and len(versions_of(rollouts)) >= 3
+
+
+def versions_of(rollouts):
+    return {version for rollout in rollouts for _, _, version in rollout.spans}
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_trainer_recomputes_every_logprob_under_the_version_it_is_stamped_with(rollouts, differences, name):
     """R5: in fp32 at most 1e-4 and 5e-6 in the mean; under another version they are far apart."""
-    versions = {version for rollout in rollouts[name] for _, _, version in rollout.spans}
-    assert len(versions) >= 3
+    versions = versions_of(rollouts[name])
     assert None not in versions
     errors = torch.cat([differences(rollouts[name], version) for version in versions])
     assert len(errors) == sum(len(rollout.trained) for rollout in rollouts[name]) >= TOKENS

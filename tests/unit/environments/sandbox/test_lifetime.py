@@ -48,7 +48,7 @@ def wait_until(holds, seconds=15):
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(0.002)
 
 
 @pytest.fixture

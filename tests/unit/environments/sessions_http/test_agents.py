@@ -9,8 +9,8 @@ import pytest
 from environments.arithmetic_server import ArithmeticEnv
 from environments.sdk.config import SessionSettings
 from environments.sdk.runtime.cli import read_command
-from environments.sdk.session.sequences import NOT_TRAINED, keep_journal
 from environments.sdk.session.served import SessionsNotServed
+from environments.sdk.session.token_sequences import NOT_TRAINED, keep_journal
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ from environments.sdk.errors import RequestRefused, SamplingNotTrainable
 from environments.sdk.inference.sampling import TRUNCATING
 from environments.sdk.session.openai_client import ManagedServerAdapter
 from environments.sdk.session.openai_requests import FIELDS, REFUSED, read_request
-from environments.sdk.session.sequences import keep_journal
+from environments.sdk.session.token_sequences import keep_journal
 
 pytestmark = pytest.mark.anyio
 
