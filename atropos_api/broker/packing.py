@@ -80,7 +80,7 @@ def _choose_oldest(lanes: Sequence[Lane], target: int, size: int) -> list[GroupR
 def can_fill(sizes: Iterable[int], target: int, *, containing: int, at_most: Mapping[int, int] | None = None) -> bool:
     """Return True if groups of `sizes`, in any number, can add up to `target` with one of `containing` among them.
 
-    `at_most` adds sizes of which only the given number is available; without it, any number of `containing` is.
+    `at_most` gives further sizes and how many groups of each exist; without it, `containing` is unlimited.
     """
     missing = target - containing
     if missing < 0:
@@ -210,7 +210,7 @@ class CountedLane:
 
 
 def lanes_in_unit(run: RunRow, lanes: Sequence[Lane]) -> Sequence[Lane]:
-    """Return the lanes as the choice of a batch of `run` counts them."""
+    """Return the lanes in the run's unit: as they are in sequences, or wrapped so that each group counts as one."""
     return lanes if run.unit == "sequences" else [CountedLane(lane, lane.env_id) for lane in lanes]
 
 

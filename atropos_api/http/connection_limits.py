@@ -96,7 +96,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        # A lost connection resumes the writers too, but not by this call.
+        # Called only once the buffer has drained: when a connection is lost, uvicorn wakes its writers another way.
         self.unwritten = False
         super().resume_writing()
 

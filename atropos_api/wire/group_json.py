@@ -1,7 +1,7 @@
 """Groups submitted as JSON: each is checked once and kept as the text that will be delivered.
 
-The text is a JSON object in the order of the contract, all fourteen keys present. It is open at its end, so that `seal`
-can append `received_version` without touching the rest. No payload becomes Python objects.
+The text is a JSON object in the order of the contract, all fourteen keys present. Its closing brace is left out, so
+that `seal` can append `received_version` without touching the rest. No payload becomes Python objects.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _check_free_fields(texts: dict[str, bytes], size: int, where: str) -> None:
     for key in (*_FREE_KEYS, *sorted(texts.keys() - _OPEN_KEYS)):
         text = texts.get(key, _NULL)
         if text in _EMPTY:
-            # A trainer that decodes by type accepts no list here, though some clients send [] for nothing.
+            # Some clients send [] for an empty value; a trainer that decodes by type rejects a list here.
             if key in _OBJECTS and key in texts:
                 texts[key] = _NULL
             continue

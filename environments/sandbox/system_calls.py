@@ -1,7 +1,7 @@
 """The filter of system calls (seccomp) for code in the sandbox, as a BPF program for the kernel.
 
 Namespaces hide what is outside; the filter blocks calls by which code could bypass them, make new ones, or allocate
-memory that counts for no process. Calls that are not named here are allowed, except calls newer than `LAST_KNOWN`.
+memory that is charged to no process. Calls that are not named here are allowed, except calls newer than `LAST_KNOWN`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "modify_ldt": (154, None),
     "lookup_dcookie": (212, 18),
     "nfsservctl": (180, 42),
-    # Memory that belongs to no process
+    # Memory that is charged to no process
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),

@@ -115,8 +115,8 @@ logger = logging.getLogger(__name__)
 class RecentGroups:
     """A file of the newest groups as JSON lines: at most twice `keep` groups while open, the newest `keep` once closed.
 
-    Fewer groups are kept if they are long: the file has at most twice `most_bytes`. A resumed run continues its file. A
-    write that fails, for example on a full disk, ends the keeping of groups and nothing else.
+    Fewer groups are kept if they are long: the file has at most twice `most_bytes`. A resumed run continues its file.
+    If a write fails, for example on a full disk, no more groups are kept; the environment goes on.
     """
 
     def __init__(

@@ -198,7 +198,7 @@ def _environment_block() -> str:
 
 
 def _plain(template: str) -> str:
-    """Return a sign's message with its fields as words."""
+    """Return a health sign's message with `{metrics[name]:format}` shortened to `{name:format}`, for the page."""
     return template.replace("{metrics[", "{").replace("]:", ":")
 
 

@@ -35,7 +35,7 @@ VARYING = ("time/", "perf/")
 """Prefixes of the metrics that are not a function of batch, weights and settings."""
 
 NOT_A_REPLAY_S = frozenset({"run_dir", "save_path", "log_dir", "resume", "rollout_batch_size", "train_batch_size"})
-"""Recorded settings that a replay ignores: where the run wrote, `resume`, and two sizes that are recorded resolved."""
+"""Recorded settings that a replay ignores: where the run wrote, `resume`, and two batch sizes, recorded as computed."""
 
 
 class ReplayOptions(TrainingConfig):
@@ -129,7 +129,7 @@ def reproducible(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _name_first_version(train_step: TrainStep, batch: Batch) -> None:
-    """Record the version of the model itself, the run's first: the lowest that its first batch was sampled under."""
+    """Record the run's first version, which is the model as it is without a checkpoint: the batch's lowest one."""
     spans = [span for group in batch.groups for row in group.policy_versions or () for span in row]
     versions = [version for _, _, version in spans if version is not None]
     if versions:

@@ -28,7 +28,7 @@ class LocalBase:
     @property
     def spec(self) -> ChildSpec:
         command = (sys.executable, "-m", "example_trainer.tiny", "--task", self.task, "--seed", str(self.seed))
-        # Two threads, as the recipe was measured; nothing else runs meanwhile.
+        # Two threads, because the recipe was measured with two; no other program of the launcher runs now.
         return ChildSpec(
             name=BASE_MODEL,
             command=command,

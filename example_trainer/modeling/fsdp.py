@@ -171,7 +171,7 @@ def load_spread(
 
 
 def _sliced(tensor: torch.Tensor, like: Any, *, source_rank: int | None) -> DTensor:
-    """Shard a whole tensor as `like` is, from the values of `source_rank`, or with None from every rank's own."""
+    """Shard a whole tensor as `like` is. The values are those of `source_rank`; None: each rank slices its own copy."""
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=source_rank)
 
 

@@ -175,7 +175,7 @@ def _surrogate(inputs: LossInputs, settings: LossSettings) -> Tensor:
 
 
 def _weighed_by_sampler(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """Return the loss for truncated sampling, which biases the ratio to the sampler: weighted, never clipped."""
+    """Return the loss for top-p or like sampling: its biased ratio to the sampler is a truncated weight, no clip."""
     ratios = log_ratios(inputs.logprobs, inputs.rollout_logprobs, settings.log_ratio_clamp).exp()
     return weighted_losses(
         inputs.logprobs, truncated_weights(ratios, settings.tis_floor, settings.tis_cap), inputs.advantages

@@ -71,7 +71,7 @@ class ChildSpec:
     restarts: int = 0
     """The number of restarts allowed after failures."""
     secret_settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Settings for no record and no command line; the program reads them from a file that is removed at the end."""
+    """Secret settings, kept out of records and command lines: the program reads them from a temporary file."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,7 @@ def version_spans(output: Any, adapter: Any = None) -> Spans:
     """Return `[start, end, version]` spans over the output's tokens: the adapter's version, or the engine's stamps."""
     tokens = len(output.token_ids)
     if adapter is not None and output.weight_versions is not None:
-        tokens = max((span.end for span in output.weight_versions), default=0)  # a stream's last piece is not the whole
+        tokens = max((span.end for span in output.weight_versions), default=0)  # a stream's last chunk is not all
         return [[0, tokens, adapter.version]] if tokens else []
     if output.weight_versions is None:
         return [[0, tokens, None]] if tokens else []
@@ -75,8 +75,8 @@ def prompt_logprobs(logprobs: Any) -> list[dict[str, float] | None]:
 class Replies:
     """Builds answers.
 
-    `exact` is True if each token was computed under its version alone; it is None, and left out, while no publish has
-    let running requests keep their computed KV.
+    `exact` is True if each token was computed under its version alone. It is None, and omitted, until some publish has
+    kept the KV cache of running requests: before that every answer is exact.
     """
 
     def __init__(self, *, boot_id: str, tokenizer: Any) -> None:

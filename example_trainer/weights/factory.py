@@ -20,7 +20,7 @@ def policy_options(config: TrainingConfig) -> PolicyOptions:
     from example_trainer.modeling.loading import PolicyOptions, Sharding
     from example_trainer.modeling.lora import adapter_options
 
-    # An adapter is small and its base stands still: each rank has both whole, and gradients alone are summed.
+    # An adapter is small and its base is frozen, so every rank holds both unsharded; only gradients are summed.
     is_sharded = config.world_size > 1 and not config.trains_adapter
     return PolicyOptions(
         model_name=config.model_name,

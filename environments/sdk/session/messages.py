@@ -120,7 +120,10 @@ class Conversation:
     """The rendered chat up to the beginning of the last sample, with placeholders for earlier samples."""
 
     def is_continued_by(self, keys: Sequence[Key], *, open_end: bool) -> bool:
-        """Return True if a chat with these keys begins with this one and adds to it, or leaves its end open."""
+        """Return True if a chat with these keys begins with this one and has more messages.
+
+        With `open_end` (the request ends in an assistant message to be completed) as many messages are enough.
+        """
         count = len(self.keys)
         if len(keys) < count or (len(keys) == count and not open_end):
             return False
