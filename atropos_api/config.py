@@ -24,34 +24,36 @@ class BrokerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    host: str = Field("127.0.0.1", description="Address to listen on; anything but loopback asks for a token")
+    host: str = Field("127.0.0.1", description="Address to listen on; any but loopback requires a token")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
     reload: bool = Field(False, description="Restart when the source changes (for work on the broker itself)")
     store: str = Field(
         "./atropos-data",
-        description="Directory for groups and runs, the word memory, or redis://host:port/database: there a second "
-        "broker stands by and takes over when the first is gone",
+        description="Directory for groups and runs, the word memory, or redis://host:port/database; on Redis, a "
+        "second broker stands by and takes over if the first one fails",
     )
     lease: float = Field(
-        10.0, ge=0.5, description="Seconds after which a standby takes over from a broker on Redis that fell silent"
+        10.0, ge=0.5, description="Seconds without a renewal of its lease on Redis after which a standby takes over"
     )
     fsync: Literal["always", "interval", "never"] = Field(
         "interval",
-        description="When to force data to the disk: before each answer; once a second; never. All three lose nothing "
-        "when the broker is killed; when the power goes, interval may lose a second and never what was not yet written",
+        description="When to force data to the disk: before each answer, once a second, or never. A killed broker "
+        "loses nothing with any of them; a power failure may lose the last second with interval, and all that the "
+        "system has not yet written with never",
     )
-    fresh: bool = Field(False, description="Delete what the store holds and begin anew")
+    fresh: bool = Field(False, description="Delete the contents of the store at start")
     token: str | None = Field(
         None,
-        description="Bearer token that callers must show (default: $ATROPOS_TOKEN; made up if the host needs one)",
+        description="Bearer token that callers must send (default: $ATROPOS_TOKEN; generated if --host needs one)",
         json_schema_extra=SECRET,
     )
     token_file: Path | None = Field(
-        None, description="File that holds that token, read again on SIGHUP (default: $ATROPOS_TOKEN_FILE)"
+        None, description="File that contains the token; it is read again on SIGHUP (default: $ATROPOS_TOKEN_FILE)"
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,
-        description="Host names beside loopback and IP addresses by which callers may address us (default: none)",
+        description="Host names, in addition to loopback and IP addresses, by which callers may address the broker "
+        "(default: none)",
     )
     allowed_origins: list[str] = Field(
         default_factory=list,
@@ -60,34 +62,37 @@ class BrokerConfig(BaseModel):
     max_staleness: int | None = Field(
         None, ge=0, description="Expire groups whose policy is more than this many trainer steps old"
     )
-    drop_orphaned: bool = Field(False, description="Drop queued groups of policies that a resumed run gave up")
-    require_versions: bool = Field(False, description="Refuse groups that do not say their policy versions")
+    drop_orphaned: bool = Field(False, description="Drop queued groups of policies that a resumed run discarded")
+    require_versions: bool = Field(False, description="Refuse groups without policy versions")
     dedup_window: float = Field(
         30.0, ge=0, description="Seconds in which a repeated submission without a key is recognised; 0 turns it off"
     )
     max_uncommitted: int = Field(16, ge=1, description="Batches that may be formed and not yet committed")
     keep_batches: int = Field(0, ge=0, description="Committed batches whose groups are kept for replay")
     environment_timeout: float = Field(
-        60.0, gt=0, description="Seconds of silence after which an environment's weight and minimum are void"
+        60.0, gt=0, description="Seconds without a call after which an environment's weight and minimum are ignored"
     )
     min_allocation_wait: float = Field(
-        120.0, ge=0, description="Seconds a batch waits for an environment's minimum before it is formed without"
+        120.0, ge=0, description="Seconds a batch waits for an environment's minimum before it is formed without it"
     )
-    max_queued_sequences: int = Field(200_000, ge=1, description="Sequences that may wait; more are answered 503")
-    max_queued_bytes: int = Field(16 * 2**30, ge=1, description="Bytes of groups that may wait; more are answered 503")
+    max_queued_sequences: int = Field(200_000, ge=1, description="Sequences that may be queued; more are answered 503")
+    max_queued_bytes: int = Field(
+        16 * 2**30, ge=1, description="Bytes of groups that may be queued; more are answered 503"
+    )
     max_body_bytes: int = Field(256 * 2**20, ge=1024, description="Largest request body, as sent")
     max_inflated_bytes: int = Field(512 * 2**20, ge=1024, description="Largest request body, decompressed")
-    max_connections: int = Field(4096, ge=1, description="Connections open at a time; one more is answered 503")
+    max_connections: int = Field(4096, ge=1, description="Connections open at once; a further one is answered 503")
     header_timeout: float = Field(
-        10.0, gt=0, description="Seconds in which a connection must bring a whole request head, or it is closed"
+        10.0, gt=0, description="Seconds within which a connection must send a whole request head, or it is closed"
     )
     stall_timeout: float = Field(
         30.0,
         gt=0,
-        description="Seconds in which a body must bring, or a reader must take, 1 KiB a second, or it is closed",
+        description="Seconds over which a body must arrive, and an answer must be read, at 1 KiB a second; else the "
+        "connection is closed",
     )
     log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
-        "info", description="What is written to stderr: this and everything graver"
+        "info", description="Level from which on log records are written to stderr"
     )
 
     @field_validator("store")

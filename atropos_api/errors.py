@@ -7,38 +7,6 @@ from typing import Any, ClassVar
 
 from atropos_api.common.errors import AtroposError
 
-__all__ = [
-    "AtroposError",
-    "BatchOutOfOrder",
-    "BrokerError",
-    "CommittedBatch",
-    "DamagedBatch",
-    "DataDirectoryInUse",
-    "Forbidden",
-    "InvalidEncoding",
-    "InvalidGroup",
-    "InvalidRequest",
-    "NoOpenRun",
-    "NotAcceptable",
-    "PolicyNotNewer",
-    "PortInUse",
-    "QueueFull",
-    "RunInProgress",
-    "StoreDamaged",
-    "StoreUnavailable",
-    "StoreUnsafe",
-    "StoreUnusable",
-    "SupersededRun",
-    "TooLarge",
-    "Unauthorized",
-    "UnknownEnvironment",
-    "UnknownHold",
-    "UnknownRun",
-    "UnknownStep",
-    "UnsupportedMediaType",
-    "UnusableGroupSize",
-]
-
 
 class BrokerError(AtroposError):
     """An error that the broker answers with: `kind` ends the problem's `type`, `details` are its extra members."""

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Final
 
 from atropos_api.cli import DESCRIPTION
 from atropos_api.common.option_flags import list_options
 from atropos_api.config import BrokerConfig
 from atropos_api.http.problems import TYPE_PREFIX
 from atropos_api.http.request import JSON
-from atropos_api.routes.docs import SECTIONS, errors_of, known_problems
+from atropos_api.routes.docs import ANY_ROUTE, by_status, errors_of, known_problems
 from atropos_api.routes.metrics import COUNTER_HELP, DROPPED, DROPPED_HELP, GAUGE_HELP, PREFIX, PROCESS_METRICS
-from atropos_api.routes.schema import Operation
-
-Summaries = Mapping[tuple[str, str], str]
+from atropos_api.routes.schema import Operation, operations_of
 
 _WRAPPED: Final = textwrap.fill(DESCRIPTION, 118)
 
@@ -25,34 +24,35 @@ HEAD: Final = f"""# The broker
 
 {_WRAPPED}
 
-Start it with `run-api`. `/docs` shows the routes below on a running broker, from itself alone; `/openapi.json` is the
-same for programs. `atropos top URL` watches it.
+Start it with `run-api`. `/docs` of a running broker shows the routes below and loads nothing from other hosts;
+`/openapi.json` is the same for programs. `atropos top URL` shows the broker's state.
 
 ## Who may call
 
-- The broker listens on loopback unless told otherwise. On any other address it asks for a token, and makes one up and
-  prints it if none was given.
-- A token comes as `Authorization: Bearer <token>`. Clients that can set nothing but a base URL put it in front of the
-  path: `http://host:port/t/<token>`. It is cut off at the door, so no log of the broker holds it; a proxy in between
-  sees it.
-- Without a token only names of this machine and IP addresses are taken as `Host`, or a page could reach the broker
-  under a name that it has rebound. `--allowed-hosts` adds others.
-- Whatever changes something, the GETs `/batch`, `/reset_data` and `/v1/batches/{{n}}` included, is refused when a
-  browser says that a page of another origin caused it (`Origin`, `Referer`, `Sec-Fetch-Site`) or that it only fetches
-  ahead. `--allowed-origins` names the origins that may call; no other gets CORS headers.
-- Ids address and authorise nothing. Environment ids are small integers, as the Atropos contract has them; ids of runs
-  and holds are random. Who may call at all may use any of them.
-- Nothing that a request says becomes a path: names, keys and directories are kept as text.
+- The broker listens on loopback by default. On any other address it requires a token, and generates and prints one if
+  none was given.
+- Callers send the token as `Authorization: Bearer <token>`. Clients that can set only a base URL put it in front of the
+  path: `http://host:port/t/<token>`. The broker removes it before it handles the path, so its logs do not contain it; a
+  proxy in between sees it.
+- Without a token, `Host` must be a name of this machine or an IP address; otherwise a page could reach the broker under
+  a name that it has rebound. `--allowed-hosts` adds others.
+- A request that changes something, the GETs `/batch`, `/reset_data` and `/v1/batches/{{n}}` included, is refused when a
+  browser reports that a page of another origin caused it (`Origin`, `Referer`, `Sec-Fetch-Site`) or that it is a
+  prefetch. `--allowed-origins` names the origins that may call; no other gets CORS headers.
+- Ids identify objects and grant no rights. Environment ids are small integers, as in the Atropos contract; ids of runs
+  and holds are random. A caller that has access may use any of them.
+- No part of a request becomes a file path: names, keys and directories are stored as text.
 
 ## What a connection may cost
 
-A request head is whole within `--header-timeout` and 64 KiB; a body brings, and a reader takes, a KiB a second over
-each `--stall-timeout`, or the connection is closed. Bodies are bounded as sent and inflated, and one that inflates to
-more than a hundred times its size (and 8 MiB) is refused without being kept. Long polls end when their caller leaves.
+A request head must be complete within `--header-timeout` and 64 KiB; over each `--stall-timeout`, a body must arrive
+and an answer must be read at a KiB a second. Otherwise the connection is closed. The size of bodies is limited as sent
+and decompressed, and a body of more than 8 MiB and a hundred times its size as sent is refused. A long poll ends when
+its caller disconnects.
 
-Server-sent events are read from a ring of the last 2,000. A watcher that comes back with `Last-Event-ID` gets what it
-missed, or an event `missed` when the ring no longer holds it; one that does not read is closed like any other
-connection.
+Server-sent events come from a ring buffer of the last 2,000. A client that reconnects with `Last-Event-ID` gets those
+after it, or an event `missed` if they are no longer in the buffer. A connection that is not read is closed like any
+other.
 """
 
 ERRORS: Final = """\
@@ -62,25 +62,25 @@ answers `{"detail": ...}` with the same statuses, 422 in the form that its clien
 """
 
 
-def render(summaries: Summaries) -> str:
-    """Return the whole page; `summaries` are the routes' summaries, by method and path."""
-    parts = [HEAD, *_routes(summaries), *_errors(), *_flags(), *_metrics()]
+def render(operations: Iterable[Operation]) -> str:
+    """Return the whole page, with these routes."""
+    parts = [HEAD, *_routes(operations), *_errors(), *_flags(), *_metrics()]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _routes(summaries: Summaries) -> Iterator[str]:
+def _routes(operations: Iterable[Operation]) -> Iterator[str]:
     yield "## Routes\n"
-    common = _kinds(errors_of(SECTIONS["operations"][-1]))
-    yield f"Any route may answer {common}. Beside these:\n"
-    for section, operations in SECTIONS.items():
+    common = by_status(ANY_ROUTE)
+    yield f"Any route may answer {_kinds(common)}. In addition:\n"
+    for section, described in groupby(operations, key=lambda operation: operation.section):
         yield f"### {section}\n"
-        for operation in operations:
-            yield from _route(operation, summaries[operation.method, operation.path])
+        for operation in described:
+            yield from _route(operation, common)
 
 
-def _route(operation: Operation, summary: str) -> Iterator[str]:
-    yield f"#### `{operation.method} {operation.path}`\n"
-    yield f"{summary}. {operation.help}".strip() + "\n"
+def _route(operation: Operation, common: Mapping[int, list[str]]) -> Iterator[str]:
+    yield f"#### `{operation.route}`\n"
+    yield f"{operation.summary}. {operation.help}".strip() + "\n"
     if operation.parameters:
         yield "| parameter | in | meaning |\n|---|---|---|"
         yield from (f"| `{one.name}` | {one.place} | {one.help} |" for one in operation.parameters)
@@ -90,7 +90,6 @@ def _route(operation: Operation, summary: str) -> Iterator[str]:
     for status, answer in operation.answers.items():
         form = f" (`{answer.media_type}`)" if answer.content is not None and answer.media_type != JSON else ""
         yield f"- {status}: {answer.help}{form}"
-    common = errors_of(SECTIONS["operations"][-1])
     own = {
         status: [kind for kind in kinds if kind not in common.get(status, ())]
         for status, kinds in errors_of(operation).items()
@@ -132,19 +131,10 @@ def _metrics() -> Iterator[str]:
     yield from (f"| `{one.name}` | {one.kind} | {one.meaning} |" for one in PROCESS_METRICS)
 
 
-def summaries_of(routes: Mapping[str, Any]) -> Summaries:
-    """Return the route summaries found in the paths of an OpenAPI document."""
-    return {
-        (method.upper(), path): described["summary"]
-        for path, methods in routes.items()
-        for method, described in methods.items()
-    }
-
-
 def main() -> None:
     from atropos_api.testing import make_memory_app
 
-    sys.stdout.write(render(summaries_of(make_memory_app().openapi()["paths"])))
+    sys.stdout.write(render(operations_of(make_memory_app().routes)))
 
 
 if __name__ == "__main__":

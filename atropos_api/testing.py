@@ -74,7 +74,7 @@ def serve_in_thread(app: BrokerApp) -> Iterator[str]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
-        server = BrokerServer(app, app.state.services.config, app.state.services.stop)
+        server = BrokerServer(app, app.context.config, app.context.stop)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
@@ -82,7 +82,7 @@ def serve_in_thread(app: BrokerApp) -> Iterator[str]:
                 time.sleep(0.005)
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            app.state.services.stopping = True
+            app.context.stopping = True
             server.should_exit = True
             server.force_exit = True
             thread.join(timeout=10)

@@ -1,4 +1,4 @@
-"""Environment servers and the SDK they are written with.
+"""The package holds the environment servers and the SDK that they are written with.
 
 Each `*_server.py` is one runnable environment; `sdk` is what they subclass, `tasks` their questions, `rewards`
 their scores, `sandbox` where a model's code runs. `export` turns collected groups into data sets and pages,

@@ -1,4 +1,4 @@
-"""Arithmetic word problems: generated, or read from a data set. This is the environment of the demo.
+"""The environment asks arithmetic word problems, generated or read from a data set; the demo trains on it.
 
     python environments/arithmetic_server.py serve --env.task chain --env.tokenizer_name MODEL_FOLDER
 
@@ -32,7 +32,7 @@ from environments.tasks.data import DataFields, DataUnusable, Draws, Question
 
 
 class ArithmeticEnvConfig(DataFields, BaseEnvConfig):
-    """Settings beyond those of every environment."""
+    """The configuration adds these settings to those of every environment."""
 
     task: TaskName = Field("chain", description="chain: three events to follow; add: one two-digit operation")
     eval_problems: int = Field(200, ge=1, description="held-out problems in an evaluation")
@@ -46,14 +46,14 @@ class ArithmeticEnvConfig(DataFields, BaseEnvConfig):
 
 @dataclass(frozen=True, slots=True)
 class WordProblem:
-    """A question and its answer, a whole number."""
+    """A word problem is a question whose answer is a whole number."""
 
     question: str
     answer: int
 
 
 class ArithmeticEnv(BaseEnv):
-    """Small arithmetic stories that a tiny model learns to work out."""
+    """Small arithmetic word problems that a tiny model can learn to solve."""
 
     name = "arithmetic"
     env_config_cls = ArithmeticEnvConfig
@@ -81,7 +81,7 @@ class ArithmeticEnv(BaseEnv):
         self.held_out: Sequence[Problem | WordProblem] = held_out_problems(config.task, config.eval_problems)
         if config.has_data:
             questions = await run_blocking(config.training_questions, about="the training questions")
-            self.problems = drawn_for_ever(as_word_problems(questions), config.seed)
+            self.problems = endless_draws(as_word_problems(questions), config.seed)
         if config.val_data_path is not None or config.dataset_name is not None:
             questions = await run_blocking(config.evaluation_questions, about="the evaluation questions")
             self.held_out = as_word_problems(questions)[: config.eval_problems]
@@ -158,7 +158,7 @@ def as_word_problems(questions: Sequence[Question]) -> list[WordProblem]:
     return [WordProblem(item.question, _whole_number(item.answer)) for item in questions]
 
 
-def drawn_for_ever(problems: Sequence[WordProblem], seed: int) -> Iterator[WordProblem]:
+def endless_draws(problems: Sequence[WordProblem], seed: int) -> Iterator[WordProblem]:
     draws = Draws(problems, seed)
     return (draws[number] for number in itertools.count())
 

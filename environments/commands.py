@@ -1,4 +1,4 @@
-"""The verbs of `atropos env`, and the environments that installed packages offer.
+"""The module has the verbs of `atropos env` and finds the environments that installed packages offer.
 
 `atropos env init NAME` writes a new environment (`scaffold`). `atropos env convert-data FILE` rewrites a data file
 into the `question`/`answer` form; other columns are kept, and where a record has only a worked solution, its last box
@@ -56,7 +56,7 @@ def _convert_data(rest: Sequence[str]) -> int:
         )
     path = Path(files[0])
     if restore:
-        sys.stdout.write(f"{restore_data(path)} is as it was\n")
+        sys.stdout.write(f"{restore_data(path)} is restored\n")
         return 0
     done = convert_data(path)
     if done.backup is None:
@@ -73,7 +73,6 @@ def _init(rest: Sequence[str]) -> int:
 
 
 VERBS: Mapping[str, Callable[[Sequence[str]], int]] = {"init": _init, "convert-data": _convert_data}
-
 ENTRY_POINT_GROUP = "atropos.environments"
 
 
@@ -143,7 +142,9 @@ def convert_data(path: Path) -> Conversion:
         return Conversion(path, len(records), None)
     backup = backup_of(path)
     if backup.exists():
-        raise DataUnusable(f"{backup} is in the way: the original of an earlier conversion; restore it or move it away")
+        raise DataUnusable(
+            f"{backup} exists already: it is the original of an earlier conversion; restore it or move it away"
+        )
     _keep(path, backup)
     write_whole(path, _as_text([record for _, (record, _) in records], path))
     return Conversion(path, len(records), backup)
@@ -153,7 +154,7 @@ def restore_data(path: Path) -> Path:
     """Restore the file as it was before its conversion."""
     backup = backup_of(path)
     if not backup.is_file():
-        raise DataUnusable(f"{backup}: there is no such file, so {path.name} has not been converted here")
+        raise DataUnusable(f"{backup}: there is no such file, so no conversion of {path.name} can be restored")
     if path.exists() and path.read_bytes() != _conversion_of(backup, path):
         raise DataUnusable(f"{path} has been changed since it was converted; move it away, then restore")
     return backup.replace(path)
@@ -164,7 +165,7 @@ def _keep(path: Path, backup: Path) -> None:
     try:
         os.link(path, backup)
     except FileExistsError:
-        raise DataUnusable(f"{backup} has appeared meanwhile; restore it or move it away") from None
+        raise DataUnusable(f"{backup} was created meanwhile; restore it or move it away") from None
     except OSError:
         write_whole(backup, path.read_bytes())
 
@@ -180,7 +181,7 @@ def _converted(record: Any, where: str) -> tuple[dict[str, Any], bool]:
     form = form_of(record) if isinstance(record, Mapping) else None
     if form is None:
         shown = ", ".join(map(str, record)) if isinstance(record, Mapping) else repr(record)[:80]
-        raise DataUnusable(f"{where}: it holds no question and answer; it has {shown}")
+        raise DataUnusable(f"{where}: it has no question and answer, only {shown}")
     if form == ("question", "answer"):
         return dict(record), False
     question, answer = (read_cell(record[column]) for column in form)

@@ -1,4 +1,4 @@
-r"""GSM8K word problems whose groups carry the logprobs of a teacher, a larger model of the same family.
+r"""The environment asks GSM8K word problems and adds the logprobs of a teacher, a larger model of the same family.
 
     python environments/distill_server.py serve --openai.base_url http://localhost:9001/v1 --env.teacher_top_k 8 \
         --teacher.base_url http://localhost:9003/v1
@@ -16,11 +16,11 @@ from environments.sdk.teacher import TeacherFields, TeacherMixin
 
 
 class DistillEnvConfig(TeacherFields, GSM8kEnvConfig):
-    """The settings of GSM8K and of its teacher."""
+    """The configuration has the settings of GSM8K and of its teacher."""
 
 
 class DistillEnv(TeacherMixin, GSM8kEnv):
-    """Word problems with a teacher's logprobs."""
+    """Word problems whose groups carry a teacher's logprobs."""
 
     name = "gsm8k_distill"
     env_config_cls = DistillEnvConfig

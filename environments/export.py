@@ -42,34 +42,35 @@ class ExportOptions(BaseModel):
 
     groups: Path | None = Field(None, description="file of groups to read, as `process` writes them")
     api_url: str | None = Field(
-        None, description="broker to take groups from, in a trainer's place and as a run of its own; instead of a file"
+        None,
+        description="broker to fetch groups from instead of a file, as the trainer of a new run",
     )
     token: str | None = Field(
         None, description="bearer token of that broker; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
     )
-    token_file: Path | None = Field(None, description="file that holds it; default: $ATROPOS_TOKEN_FILE")
+    token_file: Path | None = Field(None, description="file that holds that token; default: $ATROPOS_TOKEN_FILE")
     group_size: int = Field(2, ge=1, description="rollouts a group, to ask the broker for batches of whole groups")
     tasks_per_step: int = Field(64, ge=1, description="groups a batch from the broker")
-    max_token_len: int = Field(2048, ge=1, description="longest sequence, told to the broker")
-    tokenizer: str | None = Field(None, description="name or folder of the model's; not needed for messages")
+    max_token_len: int = Field(2048, ge=1, description="longest sequence, sent to the broker")
+    tokenizer: str | None = Field(None, description="name or folder of the model's tokenizer; not needed for messages")
     save_messages: bool = Field(False, description="save messages instead of text, where the groups have them")
-    num_seqs_to_save: int = Field(100, ge=1, description="stop after so many lines")
+    num_seqs_to_save: int = Field(100, ge=1, description="lines to write at most")
     allow_negative_scores: bool = Field(False, description="keep rollouts whose score is 0 or less")
     append_to_previous: bool = Field(False, description="append to the file, if there is one")
     overwrite: bool = Field(False, description="replace the file, if there is one")
 
 
 class SftOptions(ExportOptions):
-    """Options that select the rollouts to imitate."""
+    """These options select the rollouts to imitate."""
 
-    save_top_n_per_group: int = Field(3, ge=1, description="at most so many of a group, the best first")
+    save_top_n_per_group: int = Field(3, ge=1, description="rollouts of a group at most, the best first")
     minimum_score_diff_max_min: float = Field(0.0, description="least distance from the worst of the group")
 
 
 class DpoOptions(ExportOptions):
-    """Options that select the pairs that differ enough."""
+    """These options select the pairs that differ enough."""
 
-    save_n_pairs_per_group: int = Field(3, ge=1, description="at most so many pairs of a group")
+    save_n_pairs_per_group: int = Field(3, ge=1, description="pairs of a group at most")
     minimum_score_diff_max_min: float = Field(0.5, description="least difference within a pair")
 
 
@@ -161,14 +162,16 @@ def _run(model: type[OptionsT], argv: Sequence[str], lines: Lines[OptionsT], pro
 def _require_one_source(options: ExportOptions) -> None:
     if (options.groups is None) == (options.api_url is None):
         raise ConfigError(
-            "where do the groups come from? Name either a file of them, --groups FILE, or --api-url URL of a broker, "
+            "the source of the groups is missing; name either a file, --groups FILE, or a broker, --api-url URL, "
             "whose environments then work for this command instead of a trainer"
         )
 
 
 def _open_output(path: Path, options: ExportOptions) -> OutputFile:
     if options.append_to_previous and options.overwrite:
-        raise ConfigError("--append-to-previous keeps the file's lines and --overwrite does not; leave one out")
+        raise ConfigError(
+            "--append-to-previous keeps the file's lines and --overwrite replaces them; set only one of the two"
+        )
     if options.groups is not None and path.exists() and path.samefile(options.groups):
         raise ConfigError(f"{path} is the file of groups itself; name another one to write")
     hint = f"--append-to-previous adds to it, --overwrite replaces it, --groups {path} reads groups from it"
@@ -242,14 +245,13 @@ def _pair_line(group: Mapping[str, Any], better: int, worse: int, tokenizer: Any
 
 
 LOOPBACK = "127.0.0.1"
-
 OUR_HOSTS = frozenset({LOOPBACK, "localhost"})
 
 Source = Callable[[], list[dict[str, Any]]]
 
 
 class ViewOptions(BaseModel):
-    """Options of `view-run`."""
+    """These are the options of `view-run`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -257,7 +259,7 @@ class ViewOptions(BaseModel):
     token: str | None = Field(
         None, description="bearer token of that broker; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
     )
-    token_file: Path | None = Field(None, description="file that holds it; default: $ATROPOS_TOKEN_FILE")
+    token_file: Path | None = Field(None, description="file that holds that token; default: $ATROPOS_TOKEN_FILE")
     port: int = Field(9009, ge=0, le=65535, description="port of the page on this machine; 0: a free one")
     groups: int = Field(8, ge=1, description="how many of the latest groups")
     refresh_seconds: int = Field(5, ge=1, description="how often the browser asks again")
@@ -284,7 +286,7 @@ def run(argv: Sequence[str]) -> int:
         server = make_server(source, title=title, port=options.port, refresh_seconds=options.refresh_seconds)
     except OSError as error:
         raise ConfigError(
-            f"--port {options.port} cannot be had ({error.strerror}); name another, or 0 for any"
+            f"--port {options.port} cannot be bound ({error.strerror}); name another, or 0 for any"
         ) from error
     with server:
         sys.stdout.write(f"http://{LOOPBACK}:{server.server_port}/\n")
@@ -308,7 +310,7 @@ def latest_of_broker(url: str, count: int, *, token: str | None = None) -> Sourc
             with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - the same
                 group = json.load(answer)
         except (OSError, ValueError) as error:
-            raise GroupsUnreadable(f"{url}: no group to be had ({error})") from error
+            raise GroupsUnreadable(f"{url}: no group could be fetched ({error})") from error
         if isinstance(group, dict) and group.get("scores") and group not in seen:
             seen.appendleft(group)
         return list(seen)
@@ -322,7 +324,7 @@ def make_server(source: Source, *, title: str, port: int, refresh_seconds: int) 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.headers.get("Host", "").rsplit(":", 1)[0] not in OUR_HOSTS:
-                self.send_error(421, "this page is for 127.0.0.1 alone")
+                self.send_error(421, "this page is served to 127.0.0.1 only")
                 return
             try:
                 page = render(source(), title=title, refresh_seconds=refresh_seconds)

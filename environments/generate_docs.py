@@ -31,6 +31,7 @@ from environments.tasks.question_env import QuestionEnvConfig
 
 SHIPPED: Final = (
     "arithmetic_server",
+    "dataset_server",
     "gsm8k_server",
     "math_server_zero",
     "tool_server",
@@ -73,7 +74,6 @@ environment `self.server` and a session are the other two that it speaks to.
 """
 
 OVERRIDES_FROM: Final = "# What an environment overrides."
-
 USES_FROM: Final = "# What an environment uses."
 
 
@@ -85,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
     """Print the page that the one argument names."""
     if len(argv) != 1 or argv[0] not in PAGES:
         asked = argv[0] if argv else ""
-        raise ConfigError(f"which page? One of {', '.join(PAGES)}{nearest(asked, PAGES)}")
+        raise ConfigError(f"name one page: {', '.join(PAGES)}{nearest(asked, PAGES)}")
     sys.stdout.write(PAGES[argv[0]]())
     return 0
 
@@ -107,7 +107,7 @@ def environments_page() -> str:
         "### The inference server\n",
         option_table(_options_of(APIServerConfig, "openai.")),
         QUESTIONS_INTRODUCTION,
-        option_table(_beyond(QuestionEnvConfig, BaseEnvConfig)),
+        option_table(_additional_options(QuestionEnvConfig, BaseEnvConfig)),
         "### Of the command itself\n",
         option_table(option for option in list_options(EnvironmentCommand) if not option.group),
         *(_shipped(name, module) for name, module in modules.items()),
@@ -158,10 +158,10 @@ def _shipped(name: str, module: ModuleType) -> str:
     """
     config, _ = _environment_of(module).config_init()
     general = QuestionEnvConfig if isinstance(config, DataFields) else BaseEnvConfig
-    own = _beyond(type(config), general)
+    own = _additional_options(type(config), general)
     usual = {**type(config)().model_dump(mode="json"), **general().model_dump(mode="json")}
-    settled = config.model_dump(mode="json")
-    changed = {field: value for field, value in settled.items() if value != usual[field]}
+    defaults = config.model_dump(mode="json")
+    changed = {field: value for field, value in defaults.items() if value != usual[field]}
     parts = [f"## `{name}.py`\n", textwrap.dedent(module.__doc__ or "").strip() + "\n"]
     if own:
         parts.append(option_table(own))
@@ -170,7 +170,7 @@ def _shipped(name: str, module: ModuleType) -> str:
     return "\n".join(parts)
 
 
-def _beyond(model: type[BaseModel], general: type[BaseModel]) -> list[Option]:
+def _additional_options(model: type[BaseModel], general: type[BaseModel]) -> list[Option]:
     """Return the flags of a configuration that a more general one does not have."""
     known = {option.path for option in _options_of(general, "env.")}
     return [option for option in _options_of(model, "env.") if option.path not in known]

@@ -1,4 +1,4 @@
-r"""Grade-school word problems (GSM8K): think, then a number in `\boxed{}`.
+r"""The environment asks grade-school word problems (GSM8K): the model reasons, then gives a number in `\boxed{}`.
 
     python environments/gsm8k_server.py serve --openai.base_url http://localhost:9001/v1 --openai.server_type vllm
     python environments/gsm8k_server.py evaluate --env.val_data_path test.jsonl --env.prompt_template r1_zero
@@ -31,16 +31,16 @@ SYSTEM_PROMPT = (
 
 
 class GSM8kEnvConfig(QuestionEnvConfig):
-    """Settings beyond those of every environment with questions."""
+    """The configuration adds these settings to those of every environment with questions."""
 
     prompt_template: str | None = Field(
         None, description="file with {question} in it, or r1_zero; default: a chat with a system prompt"
     )
-    format_score: float = Field(0.0, description="with a template: worth of a wrong answer in the right form")
+    format_score: float = Field(0.0, description="with a template: score of a wrong answer in the right form")
 
 
 class GSM8kEnv(QuestionEnv):
-    """Word problems of grade school, each with one number as its answer."""
+    """Grade-school word problems, each of which has one number as its answer."""
 
     name = "gsm8k"
     env_config_cls = GSM8kEnvConfig

@@ -1,4 +1,4 @@
-"""Answers scored by another model (RLAIF): compared in pairs, or given marks.
+"""In this environment another model scores the answers (RLAIF): it compares them in pairs or gives each a mark.
 
     python environments/judge_server.py serve --env.data_path requests.jsonl --env.judge_base_url http://localhost:9002/v1
 
@@ -50,7 +50,6 @@ Answer:
 
 Give your reasons in a few sentences. End with a mark from 1 (useless) to 10 (could not be better), like [[5]]."""
 SHARES = {"a": 1.0, "b": 0.0, "tie": 0.5}
-
 _VERDICT = re.compile(r"\[\[\s*(A|B|tie|\d+)\s*\]\]", re.IGNORECASE)
 
 
@@ -61,18 +60,21 @@ class VerdictUnreadable(EnvironmentsError):
 
 
 class JudgeEnvConfig(QuestionEnvConfig):
-    """Settings beyond those of every environment with questions."""
+    """The configuration adds these settings to those of every environment with questions."""
 
-    judge_method: Literal["pairwise", "marks"] = Field("pairwise", description="compare all pairs of a group, or mark")
+    judge_method: Literal["pairwise", "marks"] = Field(
+        "pairwise", description="compare all pairs of a group, or give each answer a mark"
+    )
     judge_base_url: Address | None = Field(None, description="server of the judge; default: the model judges itself")
     judge_model_name: str = Field("default", description="the judge's name there")
-    judge_server_type: ServerType = Field("openai", description="what speaks at judge_base_url")
-    judge_max_tokens: int = Field(512, ge=1, description="longest verdict, its reasons included")
+    judge_server_type: ServerType = Field("openai", description="kind of server at judge_base_url")
+    judge_max_tokens: int = Field(512, ge=1, description="longest verdict in tokens, its reasons included")
     judge_both_orders: bool = Field(
-        True, description="ask about each pair both ways round, since judges prefer a place"
+        True, description="judge each pair in both orders, since judges prefer one position"
     )
     rubric: str = Field(
-        "It is correct, complete, clear, and no longer than it needs to be.", description="what is good"
+        "It is correct, complete, clear, and no longer than it needs to be.",
+        description="criteria by which answers are judged",
     )
     max_new_tokens: int = Field(512, ge=1, description="longest answer")
 

@@ -1,10 +1,11 @@
-r"""Competition mathematics for a base model, as plain text to continue: reasoning, then `\boxed{}` inside `<answer>`.
+r"""The environment trains a base model on competition mathematics: it continues plain text, reasons, then answers.
 
     python environments/math_server_zero.py serve --config configs/math_zero_shared.yaml
     python environments/math_server_zero.py evaluate --env.math_500 data/math_500.jsonl --env.eval_sets math_500
 
-A right answer earns 1 and any other -1. An answer cut off by the length limit counts as wrong and is, by default, not
-trained on. The length limit can grow during the run, from `start_tok_length` to `max_token_length`.
+The answer is in a `\boxed{}` inside `<answer>`. A right one earns 1 and any other -1. An answer cut off by the length
+limit counts as wrong and is, by default, not trained on. The length limit can grow during the run, from
+`start_tok_length` to `max_token_length`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class MathZeroEnvConfig(QuestionEnvConfig):
-    """Settings beyond those of every environment with questions."""
+    """The configuration adds these settings to those of every environment with questions."""
 
     prompt_template: str = Field("math_zero", description="file with {question} in it, or math_zero or r1_zero")
     start_tok_length: int = Field(
@@ -50,7 +51,10 @@ class MathZeroEnvConfig(QuestionEnvConfig):
     )
     mask_too_long_completions: bool = Field(True, description="do not train on answers cut off by the length limit")
     percent_length_penalty: float = Field(
-        0.0, ge=0, le=1, description="what a right answer as long as the limit loses; a shorter one loses in proportion"
+        0.0,
+        ge=0,
+        le=1,
+        description="penalty on a right answer as long as the limit; a shorter one is penalised in proportion",
     )
     run_evaluation: bool = Field(True, description="false: load no evaluation set and report none")
     eval_sets: list[str] = Field(list(EVAL_SETS), description="which of the evaluation sets are used")
@@ -65,19 +69,19 @@ class MathZeroEnvConfig(QuestionEnvConfig):
     def _known(cls, names: list[str]) -> list[str]:
         unknown = [name for name in names if name not in EVAL_SETS]
         if unknown:
-            raise ValueError(f"{', '.join(unknown)} is unknown; evaluation sets are {', '.join(EVAL_SETS)}")
+            raise ValueError(f"unknown evaluation sets: {', '.join(unknown)}; known are {', '.join(EVAL_SETS)}")
         return names
 
 
 @dataclass(frozen=True, slots=True)
 class SetQuestion(Question):
-    """A question and the name of its evaluation set."""
+    """A question of an evaluation carries the name of its set."""
 
     subset: str
 
 
 class MathZeroEnv(QuestionEnv):
-    """Mathematics with verifiable answers, trained from a base model."""
+    """Mathematics problems with verifiable answers, which train a base model."""
 
     name = "math"
     env_config_cls = MathZeroEnvConfig

@@ -1,4 +1,4 @@
-r"""Any of reasoning-gym's generated tasks, scored by the task itself.
+r"""The environment runs any of reasoning-gym's generated tasks; the task itself scores the answers.
 
     pip install reasoning-gym
     python environments/reasoning_gym_server.py serve --env.dataset chain_sum --env.dataset_options '{"min_terms": 2}'
@@ -46,7 +46,7 @@ class ReasoningGymMissing(EnvironmentsError):
 
 
 class ReasoningGymEnvConfig(QuestionEnvConfig):
-    """Settings beyond those of every environment with questions."""
+    """The configuration adds these settings to those of every environment with questions."""
 
     dataset: str = Field("chain_sum", description="name of a task of reasoning-gym")
     dataset_options: str = Field("{}", description="the task's own settings, as JSON")
@@ -62,13 +62,13 @@ class ReasoningGymEnvConfig(QuestionEnvConfig):
 
 @dataclass(frozen=True, slots=True)
 class Puzzle(Question):
-    """A problem together with the data its task needs to score an answer."""
+    """A puzzle is a problem together with the data that its task needs to score an answer."""
 
     entry: Mapping[str, Any]
 
 
 class ReasoningGymEnv(QuestionEnv):
-    """Generated puzzles of one kind."""
+    """Puzzles of one kind, which reasoning-gym generates."""
 
     name = "reasoning_gym"
     env_config_cls = ReasoningGymEnvConfig
@@ -144,7 +144,7 @@ def create_dataset(config: ReasoningGymEnvConfig, *, seed: int, size: int) -> An
         raise ReasoningGymMissing("this environment needs reasoning-gym: pip install reasoning-gym") from error
     if config.dataset not in factory.DATASETS:
         raise ReasoningGymMissing(
-            f"there is no task {config.dataset!r}{nearest(config.dataset, factory.DATASETS)}; set --env.dataset"
+            f"unknown task {config.dataset!r}{nearest(config.dataset, factory.DATASETS)}; set --env.dataset"
         )
     try:
         return package.create_dataset(config.dataset, seed=seed, size=size, **json.loads(config.dataset_options))

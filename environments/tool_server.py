@@ -1,4 +1,4 @@
-r"""Word problems with a Python tool: the model may run code before it answers in `\boxed{}`.
+r"""The environment offers a Python tool for word problems: the model may run code before it answers in `\boxed{}`.
 
     python environments/tool_server.py serve --env.data_path problems.jsonl --openai.base_url http://localhost:9001/v1
 
@@ -50,22 +50,22 @@ TOKENS_AROUND_MESSAGE = 32
 
 
 class ToolEnvConfig(QuestionEnvConfig):
-    """Settings beyond those of every environment with questions."""
+    """The configuration adds these settings to those of every environment with questions."""
 
-    max_turns: int = Field(4, ge=1, description="answers of the model in one chat; code in the last is not run")
+    max_turns: int = Field(4, ge=1, description="model turns in one chat; code in the last turn is not run")
     max_new_tokens: int = Field(512, ge=1, description="longest single answer")
     tool_seconds: float = Field(10, gt=0, description="time that one run of code may take")
     tool_memory_mb: int = Field(512, ge=64, description="memory that its processes and files may take together, in MiB")
     tool_processes: int = Field(8, ge=1, description="runs of code at once")
     require_isolation: bool = Field(
         True,
-        description="refuse to start where code cannot be isolated; without it a model's code may there read and "
-        "change all that this user may, send it anywhere, and end this user's programs",
+        description="refuse to start where code cannot be isolated; if false, a model's code may there read and "
+        "change everything that this user may, send it anywhere, and end this user's programs",
     )
 
 
 class ToolEnv(QuestionEnv):
-    """Problems solved over several turns with a sandboxed Python."""
+    """Problems that the model solves over several turns with a sandboxed Python."""
 
     name = "python_tool"
     env_config_cls = ToolEnvConfig

@@ -1,4 +1,4 @@
-r"""Any environment of the `verifiers` library, which samples and scores its rollouts itself.
+r"""The environment runs any environment of the `verifiers` library, which samples and scores its rollouts itself.
 
     pip install 'verifiers>=0.1.12,<0.3'
     python environments/verifiers_server.py serve --env.environment wordle --env.environment_options '{"num_games": 9}'
@@ -54,7 +54,7 @@ class VerifiersRolloutFailed(EnvironmentsError):
 
 
 class VerifiersEnvConfig(BaseEnvConfig):
-    """The environment to run and its settings."""
+    """The configuration names the environment to run and its settings."""
 
     environment: str = Field("", description="name of an installed verifiers environment, or a Python file with one")
     environment_options: str = Field("{}", description="what its load_environment takes, as JSON")
@@ -73,7 +73,7 @@ class VerifiersEnvConfig(BaseEnvConfig):
 
 
 class VerifiersEnv(BaseEnv):
-    """An environment of the verifiers library."""
+    """Problems of an environment of the verifiers library, which also scores them."""
 
     name = "verifiers"
     env_config_cls = VerifiersEnvConfig
@@ -147,7 +147,7 @@ class VerifiersEnv(BaseEnv):
 
 
 class Rollouts:
-    """Rollouts that run together, each with a managed session of its own that answers the library's requests."""
+    """Rollouts that run together: each has a managed session of its own that answers the library's requests."""
 
     def __init__(self, env: VerifiersEnv) -> None:
         self._env = env
@@ -195,7 +195,7 @@ class Rollouts:
         if self._failures:
             raise self._failures[0]
         for output in outputs:
-            reason = output.get("error") or (output["trajectory_id"] not in self._sessions and "it asked for no answer")
+            reason = output.get("error") or (output["trajectory_id"] not in self._sessions and "it requested no answer")
             if reason:
                 raise VerifiersRolloutFailed(f"a rollout of {self._env.config.environment} failed: {reason}")
 
@@ -255,7 +255,7 @@ def load_environment(config: VerifiersEnvConfig) -> Any:
 def _module_of(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # classes in the file look up their module by name
     spec.loader.exec_module(module)

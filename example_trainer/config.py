@@ -52,7 +52,7 @@ def settings_from(environment: Mapping[str, str]) -> dict[str, object]:
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     given = environment.get(name, str(default))
     if not given.isdecimal():
-        raise ConfigError(f"${name} is {given!r}, not a number; torchrun and accelerate launch set it, else unset it")
+        raise ConfigError(f"${name} is {given!r}, not a number; unset it, or start with torchrun or accelerate launch")
     return int(given)
 
 

@@ -83,11 +83,8 @@ class Candidate:
 logger = logging.getLogger(__name__)
 
 MASKED = -100
-
 PLACEHOLDER_LOGPROB = 1.0
-
 UNKNOWN_VERSION = -1
-
 DEFAULT_TEMPERATURE = 1.0
 
 
@@ -157,8 +154,8 @@ def prepare_batch(batch: Batch, settings: DataSettings, *, whole: Batch | None =
     ]
     lengths = [len(candidate.targets) for candidates in read for candidate in candidates]
     scores = [_scores(group, settings) for group in batch.groups]
-    everyone = None if whole is None else [_scores(group, settings) for group in whole.groups]
-    advantages = compute_advantages(scores, settings.advantages, batch=everyone)
+    whole_batch_scores = None if whole is None else [_scores(group, settings) for group in whole.groups]
+    advantages = compute_advantages(scores, settings.advantages, batch=whole_batch_scores)
     kept: list[Candidate] = []
     for group, rewards, values, candidates in zip(batch.groups, scores, advantages, read, strict=True):
         signal = _has_signal(rewards, candidates, settings)

@@ -88,7 +88,7 @@ def _padded(group: Group, index: int, ids: list[list[int]], logprobs: list[list[
         if len(some) != len(values):
             raise BadBatch(
                 f"{where(group, index)}: {len(some)} distill_token_ids but {len(values)} distill_logprobs at its "
-                f"trained token {at}; send as many of either"
+                f"trained token {at}; send equally many of both"
             )
         padded_ids[at, : len(some)], padded[at, : len(values)] = some, values
     return padded_ids, padded

@@ -96,31 +96,33 @@ class Trainer:
         """Wait for broker and server, load or resume the policy, and publish the run's first version."""
         config = self.config
         self._session.wait_until_ready(config.wait_timeout)
-        checkpoint = self._ranks.lead(lambda: find_checkpoint(config.resume, config.checkpoint_root))
+        checkpoint = self._ranks.on_main(lambda: find_checkpoint(config.resume, config.checkpoint_root))
         state = None if checkpoint is None else read_state(checkpoint)
         if state is not None:
             refuse_changed_settings(state, config)
-        taken = None if config.resume is None else self._ranks.lead(lambda: begun_version(config))
-        resumes = state is not None or taken is not None
-        self._ranks.lead(self._trackers.open)
+        used_version = None if config.resume is None else self._ranks.on_main(lambda: begun_version(config))
+        resumes = state is not None or used_version is not None
+        self._ranks.on_main(self._trackers.open)
         try:
-            self._begin(checkpoint, state, taken, resumes=resumes)
+            self._begin(checkpoint, state, used_version, resumes=resumes)
         except BaseException:
             self._trackers.close()
             raise
 
-    def _begin(self, checkpoint: Path | None, state: TrainerState | None, taken: int | None, *, resumes: bool) -> None:
+    def _begin(
+        self, checkpoint: Path | None, state: TrainerState | None, used_version: int | None, *, resumes: bool
+    ) -> None:
         """Begin the run at the broker, after `set_up`'s checks; load the policy and publish the first version."""
         config = self.config
         info = self._session.begin(_run_request(config, state, resumes=resumes))
-        self._ranks.lead(lambda: note_begun(config, info.run_id, taken or 0))
+        self._ranks.on_main(lambda: note_begun(config, info.run_id, used_version or 0))
         self._build()
-        self.progress.version = max(info.highest_policy_version, self._bridge.highest_version(), taken or 0)
+        self.progress.version = max(info.highest_policy_version, self._bridge.highest_version(), used_version or 0)
         if checkpoint is not None and state is not None:
             self._train_step.resume(checkpoint, state)
         self._tracker = self._trackers.at(self.progress.step if resumes else None)
         if state is not None:
-            self._ranks.lead(partial(self._catch_up, state))
+            self._ranks.on_main(partial(self._catch_up, state))
         self._post_step.publish()
 
     def _build(self) -> None:
@@ -149,7 +151,7 @@ class Trainer:
             feed.close()
 
     def _step(self, step: int, feed: BatchFeed[PreparedBatch]) -> bool:
-        """One step, from its batch to its line of metrics; False where the run ends with it."""
+        """Run one step, from its batch to its line of metrics; return False if the run ends with it."""
         clock, learner = step_metrics.StepClock(), self._train_step.learner
         prepared = self._take(step, feed)
         if self._ranks.any(prepared is None or self._should_stop()):
@@ -167,7 +169,7 @@ class Trainer:
         self.progress.metrics, self.progress.health = dict(metrics), self._health.memory()
         self._post_step.start(step)
         metrics |= clock.metrics(prepared.whole)
-        sign = self._ranks.lead(partial(self._log, step, metrics))
+        sign = self._ranks.on_main(partial(self._log, step, metrics))
         self.stopped_by = None if sign is None else HealthEvent(**sign)
         return self.stopped_by is None
 
@@ -178,15 +180,15 @@ class Trainer:
         """
         if self._ranks.is_main:
             prepared = feed.take(step)
-            self._ranks.lead(lambda: False)
+            self._ranks.on_main(lambda: False)
             return prepared
-        while self._ranks.lead(lambda: True):
+        while self._ranks.on_main(lambda: True):
             self._post_step.publish()
         return feed.take(step)
 
     def _while_waiting(self) -> None:
         if self._ranks.is_main and self._post_step.needs_publish():
-            self._ranks.lead(lambda: True)
+            self._ranks.on_main(lambda: True)
             self._post_step.publish()
 
     def _all_should_stop(self) -> bool:

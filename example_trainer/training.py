@@ -95,7 +95,7 @@ class StepResult:
 
 @dataclass(slots=True, eq=False)
 class Gradients:
-    """The gradients of one mini-batch, accumulated in the policy, and what its forwards showed.
+    """The gradients of one mini-batch, accumulated in the policy, and the results of its forwards.
 
     `logprobs` and `entropies` are `[N]` over this rank's trained tokens, NaN outside the mini-batch; sums are over all
     ranks.
@@ -125,7 +125,7 @@ class BatchTraining:
 
     batch: TrainingBatch
     targets: Targets | None
-    """None where nothing of the batch is trained."""
+    """None if nothing of the batch is trained."""
     mini_batches: list[list[Row]]
     in_an_epoch: int
     should_stop: Callable[[], bool]
@@ -163,7 +163,7 @@ class Learner:
         return self.finish(training)
 
     def begin(self, batch: TrainingBatch, should_stop: Callable[[], bool] = lambda: False) -> BatchTraining:
-        """Divide the batch into mini-batches, and score what the objective compares with before any weight moves."""
+        """Divide the batch into mini-batches, and score what the objective compares with before any weight changes."""
         parts = plan_mini_batches(batch.rows, self.settings.mini_batches, self.ranks)
         targets = None
         if parts:
@@ -177,7 +177,7 @@ class Learner:
         )
 
     def accumulate(self, training: BatchTraining, rows: Sequence[Row]) -> Gradients:
-        """Forward and backward over one mini-batch, summed over the ranks and clipped. No weight moves."""
+        """Run forward and backward over one mini-batch; sum gradients over ranks and clip them. No weight changes."""
         assert training.targets is not None
         # A stop is honoured before the first update only: half a batch trained would be in no checkpoint's terms.
         should_stop = (lambda: False) if training.done else training.should_stop
@@ -191,7 +191,7 @@ class Learner:
         return gradients
 
     def apply(self, gradients: Gradients) -> None:
-        """One optimizer step; none where the loss or the gradients are not finite."""
+        """Take one optimizer step, unless the loss or the gradients are not finite."""
         if not (math.isfinite(gradients.norm) and math.isfinite(gradients.loss)):
             self._count_nonfinite(gradients.loss, gradients.norm)
             return
@@ -203,7 +203,7 @@ class Learner:
         gradients.moved = True
 
     def finish(self, training: BatchTraining) -> StepResult:
-        """The batch's metrics, and what its first forwards showed at each token."""
+        """Return the batch's metrics, and the values of its first forwards at each token."""
         done, targets = training.done, training.targets
         result = StepResult(metrics={names.TRAIN_SKIPPED: 0.0 if done else 1.0})
         if targets is not None:
@@ -272,7 +272,7 @@ class Learner:
             pad_to=self.settings.pad_to or ROW_MULTIPLE,
             pairs_per_token=6 * self.policy.hf_config.get_text_config().hidden_size,
         )
-        missing = self.ranks.most(len(packed)) - len(packed)
+        missing = self.ranks.max(len(packed)) - len(packed)
         return packed + [empty_micro_batch(device, layout=self.layout, varlen=varlen)] * missing
 
     def _clip_gradients(self) -> float:

@@ -8,6 +8,9 @@ The manager owns the listening socket, which outlives each server; while no serv
 replacement first loads without answering. The old server then stops accepting, lets running requests go on for
 `drain_seconds`, hands its connections with the unanswered requests to the new one, and exits; only then does the new
 one answer.
+
+Under the launcher, `launcher.plan` makes the servers' command lines, except in the modes that restart the server; what
+the process itself does is in `serving.start`.
 """
 
 from __future__ import annotations
@@ -29,8 +32,7 @@ from typing import TypeVar
 import psutil
 
 from example_trainer.errors import CannotServe, ServerExited, ServerRefused, ServerUnavailable
-from example_trainer.processes import die_with_parent
-from example_trainer.processes.child import last_lines, reason
+from example_trainer.processes.child import last_lines, reason, spawn
 from example_trainer.processes.cleanup import SharedMemoryLedger
 from example_trainer.processes.ports import (
     BEGUN_ANSWERS_SECONDS,
@@ -108,7 +110,7 @@ class ServerProcess:
             self._process.wait(timeout=STOP_SECONDS)
         except subprocess.TimeoutExpired:
             # On a fully loaded machine a killed process takes long to free its memory.
-            logger.warning("vLLM (pid %d) was killed and is still on its way out", self.pid)
+            logger.warning("vLLM (pid %d) was killed but has not exited yet", self.pid)
         self._ledger.sweep()
 
 
@@ -158,7 +160,7 @@ class Replacement:
     info: ServerInfo
     gap_seconds: float
     """The time for which requests waited for the new server."""
-    beside: bool
+    overlapped: bool
     """True if the new server loaded while the old one still ran."""
 
 
@@ -169,7 +171,7 @@ class VllmManager:
         self._options = options
         self._server: ServerProcess | None = None
         self._listening: socket.socket | None = None
-        self._given: HandoverChannel | None = None
+        self._waiting_connections: HandoverChannel | None = None
         """Channel with the connections of a stopped server that no other server has taken over yet."""
         # The kernel kills the child when the thread that started it ends, so this thread lasts as long as the manager.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="vllm-starter")
@@ -203,23 +205,23 @@ class VllmManager:
         short, the old server is stopped first. Either way no client of the old server is rejected.
         """
         old = self._server
-        beside = old is not None and old.running and self._has_room(old)
-        new = self._load_beside(old, model, version, arguments) if old is not None and beside else None
+        overlapped = old is not None and old.running and self._has_room(old)
+        new = self._load_next_to(old, model, version, arguments) if old is not None and overlapped else None
         began = time.monotonic()
         if old is not None:
             pids = [process.pid for process in old.members()]
             old.hand_over(grace_seconds=self._options.drain_seconds + BEGUN_ANSWERS_SECONDS + STOP_SECONDS)
-            if self._given is None:
-                self._given = old.channel
+            if self._waiting_connections is None:
+                self._waiting_connections = old.channel
             else:  # the old server never became ready, so it has no connections to hand over
                 old.channel.close()
             if new is None:
                 wait_until(lambda: not holds_gpu_memory(pids, self._options.gpu), STOP_SECONDS)
-        if self._given is not None:
-            self._given.end()
-        self._server = new or self._start(model, version, arguments, before=self._given)
+        if self._waiting_connections is not None:
+            self._waiting_connections.end()
+        self._server = new or self._start(model, version, arguments, before=self._waiting_connections)
         info = self._wait_until_ready(self._server, version)
-        return Replacement(info=info, gap_seconds=time.monotonic() - began, beside=new is not None)
+        return Replacement(info=info, gap_seconds=time.monotonic() - began, overlapped=new is not None)
 
     def stop(self, *, grace_seconds: float = STOP_SECONDS) -> None:
         """Stop the server and everything it started, and remove the shared memory they left."""
@@ -229,10 +231,10 @@ class VllmManager:
 
     def close(self) -> None:
         self.stop()
-        for held in (self._listening, self._given):
+        for held in (self._listening, self._waiting_connections):
             if held is not None:
                 held.close()
-        self._listening = self._given = None
+        self._listening = self._waiting_connections = None
         self._starter.shutdown()
 
     def log_tail(self) -> str:
@@ -255,15 +257,15 @@ class VllmManager:
             "--drain-seconds": options.drain_seconds,
             "--policy-version": version,
         }
-        given = [text for flag, value in flags.items() if value is not None for text in (flag, str(value))]
+        option_flags = [text for flag, value in flags.items() if value is not None for text in (flag, str(value))]
         awaited = ["--await-policy"] if version is None else []
-        ours = ["--no-share-weights", "--bridge-dir", str(options.log_path.parent), *awaited]
-        return [*options.program, *given, *ours, *options.extra_arguments, *arguments]
+        fixed_flags = ["--no-share-weights", "--bridge-dir", str(options.log_path.parent), *awaited]
+        return [*options.program, *option_flags, *fixed_flags, *options.extra_arguments, *arguments]
 
     def _has_room(self, old: ServerProcess) -> bool:
         return has_room(old.members(), gpu=self._options.gpu, gpu_share=self._options.gpu_memory_utilization)
 
-    def _load_beside(
+    def _load_next_to(
         self, old: ServerProcess, model: str | Path, version: int, arguments: Sequence[str]
     ) -> ServerProcess | None:
         """Start a second server and return it once it has loaded; return None if it exits before that."""
@@ -271,7 +273,7 @@ class VllmManager:
         try:
             self._wait_for(new, version, lambda: _poll_loaded(new))
         except ServerExited as error:
-            logger.warning("no second server came up beside the first, which ends now instead: %s", error)
+            logger.warning("the new server did not start next to the old one, which is stopped first: %s", error)
             new.stop(grace_seconds=0)
             return None
         except BaseException:
@@ -288,9 +290,9 @@ class VllmManager:
         ledger, channel = SharedMemoryLedger(), HandoverChannel()
         command = self.command(model, version=version, arguments=arguments)
         loaded, tells_loaded = socket.socketpair()
-        sockets = {"listening": self._listening, "successor": channel.gives, "loaded": tells_loaded}
+        sockets = {"listening": self._listening, "successor": channel.sender, "loaded": tells_loaded}
         if before is not None:
-            sockets["predecessor"] = before.takes
+            sockets["predecessor"] = before.receiver
         with tells_loaded:
             process = self._starter.submit(self._spawn, command, sockets).result()
         what = "an adapter to come" if version is None else f"version {version}"
@@ -300,9 +302,9 @@ class VllmManager:
     def _wait_until_ready(self, server: ServerProcess, version: int | None) -> ServerInfo:
         info = self._wait_for(server, version, lambda: self._poll_ready(server, version))
         server.note_shared_memory()
-        if self._given is not None:
-            self._given.close()
-            self._given = None
+        if self._waiting_connections is not None:
+            self._waiting_connections.close()
+            self._waiting_connections = None
         return info
 
     def _wait_for(self, server: ServerProcess, version: int | None, poll: Callable[[], T]) -> T:
@@ -319,21 +321,12 @@ class VllmManager:
         return wait_for(poll_living, what=what, timeout_seconds=self._options.ready_timeout_seconds)
 
     def _spawn(self, command: list[str], sockets: Mapping[str, socket.socket]) -> subprocess.Popen[bytes]:
-        guarded = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command]
-        ours = {"ATROPOS_BRIDGE_TOKEN": self.token, INHERITED_SOCKETS: as_inherited(sockets)}
-        environment = {**os.environ, **ours, **self._options.environment}
+        own_environment = {"ATROPOS_BRIDGE_TOKEN": self.token, INHERITED_SOCKETS: as_inherited(sockets)}
+        environment = {**own_environment, **self._options.environment}
         if self._options.gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = str(self._options.gpu)
-        with self._options.log_path.open("ab") as log:
-            return subprocess.Popen(
-                guarded,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-                pass_fds=[each.fileno() for each in sockets.values()],
-            )
+        descriptors = [each.fileno() for each in sockets.values()]
+        return spawn(command, environment=environment, log_path=self._options.log_path, pass_fds=descriptors)
 
     def _poll_ready(self, server: ServerProcess, version: int | None) -> ServerInfo:
         _poll_loaded(server)  # no request before that: while no server accepts, it blocks until its timeout

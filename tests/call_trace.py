@@ -10,12 +10,15 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+
+TRACED_STEP = 2
+"""Number of the training step that is traced; the first one imports modules."""
 
 
 class CallTrace:
@@ -52,7 +55,7 @@ class CallTrace:
 
 
 def trace_broker(folder: Path) -> dict[str, list[str]]:
-    """The broker's files entered by one submission and by one batch of a run that counts four sequences a batch."""
+    """Return the broker's files entered by one submission and by one batch of a run of four sequences a batch."""
     from atropos_api.broker import Broker
     from atropos_api.client import BrokerClient
     from atropos_api.config import BrokerConfig
@@ -93,9 +96,54 @@ def trace_broker(folder: Path) -> dict[str, list[str]]:
     return found
 
 
+def trace_training_step(folder: Path) -> list[str]:
+    """Return the trainer's files entered by the second of three steps: its batch, the update, publish and log line."""
+    from atropos_api.client import BrokerClient
+    from atropos_api.testing import make_group, make_memory_app, serve_in_thread
+    from atropos_api.wire import EnvironmentRequest
+    from example_trainer.api import BrokerSession
+    from example_trainer.cli import run_trackers
+    from example_trainer.config import TrainingConfig
+    from example_trainer.testing import make_tiny_model
+    from example_trainer.trainers import Trainer
+    from example_trainer.weights.factory import policy_options
+    from example_trainer.weights.testing import LocalBridge
+
+    trace = CallTrace("example_trainer")
+
+    class TracedTrainer(Trainer):
+        def _step(self, step: int, feed: Any) -> bool:
+            with trace.recording() if step == TRACED_STEP else nullcontext():
+                return super()._step(step, feed)
+
+    model = make_tiny_model(folder / "model")
+    with serve_in_thread(make_memory_app()) as url, BrokerClient(url) as client:
+        values = {"model_name": str(model), "dtype": "float32", "device": "cpu", "optimizer": "adamw", "seq_len": 64}
+        steps = {"training_steps": TRACED_STEP + 1, "batch_size": 4, "gradient_accumulation_steps": 1}
+        config = TrainingConfig.model_validate(values | steps | {"run_dir": folder / "run", "atropos_url": url})
+        trainer = TracedTrainer(
+            config,
+            session=BrokerSession(client),
+            bridge=LocalBridge(policy_options(config)),
+            trackers=run_trackers(config),
+        )
+        trainer.set_up()
+        environment = client.register_environment(EnvironmentRequest(name="e", group_size=4, max_token_length=64))
+        for number in range(TRACED_STEP + 1):
+            groups = [make_group(4, 6, first_token=number)]
+            client.submit(environment.environment_id, groups, idempotency_key=str(number))
+        trace.install()
+        try:
+            trainer.train()
+        finally:
+            trace.remove()
+    return sorted(trace.files)
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        for name, files in trace_broker(Path(folder)).items():
+        traces = trace_broker(Path(folder)) | {"training step": trace_training_step(Path(folder))}
+        for name, files in traces.items():
             sys.stdout.write(f"{name}: {len(files)} files\n  " + "\n  ".join(files) + "\n")
 
 

@@ -65,7 +65,7 @@ class Batches:
             return
         state = self._state
         covered = {n: groups for n, groups in state.batches.items() if n <= number}
-        kept = {**state.kept, **covered}
+        kept = {**state.replayable, **covered}
         outdated = [n for n in kept if n <= number - state.settings.keep_batches]
         dropped = [group for n in outdated for group in kept.pop(n)]
         with state.change():
@@ -74,10 +74,10 @@ class Batches:
             self._finish_keys(group for groups in covered.values() for group in groups)
             state.reach(Failpoint.COMMIT_STAGED)
         state.reach(Failpoint.COMMIT_KEPT)
-        state.kept = kept
+        state.replayable = kept
         for n in covered:
             del state.batches[n]
-        state.shown.difference_update(covered)
+        state.possibly_delivered.difference_update(covered)
         state.discard(group.body for group in dropped)
         state.reach(Failpoint.BODIES_DISCARDED)
         state.counters.batches_committed_total += len(covered)
@@ -92,7 +92,7 @@ class Batches:
             state.ledger.drop_groups([group.seq for group in state.batches[number] if group.body == LOST])
             state.ledger.assign_batch([group.seq for group in groups], 0)
             del state.batches[number]
-            state.shown.discard(number)
+            state.possibly_delivered.discard(number)
             for group in groups:
                 group.batch = 0
             state.queue.put_back(groups)
@@ -182,7 +182,7 @@ class Batches:
     def _check_number(self, run: RunRow, number: int) -> None:
         if number <= run.committed_batch:
             raise CommittedBatch(
-                f"batch {number} is covered by a checkpoint and gone; the next one is {run.committed_batch + 1}",
+                f"batch {number} is committed and no longer stored; the next one is {run.committed_batch + 1}",
                 number=number,
                 committed_batch=run.committed_batch,
             )

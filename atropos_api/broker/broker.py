@@ -100,15 +100,15 @@ class Broker:
             environments=Environments(old.ledger, snapshot.environments),
             queue=GroupQueue(),
             batches={},
-            kept={},
+            replayable={},
             left_over={},
-            shown=set(),
+            possibly_delivered=set(),
             next_seq=snapshot.next_seq,
-            torn=True,
+            store_inconsistent=True,
         )
         self._take_state(fresh, snapshot)
         fresh.runs.presume_trainer_at_work(fresh.clock())
-        fresh.torn = False
+        fresh.store_inconsistent = False
         fresh.pacing_changed()
 
     def _take_state(self, state: State, snapshot: Snapshot) -> None:
@@ -206,8 +206,8 @@ class Broker:
             bodies = self.state.bodies.read([group.body for group in groups])
         except StoreDamaged as error:
             self.repair.lose(error)
-            raise DamagedBatch(f"{error}; what it held is dropped, ask again for the rest") from error
-        self.state.shown.update(group.batch for group in groups)
+            raise DamagedBatch(f"{error}; these groups are dropped, repeat the request for the others") from error
+        self.state.possibly_delivered.update(group.batch for group in groups)
         self.state.reach(Failpoint.BATCH_READ)
         return bodies
 

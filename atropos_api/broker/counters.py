@@ -11,7 +11,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from atropos_api.store.base import GroupRow
 from atropos_api.wire.messages import DropReport
@@ -45,19 +47,17 @@ logger = logging.getLogger(__name__)
 LINE_SECONDS: Final = 30.0
 
 OWN_REASONS: Final[Mapping[str, str]] = {
-    "too-old": "their policy would be older than --max-staleness allows; raise it, or let environments "
-    "have less under way (--env.max_batches_offpolicy)",
-    "orphaned": "their policy is one that a resumed run gave up (--drop-orphaned)",
+    "too-old": "their policy would be older than --max-staleness allows; raise it, or let environments have fewer "
+    "groups in flight (--env.max_batches_offpolicy)",
+    "orphaned": "a resumed run discarded their policy (--drop-orphaned)",
     "unpackable": "no batch of the run can hold groups of their size; use a group size that divides the batch size",
     "damaged": "their bodies were damaged on the disk",
-    "refused": "no trainer could use them; the lines above name field and value",
+    "refused": "no trainer could use them; the log lines above name field and value",
 }
 """Reasons for which the broker itself drops groups, each with an explanation or a remedy."""
 
 
-class LatestDrop(NamedTuple):
-    """The latest explanation of an environment's dropped groups."""
-
+class LatestDrop(msgspec.Struct):
     explanation: str
     time: float
 
@@ -70,7 +70,7 @@ class Drops:
         self._counts: dict[int | None, Counter[str]] = {}
         self._latest: dict[int | None, LatestDrop] = {}
         self._reports: dict[int, DropReport] = {}
-        self._told_at: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
 
     def take_report(self, environment_id: int, report: DropReport) -> int:
         """Record an environment's totals and return how many groups are new. A report received twice adds nothing."""
@@ -95,8 +95,8 @@ class Drops:
         counts[reason] += number
         now = self._clock()
         self._latest[environment_id] = LatestDrop(f"{counts[reason]} groups dropped: {OWN_REASONS[reason]}", now)
-        if now - self._told_at.get(reason, float("-inf")) >= LINE_SECONDS:
-            self._told_at[reason] = now
+        if now - self._logged_at.get(reason, float("-inf")) >= LINE_SECONDS:
+            self._logged_at[reason] = now
             total = sum(one[reason] for one in self._counts.values())
             logger.warning("groups dropped so far as %s: %d: %s", reason, total, OWN_REASONS[reason])
 

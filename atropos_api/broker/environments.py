@@ -27,7 +27,7 @@ class Environments:
         self._ledger = ledger
         self._rows = {row.environment_id: row for row in rows}
         self._by_name = {row.name: row for row in self._rows.values() if not row.legacy}
-        self._census: LivenessSnapshot | None = None
+        self._liveness: LivenessSnapshot | None = None
 
     def __iter__(self) -> Iterator[EnvironmentRow]:
         return iter(self._rows.values())
@@ -97,8 +97,8 @@ class Environments:
     def touch(self, row: EnvironmentRow, now: float, run_id: str | None) -> None:
         """Record a sign of life, and the run that the environment takes part in."""
         row.seen_at = now
-        if self._census is not None and row.environment_id not in self._census.alive_ids:
-            self._census = None
+        if self._liveness is not None and row.environment_id not in self._liveness.alive_ids:
+            self._liveness = None
         if not row.connected or (run_id is not None and row.run_id != run_id):
             part_of = run_id or row.run_id
             self._ledger.put_environment(msgspec.structs.replace(row, connected=True, run_id=part_of))
@@ -106,7 +106,7 @@ class Environments:
 
     def presume_alive(self, now: float) -> None:
         """Count every environment's silence from now, since no call could arrive while no broker ran."""
-        self._census = None
+        self._liveness = None
         for row in self._rows.values():
             row.seen_at = now
 
@@ -118,23 +118,23 @@ class Environments:
             if row.connected:
                 self._disconnect(row)
 
-    def census(self, now: float, timeout_seconds: float) -> LivenessSnapshot:
+    def liveness(self, now: float, timeout_seconds: float) -> LivenessSnapshot:
         """Return the liveness snapshot: the environments whose weight and minimum count, and their sums.
 
         These are the ones that are connected and have called within the timeout.
         """
-        if self._census is None or now > self._census.until:
-            self._census = take_census(self._rows.values(), now, timeout_seconds)
-        return self._census
+        if self._liveness is None or now > self._liveness.until:
+            self._liveness = measure_liveness(self._rows.values(), now, timeout_seconds)
+        return self._liveness
 
     def _disconnect(self, row: EnvironmentRow) -> None:
         self._ledger.put_environment(msgspec.structs.replace(row, connected=False))
         row.connected = False
-        self._census = None
+        self._liveness = None
 
     def _keep(self, row: EnvironmentRow) -> None:
         self._ledger.put_environment(row)
-        self._census = None
+        self._liveness = None
         self._rows[row.environment_id] = row
 
     def _next_id(self) -> int:
@@ -161,7 +161,7 @@ class LivenessSnapshot:
     most_batches_offpolicy: int
 
 
-def take_census(rows: Collection[EnvironmentRow], now: float, timeout_seconds: float) -> LivenessSnapshot:
+def measure_liveness(rows: Collection[EnvironmentRow], now: float, timeout_seconds: float) -> LivenessSnapshot:
     alive = [row for row in rows if row.connected and now - row.seen_at <= timeout_seconds]
     sizes = frozenset(row.group_size for row in rows if row.connected)
     return LivenessSnapshot(

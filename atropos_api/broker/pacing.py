@@ -27,8 +27,8 @@ ASKING_SECONDS: Final = 10.0
 """Time for which a registration that must wait is remembered; the Atropos contract retries each second."""
 
 
-MOST_TOLD: Final = 1000
-"""Most environments whose last warning is remembered, so that none is repeated."""
+MOST_WARNINGS: Final = 1000
+"""Maximum number of environments whose last warning is remembered, to avoid repeating it."""
 
 
 class GroupSizes:
@@ -37,7 +37,7 @@ class GroupSizes:
     def __init__(self, state: State) -> None:
         self._state = state
         self._asking: dict[tuple[str, int], float] = {}
-        self._told: dict[str, str] = {}
+        self._warnings: dict[str, str] = {}
         """The last warning about each waiting environment, by name."""
 
     def refuse_too_large(self, size: int) -> None:
@@ -58,9 +58,9 @@ class GroupSizes:
         self._asking[name, size] = self._state.clock()
         if run is None or self.can_use(run, size):
             del self._asking[name, size]
-            self._told.pop(name, None)
+            self._warnings.pop(name, None)
             return None
-        self._tell(name, run, size)
+        self._warn_once(name, run, size)
         return self.explain(run, size)
 
     def can_use(self, run: RunRow, size: int, *, keeps_coming: bool = False) -> bool:
@@ -87,23 +87,23 @@ class GroupSizes:
         run = self._state.runs.open
         sizes = self._state.registered_sizes() if run is not None else ()
         useless = {size for size in sizes if run is not None and not self.can_use(run, size)}
-        if not useless and not self._told:
+        if not useless and not self._warnings:
             return
         for row in self._state.environments:
             if run is not None and row.connected and row.group_size in useless:
-                self._tell(row.display_name, run, row.group_size)
+                self._warn_once(row.display_name, run, row.group_size)
             else:
-                self._told.pop(row.display_name, None)
+                self._warnings.pop(row.display_name, None)
 
     def explain(self, run: RunRow, size: int) -> str:
         """Return the arithmetic of an unusable group size, and the changes that would help."""
         if size > run.batch_size:
-            return f"groups of {size} are larger than a batch of {run.batch_size} sequences; the trainer's is too small"
+            return f"groups of {size} are larger than a batch of {run.batch_size} sequences; raise the trainer's"
         others = sorted((self._state.registered_sizes() | self._asked_for()) - {size})
-        beside = f" with those of {', '.join(map(str, others))}" if others else " alone"
+        combined = f" with those of {', '.join(map(str, others))}" if others else " alone"
         rest = run.batch_size % size
         return (
-            f"groups of {size}{beside} never fill {run.batch_size} sequences; an environment with groups of {rest} "
+            f"groups of {size}{combined} never fill {run.batch_size} sequences; an environment with groups of {rest} "
             f"would complete them, or a batch size of {run.batch_size - rest} or {run.batch_size - rest + size}"
         )
 
@@ -113,13 +113,13 @@ class GroupSizes:
         self._asking = {asked: when for asked, when in self._asking.items() if when >= since}
         return frozenset(size for _, size in self._asking)
 
-    def _tell(self, name: str, run: RunRow, size: int) -> None:
+    def _warn_once(self, name: str, run: RunRow, size: int) -> None:
         text = f"environment {name} waits in run {run.name}: {self.explain(run, size)}"
-        if self._told.get(name) == text:
+        if self._warnings.get(name) == text:
             return
-        if len(self._told) >= MOST_TOLD:
-            self._told.clear()
-        self._told[name] = text
+        if len(self._warnings) >= MOST_WARNINGS:
+            self._warnings.clear()
+        self._warnings[name] = text
         logger.warning("%s", text)
         self._state.events.add("group-size-waits", name=name, group_size=size, batch_size=run.batch_size)
 
@@ -184,7 +184,7 @@ class Pacer:
         run = self._state.runs.open
         if run is None:
             return False
-        batches = self._state.census().most_batches_offpolicy
+        batches = self._state.liveness().most_batches_offpolicy
         return self._outstanding(run) < admission_limit(run, batches, max_staleness_of(self._state, run))
 
     def _outstanding(self, run: RunRow) -> int:
@@ -213,7 +213,7 @@ class Pacer:
         )
         ended = run.num_steps > 0 and run.starting_step + run.formed_batch >= run.num_steps
         if room <= 0 and not ended and self._batches.is_short_of(run, row):
-            # Even if the queue is full: without a group of this environment the trainer would wait for ever.
+            # The trainer would wait forever without a group of this environment, so one is admitted to a full queue.
             room = whole_group
         return room * row.group_size // whole_group
 

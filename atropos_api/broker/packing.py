@@ -210,7 +210,7 @@ class CountedLane:
 
 
 def lanes_in_unit(run: RunRow, lanes: Sequence[Lane]) -> Sequence[Lane]:
-    """Return the lanes in the run's unit: as they are in sequences, or wrapped so that each group counts as one."""
+    """Return the lanes in the run's unit: unchanged for sequences, else wrapped so that a group counts as one."""
     return lanes if run.unit == "sequences" else [CountedLane(lane, lane.env_id) for lane in lanes]
 
 
@@ -228,7 +228,7 @@ def queued_by_environment(run: RunRow, lanes: Sequence[Lane]) -> dict[int | None
 
 
 def batch_in_sequences(run: RunRow, group_size: int) -> int:
-    """Return the sequences in a batch; where groups are counted, in one made of groups of `group_size`."""
+    """Return the batch size in sequences; if the run counts groups, each is taken to have `group_size` sequences."""
     return run.batch_size if run.unit == "sequences" else run.batch_size * group_size
 
 

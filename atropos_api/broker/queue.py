@@ -64,7 +64,7 @@ class GroupQueue:
         returned = list(rows)
         lanes = {(row.env_id, row.size): self._lane(row) for row in returned}
         for lane in lanes.values():
-            # A mark of an earlier removal would hide the same group on its return.
+            # A group removed earlier is still marked as removed, and would stay hidden when it is added again.
             lane.rows = deque(lane)
             lane.removed.clear()
         for row in returned:

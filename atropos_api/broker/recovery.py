@@ -2,8 +2,8 @@
 
 `recover` rebuilds the state from what the store holds. `Repair` rewrites sparse segments while the broker runs, and
 drops groups whose bodies are damaged; these are counted in `groups_lost_total` and reported as an event. A batch of
-which nobody has received a byte is formed again without them. A batch that somebody may have received keeps its other
-groups, and each rank keeps its slice of them: forming it again would hand some groups out twice.
+which no caller has received a byte is formed again without them. A batch that a caller may have received keeps its
+other groups, and each rank keeps its slice of them: forming it again would hand some groups out twice.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Repair:
         state = self._state
         for lane in state.queue.lanes:
             yield from lane
-        for numbered in (state.batches, state.kept):
+        for numbered in (state.batches, state.replayable):
             for groups in numbered.values():
                 yield from groups
         for groups in state.left_over.values():
@@ -100,7 +100,7 @@ def give_up(state: State, batches: Batches, lost: Iterable[GroupRow]) -> None:
     for number, groups in list(state.batches.items()):
         affected = [group for group in groups if group.seq in gone]
         whole = any(group.seq not in gone and group.body != LOST for group in groups)
-        if affected and number in state.shown and whole:
+        if affected and number in state.possibly_delivered and whole:
             _leave_gaps(state, affected)
             for group in affected:
                 del gone[group.seq]
@@ -111,7 +111,7 @@ def give_up(state: State, batches: Batches, lost: Iterable[GroupRow]) -> None:
     for row in queued:
         del gone[row.seq]
     batches.forget(list(gone.values()))
-    state.kept = {n: [row for row in rows if row.seq not in gone] for n, rows in state.kept.items()}
+    state.replayable = {n: [row for row in rows if row.seq not in gone] for n, rows in state.replayable.items()}
     state.left_over = {run: [row for row in rows if row.seq not in gone] for run, rows in state.left_over.items()}
 
 
@@ -130,7 +130,7 @@ def recover(state: State, keys: IdempotencyKeys, intake: Submissions, batches: B
     if missing:
         cut_short = _cut_short(groups, missing)
         lost = [group for group in groups if group.seq in missing or group.key_id in cut_short]
-        logger.warning("%d groups are dropped: bodies are not in the log, the power went before an fsync", len(lost))
+        logger.warning("%d groups are dropped: bodies are missing, as after a power failure before an fsync", len(lost))
         with state.change():
             keys.withdraw(cut_short)
             give_up(state, batches, lost)
@@ -153,11 +153,11 @@ def _place(state: State, groups: list[GroupRow]) -> None:
         elif run is not None and group.batch > run.committed_batch:
             state.batches.setdefault(group.batch, []).append(group)
         elif group.batch:
-            state.kept.setdefault(group.batch, []).append(group)
+            state.replayable.setdefault(group.batch, []).append(group)
         else:
             state.queue.add(group)
     if run is not None:
-        state.shown.update(number for number in state.batches if number <= run.handed_batch)
+        state.possibly_delivered.update(number for number in state.batches if number <= run.handed_batch)
 
 
 def _mark_missing(state: State, groups: list[GroupRow]) -> set[int]:

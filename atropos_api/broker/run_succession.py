@@ -118,8 +118,8 @@ class RunSuccession:
         state.runs.change(run, state=end)
         batched = [group for groups in state.batches.values() for group in groups]
         rest = batched + state.queue.clear()
-        rest += [group for groups in state.kept.values() for group in groups]
-        state.batches, state.kept = {}, {}
+        rest += [group for groups in state.replayable.values() for group in groups]
+        state.batches, state.replayable = {}, {}
         if rest:
             state.left_over.setdefault(run.run_id, []).extend(rest)
             state.counters.groups_left_over_total += len(rest)
@@ -166,7 +166,7 @@ class RunSuccession:
             if group.batch > run.committed_batch:
                 state.batches.setdefault(group.batch, []).append(group)
             elif group.batch:
-                state.kept.setdefault(group.batch, []).append(group)
+                state.replayable.setdefault(group.batch, []).append(group)
             else:
                 queued.append(group)
         for groups in state.batches.values():
@@ -184,8 +184,8 @@ class RunSuccession:
         covered = min(point, run.formed_batch)
         if covered > run.committed_batch:
             self._batches.commit(run, covered)
-        for number in [n for n in state.kept if n > point]:
-            state.batches[number] = state.kept.pop(number)
+        for number in [n for n in state.replayable if n > point]:
+            state.batches[number] = state.replayable.pop(number)
         last = point
         while last + 1 in state.batches and amount(run, state.batches[last + 1]) == run.batch_size:
             last += 1

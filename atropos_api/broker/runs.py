@@ -196,9 +196,7 @@ def make_run(request: RunRequest, now: float, *, first_after: int) -> RunRow:
 
 
 AT_WORK_SECONDS: Final = 30.0
-
 LONGEST_INTERVALS: Final = 3
-
 GONE_SECONDS: Final = 900.0
 """A trainer silent for longer is presumed gone: only a call that names its run counts as its return."""
 
@@ -237,11 +235,11 @@ def quiet_seconds(run: RunRow, now: float) -> float:
 
 
 def is_at_work(run: RunRow, now: float) -> bool:
-    return quiet_seconds(run, now) <= _patience(run)
+    return quiet_seconds(run, now) <= _silence_limit(run)
 
 
 def has_gone(run: RunRow, now: float) -> bool:
-    return quiet_seconds(run, now) > max(GONE_SECONDS, _patience(run))
+    return quiet_seconds(run, now) > max(GONE_SECONDS, _silence_limit(run))
 
 
 def is_over(run: RunRow) -> bool:
@@ -259,13 +257,14 @@ def refuse_rival(run: RunRow | None, now: float) -> None:
     quiet = max(0.0, quiet_seconds(run, now))
     raise RunInProgress(
         f"run {run.name} ({run.run_id}) is open and its trainer asked {quiet:.0f} s ago: wait until it ends or has "
-        f"been silent for {_patience(run):.0f} s, end it with POST /v1/runs/{run.run_id}/finish or GET /reset_data, "
-        "take over with take_over (--take-over), restart the broker with --fresh, or use a second broker",
+        f"been silent for {_silence_limit(run):.0f} s, end it with POST /v1/runs/{run.run_id}/finish or "
+        "GET /reset_data, take over with take_over (--take-over), restart the broker with --fresh, or use a second "
+        "broker",
         run_id=run.run_id,
         name=run.name,
         quiet_seconds=quiet,
     )
 
 
-def _patience(run: RunRow) -> float:
+def _silence_limit(run: RunRow) -> float:
     return max(AT_WORK_SECONDS, LONGEST_INTERVALS * run.longest_silence_seconds)

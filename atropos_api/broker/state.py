@@ -89,9 +89,10 @@ class State:
     next_seq: int
     queue: GroupQueue = field(default_factory=GroupQueue)
     batches: dict[int, list[GroupRow]] = field(default_factory=dict)
-    kept: dict[int, list[GroupRow]] = field(default_factory=dict)
+    replayable: dict[int, list[GroupRow]] = field(default_factory=dict)
+    """Committed batches by number whose groups are kept for a resumed run."""
     left_over: dict[str, list[GroupRow]] = field(default_factory=dict)
-    shown: set[int] = field(default_factory=set)
+    possibly_delivered: set[int] = field(default_factory=set)
     """Numbers of uncommitted batches of which a caller may have received bytes."""
     reach: Reach = ignore_failpoint
     counters: Counters = field(default_factory=Counters)
@@ -99,21 +100,21 @@ class State:
     latest_form: Form = "json"
     on_groups: list[Listener] = field(default_factory=list)
     on_pacing: list[Listener] = field(default_factory=list)
-    torn: bool = False
-    """True if the store refused a change that memory had already made in part."""
+    store_inconsistent: bool = False
+    """True if the store refused a change that memory had already made in part, until memory is read from it again."""
 
     _change_depth: int = 0
     _discarded: list[BodyRef] = field(default_factory=list)
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Change several rows in one transaction. If the store refuses, memory must be read from it again (`torn`)."""
+        """Change several rows in one transaction. If the store refuses, memory must be read from it again."""
         self._change_depth += 1
         try:
             with self.ledger.transaction():
                 yield
         except StoreUnavailable:
-            self.torn = True
+            self.store_inconsistent = True
             raise
         finally:
             self._change_depth -= 1
@@ -121,20 +122,20 @@ class State:
         self.discard(unneeded)
 
     def discard(self, refs: Iterable[BodyRef]) -> None:
-        """Release bodies that nobody will request again; inside a change, only once that change has succeeded."""
+        """Release bodies that are not needed any more; inside a change, only once that change has succeeded."""
         if self._change_depth:
             self._discarded.extend(refs)
         else:
             self.bodies.discard(refs)
 
-    def census(self) -> LivenessSnapshot:
-        return self.environments.census(self.clock(), self.settings.environment_timeout_seconds)
+    def liveness(self) -> LivenessSnapshot:
+        return self.environments.liveness(self.clock(), self.settings.environment_timeout_seconds)
 
     def alive_environments(self) -> list[EnvironmentRow]:
-        return self.census().alive
+        return self.liveness().alive
 
     def registered_sizes(self) -> frozenset[int]:
-        return self.census().connected_sizes
+        return self.liveness().connected_sizes
 
     def pacing_changed(self) -> None:
         """Raise the revision: environments that wait on the old one get their answer now."""

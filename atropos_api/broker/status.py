@@ -1,86 +1,138 @@
 """The broker's status, made from counts alone.
 
-`describe_status` returns one mapping for the page, `atropos top` and the progress view. `AtroposStatus` computes
+`describe_status` returns one `Status` for the page, `atropos top` and the progress view. `AtroposStatus` computes
 `/status-env`, the numbers by which environments of the Atropos contract pace themselves: they know only sequences,
 react to nothing but a queue that looks long, and stop once the step is above the total.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 import msgspec
 
 from atropos_api.broker.batches import max_staleness_of
 from atropos_api.broker.broker import Broker
+from atropos_api.broker.counters import Counters, LatestDrop
 from atropos_api.broker.environments import LivenessSnapshot, token_share_of
 from atropos_api.broker.packing import batch_in_sequences, queued_by_environment
 from atropos_api.broker.state import State
 from atropos_api.store.base import EnvironmentRow, RunRow
 
 
-def describe_status(broker: Broker) -> dict[str, Any]:
+class HeldPolicy(msgspec.Struct, kw_only=True):
+    seconds: float
+    version: int | None
+    reason: str
+
+
+class RunStatus(RunRow, kw_only=True):
+    """The open run, or else the one that finished last."""
+
+    holds: tuple[HeldPolicy, ...]  # type: ignore[assignment] # without the ids, which suffice to end a hold
+    current_step: int
+    next_batch: int
+
+
+class QueueStatus(msgspec.Struct, kw_only=True):
+    groups: int
+    sequences: int
+    bytes: int
+    oldest_age_seconds: float | None
+    unpackable_sizes: list[int]
+    unpackable_groups: int
+
+
+class BatchesStatus(msgspec.Struct, kw_only=True):
+    uncommitted: dict[str, int]
+    """Sequences by batch number."""
+    outstanding_sequences: int
+
+
+class EnvironmentStatus(msgspec.Struct, kw_only=True):
+    environment_id: int
+    name: str
+    group_size: int
+    weight: float
+    connected: bool
+    quiet_seconds: float
+    queued_sequences: int
+    dropped_groups: dict[str, int]
+    latest_drop: LatestDrop | None
+
+
+class StoreStatus(msgspec.Struct, kw_only=True):
+    bytes: int
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """The whole status of a broker: run, policy, queue, environments, counters."""
+
+    time: float
+    run: RunStatus | None
+    queue: QueueStatus
+    batches: BatchesStatus
+    environments: list[EnvironmentStatus]
+    left_over_groups: dict[str, int]
+    store: StoreStatus
+    dropped_groups: dict[str, int]
+    counters: Counters
+
+
+def describe_status(broker: Broker) -> Status:
     state = broker.state
     run = state.runs.open or state.runs.last_finished
-    oldest = state.queue.oldest()
-    return {
-        "time": state.clock(),
-        "run": _describe_run(broker, run) if run is not None else None,
-        "queue": {
-            "groups": state.queue.groups,
-            "sequences": state.queue.sequences,
-            "bytes": state.queue.body_bytes,
-            "oldest_age_seconds": state.clock() - oldest.arrived_at if oldest is not None else None,
-            **_describe_unpackable(broker),
-        },
-        "batches": {
-            "uncommitted": {str(n): sum(group.size for group in groups) for n, groups in state.batches.items()},
-            "outstanding_sequences": broker.outstanding_sequences(run) if run is not None else state.queue.sequences,
-        },
-        "environments": [_describe_environment(broker, row) for row in state.environments],
-        "left_over_groups": {run_id: len(groups) for run_id, groups in state.left_over.items()},
-        "store": {"bytes": state.bodies.size_bytes()},
-        "dropped_groups": state.drops.totals(),
-        "counters": asdict(state.counters),
-    }
+    return Status(
+        time=state.clock(),
+        run=_describe_run(broker, run) if run is not None else None,
+        queue=_describe_queue(broker),
+        batches=BatchesStatus(
+            uncommitted={str(n): sum(group.size for group in groups) for n, groups in state.batches.items()},
+            outstanding_sequences=broker.outstanding_sequences(run) if run is not None else state.queue.sequences,
+        ),
+        environments=[_describe_environment(broker, row) for row in state.environments],
+        left_over_groups={run_id: len(groups) for run_id, groups in state.left_over.items()},
+        store=StoreStatus(bytes=state.bodies.size_bytes()),
+        dropped_groups=state.drops.totals(),
+        counters=state.counters,
+    )
 
 
-def _describe_run(broker: Broker, run: RunRow) -> dict[str, Any]:
-    return {
-        **msgspec.structs.asdict(run),
-        # Without the ids: an id is all that a caller needs to end a hold.
-        "holds": [
-            {"seconds": row.until - broker.state.clock(), "version": row.version, "reason": row.reason}
-            for row in broker.holds.alive(run)
-        ],
-        "current_step": broker.trained_steps(run),
-        "next_batch": run.formed_batch + 1,
-    }
+def _describe_run(broker: Broker, run: RunRow) -> RunStatus:
+    now = broker.state.clock()
+    holds = [
+        HeldPolicy(seconds=row.until - now, version=row.version, reason=row.reason) for row in broker.holds.alive(run)
+    ]
+    described = msgspec.structs.asdict(run) | {"holds": tuple(holds)}
+    return RunStatus(**described, current_step=broker.trained_steps(run), next_batch=run.formed_batch + 1)
 
 
-def _describe_unpackable(broker: Broker) -> dict[str, Any]:
-    """Return the queued group sizes, and the number of groups, that fit into no batch of the open run."""
-    run, counts = broker.state.runs.open, broker.state.queue.groups_by_size
-    sizes = broker.batches.unpackable_sizes(run) if run is not None else []
-    return {"unpackable_sizes": sizes, "unpackable_groups": sum(counts[size] for size in sizes)}
+def _describe_queue(broker: Broker) -> QueueStatus:
+    state, queue = broker.state, broker.state.queue
+    oldest = queue.oldest()
+    unpackable = broker.batches.unpackable_sizes(state.runs.open) if state.runs.open is not None else []
+    return QueueStatus(
+        groups=queue.groups,
+        sequences=queue.sequences,
+        bytes=queue.body_bytes,
+        oldest_age_seconds=state.clock() - oldest.arrived_at if oldest is not None else None,
+        unpackable_sizes=unpackable,
+        unpackable_groups=sum(queue.groups_by_size[size] for size in unpackable),
+    )
 
 
-def _describe_environment(broker: Broker, row: EnvironmentRow) -> dict[str, Any]:
+def _describe_environment(broker: Broker, row: EnvironmentRow) -> EnvironmentStatus:
     state = broker.state
     quiet = state.clock() - row.seen_at
-    latest = state.drops.latest_of(row.environment_id)
-    return {
-        "environment_id": row.environment_id,
-        "name": row.display_name,
-        "group_size": row.group_size,
-        "weight": row.weight,
-        "connected": row.connected and quiet <= state.settings.environment_timeout_seconds,
-        "quiet_seconds": quiet,
-        "queued_sequences": state.queue.sequences_by_env.get(row.environment_id, 0),
-        "dropped_groups": state.drops.of(row.environment_id),
-        "latest_drop": latest._asdict() if latest is not None else None,
-    }
+    return EnvironmentStatus(
+        environment_id=row.environment_id,
+        name=row.display_name,
+        group_size=row.group_size,
+        weight=row.weight,
+        connected=row.connected and quiet <= state.settings.environment_timeout_seconds,
+        quiet_seconds=quiet,
+        queued_sequences=state.queue.sequences_by_env.get(row.environment_id, 0),
+        dropped_groups=state.drops.of(row.environment_id),
+        latest_drop=state.drops.latest_of(row.environment_id),
+    )
 
 
 ASSUMED_MAX_BATCHES_OFFPOLICY = 3
@@ -114,7 +166,7 @@ class AtroposStatus:
         row = self._state.environments.get(environment_id)
         self._broker.touch(row)
         run = self._state.runs.open
-        census = self._state.census()
+        liveness = self._state.liveness()
         queued = self._queued_by_environment(run)
         largest = max(self._state.queue.groups_by_size, default=1)
         group_size = max(row.group_size, self._state.queue.largest_size_of(environment_id))
@@ -127,10 +179,10 @@ class AtroposStatus:
         return StatusEnv(
             current_step=self._current_step(row, run),
             queue_size=self._queue_size(row, own, others, run),
-            unallocated_fraction=1.0 - min(1.0, census.allocated),
+            unallocated_fraction=1.0 - min(1.0, liveness.allocated),
             self_queue_size=own // group_size,
             max_group_size=largest,
-            env_weight=_weight_of(row, census),
+            env_weight=_weight_of(row, liveness),
         )
 
     def batch_sequences(self, run: RunRow) -> int:
@@ -163,7 +215,7 @@ class AtroposStatus:
 
     def _usual_size(self) -> int:
         """Return the group size by which a run that counts groups is reported in sequences."""
-        return self._state.census().largest_size
+        return self._state.liveness().largest_size
 
     def _share_of_other(self, env_id: int | None, sequences: int, largest: int, run: RunRow | None) -> int:
         """Return another environment's queue, in whole packs, less the part that its own minimum will take."""
@@ -210,9 +262,9 @@ class AtroposStatus:
         return self._state.runs.find(row.run_id).num_steps + 1
 
 
-def _weight_of(row: EnvironmentRow, census: LivenessSnapshot) -> float:
+def _weight_of(row: EnvironmentRow, liveness: LivenessSnapshot) -> float:
     """Return the environment's share of tokens by weight; an equal share if no environment has a weight."""
-    if census.token_share <= 0:
-        return 1.0 / max(1, len(census.alive))
-    own = token_share_of(row) if row.environment_id in census.alive_ids else 0.0
-    return max(LEAST_WEIGHT, own / census.token_share)
+    if liveness.token_share <= 0:
+        return 1.0 / max(1, len(liveness.alive))
+    own = token_share_of(row) if row.environment_id in liveness.alive_ids else 0.0
+    return max(LEAST_WEIGHT, own / liveness.token_share)

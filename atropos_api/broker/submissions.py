@@ -36,7 +36,7 @@ class Deduplication:
     def adopt(self, counts: Mapping[bytes, int]) -> None:
         """Load, at start, the repeats that the ledger expects.
 
-        The window restarts, because nobody could repeat while no broker ran.
+        The window restarts, because no client could repeat while no broker ran.
         """
         for print_, count in counts.items():
             self._expect(print_, count)
@@ -72,7 +72,7 @@ class Deduplication:
             if self._recognised[print_] > 1:
                 self._recognised[print_] -= 1
             elif not self._recognised.pop(print_, 0) and print_ in self._until:
-                # The broker has read its store again meanwhile, and expects this repeat because the ledger does.
+                # The store was read again after this repeat was recognised, so it is expected once more: remove it.
                 self._take_one(print_)
             self._changed.add(print_)
         for group in lost:
@@ -180,7 +180,7 @@ class IdempotencyKeys:
     def _forget_before(self, limit: float) -> None:
         old = []
         for row in self._by_id.values():
-            # Keys are in order of time, so the first young one ends the search, done or not.
+            # Keys are in order of time, so the search can stop at the first recent one.
             if row.used_at > limit:
                 break
             if row.done_at is not None and row.done_at <= limit:
@@ -274,7 +274,7 @@ class Submissions:
             self._record()
 
     def _record(self) -> None:
-        # A record that cannot be written now goes with the next submission; until then the rows count as unanswered.
+        # If this write fails, the next submission writes the record; until then the rows count as unanswered.
         with suppress(StoreUnavailable):
             self._state.ledger.put_answers(self._news())
             self._forget_news()

@@ -172,7 +172,7 @@ class AtroposContract:
         self._broker.count_unpackable(rows)
         if repeated:
             self._state.counters.groups_duplicate_total += len(repeated)
-            logger.info("%d groups are repeats of what was taken before; not taken again", len(repeated))
+            logger.info("%d groups repeat groups that were accepted before; they are not accepted again", len(repeated))
         buffered, buffer_size = self._count_buffered(rows)
         return Taken(
             rows=rows,

@@ -10,7 +10,8 @@ import anyio
 import httpx
 
 from atropos_api.client import calls
-from atropos_api.client.calls import BearerAuth, BrokerHostUnknown, BrokerRefused, Call
+from atropos_api.client.calls import BearerAuth, BrokerRefused, Call
+from atropos_api.common.concurrency import Wait
 from atropos_api.common.secrets import TokenSource
 from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
@@ -73,23 +74,13 @@ class AsyncBrokerClient:
         self, timeout_seconds: float = 600.0, on_wait: Callable[[str], None] | None = None
     ) -> None:
         """Return as soon as the broker is ready; `on_wait` is called with one line every ten seconds."""
-        started = time.monotonic()
-        next_line = started + calls.WAIT_LINE_SECONDS
-        while True:
-            error = await self._probe()
-            if error is None:
-                return
-            now = time.monotonic()
-            failure = calls.unreachable(self.url, error, waited_seconds=now - started)
-            if isinstance(failure, BrokerHostUnknown) or now - started >= timeout_seconds:
-                raise failure
-            if on_wait is not None and now >= next_line:
-                on_wait(f"waiting for the broker at {self.url} ({now - started:.0f} s): {error}")
-                next_line += calls.WAIT_LINE_SECONDS
+        wait = Wait(timeout_seconds)
+        while (error := await self._probe()) is not None:
+            calls.report_wait(wait, self.url, error, on_wait)
             await anyio.sleep(calls.READY_POLL_SECONDS)
 
     async def begin_run(self, request: RunRequest) -> RunInfo:
-        return calls.read_run(await self._send(calls.begin_run(request)))
+        return calls.read_answer(await self._send(calls.begin_run(request)), RunInfo)
 
     async def finish_run(self, run_id: str, *, epoch: int) -> None:
         """End the run and ask its environments to stop. Refused if another trainer took it over meanwhile."""
@@ -132,26 +123,26 @@ class AsyncBrokerClient:
         already; the evaluation learns that its version was not kept. To respect holds, ask `get_policy` before
         publishing.
         """
-        return calls.read_policy(await self._send(calls.update_policy(update)))
+        return calls.read_answer(await self._send(calls.update_policy(update)), PolicyState)
 
     async def get_policy(
         self, *, run_id: str | None = None, epoch: int | None = None, wait_seconds: float = 0.0
     ) -> PolicyState:
-        """Return the published policy; with `wait_seconds`, once nobody holds it, at the latest after that time."""
+        """Return the published policy; with `wait_seconds`, once no hold is left, at the latest after that time."""
         call = calls.get_policy(run_id=run_id, epoch=epoch, wait_seconds=wait_seconds)
-        return calls.read_policy(await self._send(call))
+        return calls.read_answer(await self._send(call), PolicyState)
 
     async def hold_policy(self, seconds: float, *, hold_id: str | None = None, reason: str = "") -> Hold:
         """Ask the trainer to publish no other version for so long (600 s at most); with `hold_id`, renew that lease."""
         request = HoldRequest(seconds=seconds, hold_id=hold_id, reason=reason)
-        return calls.read_hold(await self._send(calls.hold_policy(request)))
+        return calls.read_answer(await self._send(calls.hold_policy(request)), Hold)
 
     async def release_policy(self, hold_id: str) -> Hold:
         """Release a lease; `kept` says whether the version stayed the published one until now."""
-        return calls.read_hold(await self._send(calls.release_policy(hold_id)))
+        return calls.read_answer(await self._send(calls.release_policy(hold_id)), Hold)
 
     async def register_environment(self, request: EnvironmentRequest) -> EnvironmentInfo:
-        return calls.read_environment(await self._send(calls.register_environment(request)))
+        return calls.read_answer(await self._send(calls.register_environment(request)), EnvironmentInfo)
 
     async def leave(self, environment_id: int) -> None:
         """Disconnect the environment: its weight and minimum count no more until it calls again."""
@@ -160,7 +151,7 @@ class AsyncBrokerClient:
     async def heartbeat(self, environment_id: int, *, revision: int | None = None, wait_seconds: float = 0.0) -> Pacing:
         """Return the pacing now, or as soon as it is no longer `revision`, at the latest after `wait_seconds`."""
         call = calls.heartbeat(environment_id, revision=revision, wait_seconds=wait_seconds)
-        return calls.read_pacing(await self._send(call))
+        return calls.read_answer(await self._send(call), Pacing)
 
     async def report_dropped(self, environment_id: int, report: DropReport) -> None:
         """Report how many groups the environment dropped so far, and why."""
@@ -170,7 +161,7 @@ class AsyncBrokerClient:
         """Submit groups; repeating the call with the same key is harmless."""
         call = calls.submit(environment_id, groups, idempotency_key=idempotency_key, form=self._form)
         try:
-            return calls.read_submit_answer(await self._send(call))
+            return calls.read_answer(await self._send(call), SubmitAnswer)
         except BrokerRefused as refused:
             if not calls.wants_json(refused, self._form):
                 raise
@@ -178,7 +169,7 @@ class AsyncBrokerClient:
         return await self.submit(environment_id, groups, idempotency_key=idempotency_key)
 
     async def status(self) -> dict[str, Any]:
-        return calls.read_status(await self._send(calls.status()))
+        return calls.read_answer(await self._send(calls.status()), dict[str, Any])
 
     async def _probe(self) -> Exception | None:
         call = calls.readiness()

@@ -9,7 +9,8 @@ from typing import Any, Self
 import httpx
 
 from atropos_api.client import calls
-from atropos_api.client.calls import BearerAuth, BrokerHostUnknown, BrokerRefused, Call
+from atropos_api.client.calls import BearerAuth, BrokerRefused, Call
+from atropos_api.common.concurrency import Wait
 from atropos_api.common.secrets import TokenSource
 from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
@@ -70,23 +71,13 @@ class BrokerClient:
 
     def wait_until_ready(self, timeout_seconds: float = 600.0, on_wait: Callable[[str], None] | None = None) -> None:
         """Return as soon as the broker is ready; `on_wait` is called with one line every ten seconds."""
-        started = time.monotonic()
-        next_line = started + calls.WAIT_LINE_SECONDS
-        while True:
-            error = self._probe()
-            if error is None:
-                return
-            now = time.monotonic()
-            failure = calls.unreachable(self.url, error, waited_seconds=now - started)
-            if isinstance(failure, BrokerHostUnknown) or now - started >= timeout_seconds:
-                raise failure
-            if on_wait is not None and now >= next_line:
-                on_wait(f"waiting for the broker at {self.url} ({now - started:.0f} s): {error}")
-                next_line += calls.WAIT_LINE_SECONDS
+        wait = Wait(timeout_seconds)
+        while (error := self._probe()) is not None:
+            calls.report_wait(wait, self.url, error, on_wait)
             time.sleep(calls.READY_POLL_SECONDS)
 
     def begin_run(self, request: RunRequest) -> RunInfo:
-        return calls.read_run(self._send(calls.begin_run(request)))
+        return calls.read_answer(self._send(calls.begin_run(request)), RunInfo)
 
     def finish_run(self, run_id: str, *, epoch: int) -> None:
         """End the run and ask its environments to stop. Refused if another trainer took it over meanwhile."""
@@ -129,26 +120,26 @@ class BrokerClient:
         already; the evaluation learns that its version was not kept. To respect holds, ask `get_policy` before
         publishing.
         """
-        return calls.read_policy(self._send(calls.update_policy(update)))
+        return calls.read_answer(self._send(calls.update_policy(update)), PolicyState)
 
     def get_policy(
         self, *, run_id: str | None = None, epoch: int | None = None, wait_seconds: float = 0.0
     ) -> PolicyState:
-        """Return the published policy; with `wait_seconds`, once nobody holds it, at the latest after that time."""
+        """Return the published policy; with `wait_seconds`, once no hold is left, at the latest after that time."""
         call = calls.get_policy(run_id=run_id, epoch=epoch, wait_seconds=wait_seconds)
-        return calls.read_policy(self._send(call))
+        return calls.read_answer(self._send(call), PolicyState)
 
     def hold_policy(self, seconds: float, *, hold_id: str | None = None, reason: str = "") -> Hold:
         """Ask the trainer to publish no other version for so long (600 s at most); with `hold_id`, renew that lease."""
         request = HoldRequest(seconds=seconds, hold_id=hold_id, reason=reason)
-        return calls.read_hold(self._send(calls.hold_policy(request)))
+        return calls.read_answer(self._send(calls.hold_policy(request)), Hold)
 
     def release_policy(self, hold_id: str) -> Hold:
         """Release a lease; `kept` says whether the version stayed the published one until now."""
-        return calls.read_hold(self._send(calls.release_policy(hold_id)))
+        return calls.read_answer(self._send(calls.release_policy(hold_id)), Hold)
 
     def register_environment(self, request: EnvironmentRequest) -> EnvironmentInfo:
-        return calls.read_environment(self._send(calls.register_environment(request)))
+        return calls.read_answer(self._send(calls.register_environment(request)), EnvironmentInfo)
 
     def leave(self, environment_id: int) -> None:
         """Disconnect the environment: its weight and minimum count no more until it calls again."""
@@ -157,7 +148,7 @@ class BrokerClient:
     def heartbeat(self, environment_id: int, *, revision: int | None = None, wait_seconds: float = 0.0) -> Pacing:
         """Return the pacing now, or as soon as it is no longer `revision`, at the latest after `wait_seconds`."""
         call = calls.heartbeat(environment_id, revision=revision, wait_seconds=wait_seconds)
-        return calls.read_pacing(self._send(call))
+        return calls.read_answer(self._send(call), Pacing)
 
     def report_dropped(self, environment_id: int, report: DropReport) -> None:
         """Report how many groups the environment dropped so far, and why."""
@@ -167,7 +158,7 @@ class BrokerClient:
         """Submit groups; repeating the call with the same key is harmless."""
         call = calls.submit(environment_id, groups, idempotency_key=idempotency_key, form=self._form)
         try:
-            return calls.read_submit_answer(self._send(call))
+            return calls.read_answer(self._send(call), SubmitAnswer)
         except BrokerRefused as refused:
             if not calls.wants_json(refused, self._form):
                 raise
@@ -175,7 +166,7 @@ class BrokerClient:
         return self.submit(environment_id, groups, idempotency_key=idempotency_key)
 
     def status(self) -> dict[str, Any]:
-        return calls.read_status(self._send(calls.status()))
+        return calls.read_answer(self._send(calls.status()), dict[str, Any])
 
     def _probe(self) -> Exception | None:
         call = calls.readiness()

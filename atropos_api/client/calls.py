@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import httpx
 import msgspec
 
+from atropos_api.common.concurrency import Wait
 from atropos_api.common.errors import AtroposError
 from atropos_api.common.secrets import TokenSource
 from atropos_api.wire.columns import MEDIA_TYPE, VERSION
@@ -23,37 +24,22 @@ from atropos_api.wire.groups import Batch, Form, Group
 from atropos_api.wire.messages import (
     CommitRequest,
     DropReport,
-    EnvironmentInfo,
     EnvironmentRequest,
     FinishRequest,
-    Hold,
     HoldRequest,
-    Pacing,
-    PolicyState,
     PolicyUpdate,
-    RunInfo,
     RunRequest,
     Submission,
-    SubmitAnswer,
     decode_problem,
 )
 
 AnswerT = TypeVar("AnswerT")
-
 RETRIED_STATUSES: Final = frozenset({502, 503, 504})
-
 FIRST_DELAY_SECONDS: Final = 0.05
-
 LONGEST_DELAY_SECONDS: Final = 2.0
-
 READY_POLL_SECONDS: Final = 0.25
-
-WAIT_LINE_SECONDS: Final = 10.0
-
 JSON: Final = "application/json"
-
 COLUMNS: Final = f"{MEDIA_TYPE}; version={VERSION}"
-
 ACCEPTED: Final = {"json": JSON, "columns": f"{COLUMNS}, {JSON}; q=0.5"}
 
 _encoder = msgspec.json.Encoder()
@@ -123,7 +109,7 @@ def get_policy(*, run_id: str | None, epoch: int | None, wait_seconds: float) ->
 
 
 def hold_policy(request: HoldRequest) -> Call:
-    # A lost answer leaves a lease whose id nobody knows, so only a renewal may be repeated.
+    # A lost answer leaves a lease whose id no client knows, so only a renewal may be repeated.
     repeatable = request.hold_id is not None
     return Call(method="POST", path="/v1/policy/hold", content=_encoder.encode(request), repeatable=repeatable)
 
@@ -175,32 +161,8 @@ def read_batch(response: httpx.Response, *, arrays: bool) -> Batch | None:
     return msgspec.json.decode(response.content, type=Batch)
 
 
-def read_run(response: httpx.Response) -> RunInfo:
-    return msgspec.json.decode(response.content, type=RunInfo)
-
-
-def read_policy(response: httpx.Response) -> PolicyState:
-    return msgspec.json.decode(response.content, type=PolicyState)
-
-
-def read_hold(response: httpx.Response) -> Hold:
-    return msgspec.json.decode(response.content, type=Hold)
-
-
-def read_environment(response: httpx.Response) -> EnvironmentInfo:
-    return msgspec.json.decode(response.content, type=EnvironmentInfo)
-
-
-def read_pacing(response: httpx.Response) -> Pacing:
-    return msgspec.json.decode(response.content, type=Pacing)
-
-
-def read_submit_answer(response: httpx.Response) -> SubmitAnswer:
-    return msgspec.json.decode(response.content, type=SubmitAnswer)
-
-
-def read_status(response: httpx.Response) -> dict[str, Any]:
-    return msgspec.json.decode(response.content, type=dict[str, Any])
+def read_answer(response: httpx.Response, kind: type[AnswerT]) -> AnswerT:
+    return msgspec.json.decode(response.content, type=kind)
 
 
 def wants_json(refused: BrokerRefused, form: Form) -> bool:
@@ -259,6 +221,15 @@ def unreachable(url: str, error: Exception | None, *, waited_seconds: float) -> 
     return BrokerUnreachable(
         f"Atropos API not reachable at {url} after {waited_seconds:.0f} s{reason}; is run-api running there?"
     )
+
+
+def report_wait(wait: Wait, url: str, error: Exception, on_wait: Callable[[str], None] | None) -> None:
+    """Raise if the broker at `url` is not worth waiting for any longer; else pass a line to `on_wait` if one is due."""
+    failure = unreachable(url, error, waited_seconds=wait.seconds)
+    if isinstance(failure, BrokerHostUnknown) or wait.is_over:
+        raise failure
+    if on_wait is not None and wait.has_line():
+        on_wait(f"waiting for the broker at {url} ({wait.seconds:.0f} s): {error}")
 
 
 def _encode_submission(environment_id: int, groups: Sequence[Group], form: Form) -> tuple[bytes, str]:

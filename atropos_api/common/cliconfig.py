@@ -25,7 +25,6 @@ from atropos_api.common.option_flags import Option, list_options, nested_model
 from atropos_api.common.secrets import names_secret, redact, redact_arguments, redact_text
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
-
 VERSION_FLAG = "--version"
 Adapt = Callable[[dict[str, Any], str], dict[str, Any]]
 """A function from a YAML file's content and path to the content that is read."""
@@ -57,7 +56,7 @@ def load_config(
         model, argv, prog=prog, description=description, section=section, defaults=defaults or {}, adapt=adapt
     )
     if rest:
-        # Before anything is validated: a misspelt flag often leaves a required one missing, and is the better clue.
+        # This comes before validation: a misspelt flag often causes a "missing" error, and its name helps more.
         _refuse_unknown(rest[0], list_options(model))
     return validate(model, values)
 
@@ -90,8 +89,8 @@ def read_config_file(
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
-        beside = Path("configs") / Path(path).name
-        proposal = f"; did you mean {beside}?" if beside.is_file() else ""
+        in_configs = Path("configs") / Path(path).name
+        proposal = f"; did you mean {in_configs}?" if in_configs.is_file() else ""
         raise ConfigError(f"--config {path}: no such file{proposal}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
@@ -111,9 +110,9 @@ def validate(model: type[ModelT], values: Mapping[str, Any]) -> ModelT:
         return model.model_validate(values)
     except ValidationError as error:
         problems = error.errors()
-        told = [problem for problem in problems if not _is_other_form(problem["loc"], problems)]
+        reported = [problem for problem in problems if not _is_other_form(problem["loc"], problems)]
         secret = frozenset(option.path for option in list_options(model) if option.secret)
-        raise ConfigError("; ".join(_describe(problem, secret) for problem in told)) from None
+        raise ConfigError("; ".join(_describe(problem, secret) for problem in reported)) from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

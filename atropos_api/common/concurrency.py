@@ -2,7 +2,7 @@
 
 `Condition` and `Notifier` wake waiters; `FairLock` is a lock granted in order of requests. `run_blocking` uses a daemon
 thread: anyio's and asyncio's worker threads are joined before a process exits, so one that is retrying a download keeps
-the process alive for minutes after it was told to stop; a daemon thread does not.
+the process alive for minutes after a request to stop; a daemon thread does not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -43,19 +45,19 @@ class Notifier:
 
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
-        self.rings = 0
+        self.notifications = 0
 
-    def ring(self) -> None:
-        self.rings += 1
+    def notify(self) -> None:
+        self.notifications += 1
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def wait(self, timeout_seconds: float, *, gone: asyncio.Future[None] | None = None) -> bool:
-        """Return at the next ring (True), or after the timeout, or once `gone` is done."""
+    async def wait(self, timeout_seconds: float, *, until: asyncio.Future[None] | None = None) -> bool:
+        """Return at the next notification (True), or after the timeout, or once `until` is done."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
-        ends = (waiter,) if gone is None else (waiter, gone)
+        ends = (waiter,) if until is None else (waiter, until)
         try:
             done, _ = await asyncio.wait(ends, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
             return waiter in done
@@ -71,13 +73,13 @@ class FairLock:
         self._taken = False
         self._waiters: deque[asyncio.Future[None]] = deque()
 
-    def take_now(self) -> bool:
+    def try_acquire(self) -> bool:
         """Take the lock if it is free; return True if that succeeded."""
         had, self._taken = self._taken, True
         return not had
 
-    async def take(self) -> None:
-        if self.take_now():
+    async def acquire(self) -> None:
+        if self.try_acquire():
             return
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
@@ -86,10 +88,10 @@ class FairLock:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 # The lock was granted just before the waiter was cancelled.
-                self.give_back()
+                self.release()
             raise
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Release the lock; the next waiter, if there is one, holds it from now on."""
         while self._waiters:
             waiter = self._waiters.popleft()
@@ -102,6 +104,33 @@ class FairLock:
 logger = logging.getLogger(__name__)
 
 WAIT_LINE_SECONDS = 10.0
+
+
+class Wait:
+    """A wait for something that another process provides: it has a limit, and a line for the log every ten seconds."""
+
+    def __init__(self, timeout_seconds: float = math.inf) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._started = time.monotonic()
+        self._next_line = self._started + WAIT_LINE_SECONDS
+
+    @property
+    def seconds(self) -> float:
+        """The time waited so far."""
+        return time.monotonic() - self._started
+
+    @property
+    def is_over(self) -> bool:
+        """True once the limit is reached."""
+        return self.seconds >= self.timeout_seconds
+
+    def has_line(self) -> bool:
+        """Return True if ten seconds have passed since the last line; the caller logs one then."""
+        if time.monotonic() < self._next_line:
+            return False
+        self._next_line += WAIT_LINE_SECONDS
+        return True
+
 
 ResultT = TypeVar("ResultT")
 

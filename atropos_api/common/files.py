@@ -26,17 +26,17 @@ class FileInTheWay(AtroposError):
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace the content of `path` in one step: after a failure, either the old or the new content is there."""
     data = content.encode() if isinstance(content, str) else content
-    replace_whole(path, lambda beside: beside.write_bytes(data))
+    replace_whole(path, lambda temporary: temporary.write_bytes(data))
 
 
 def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Replace `path` in one step by the file that `write` writes; it gets a temporary path of the same suffix."""
-    beside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        write(beside)
-        beside.replace(path)
+        write(temporary)
+        temporary.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -119,11 +119,11 @@ def free_path(path: Path) -> Path:
 
 def write_private(path: Path, text: str) -> None:
     """Write `text` to a temporary file and rename it to `path`; only this user may read it (mode 0600)."""
-    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes it 0600
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes it 0600
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-        Path(beside).replace(path)
+        Path(temporary).replace(path)
     except OSError:
-        Path(beside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator
 
 DISTRIBUTION: Final = "atropos-grpo"
-
 NOT_INSTALLED: Final = "0+not.installed"
 """The version reported if the packages are imported from a source tree that was never installed."""
 
@@ -53,7 +52,6 @@ def fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 _SCHEMES: Final = ("http://", "https://")
-
 _NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 
 

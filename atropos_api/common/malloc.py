@@ -15,19 +15,15 @@ from pathlib import Path
 from typing import Final
 
 KEPT_BYTES: Final = 64 * 2**20
-
 MAPPED_FROM_BYTES: Final = 32 * 2**20
-"""Blocks of this size or more are mapped singly and returned whole when freed; glibc takes no larger bound."""
+"""Blocks of at least this size are mapped separately and returned when freed; glibc accepts no larger threshold."""
 
 GROWN_BYTES: Final = 8 * 2**20
 """Growth by less than this is not worth a trim."""
 
 _STATM: Final = Path("/proc/self/statm")
-
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
-
 _TRIM_THRESHOLD: Final = -1
-
 _MMAP_THRESHOLD: Final = -3
 
 
@@ -41,7 +37,7 @@ def keep_freed_memory() -> bool:
 
 
 class Trimmer:
-    """A trimmer: it returns freed memory if the process grew since the last trim; some milliseconds, in any thread."""
+    """It returns freed memory if the process grew since the last trim; a trim takes some ms, in any thread."""
 
     def __init__(self) -> None:
         self._resident_bytes = 0

@@ -20,7 +20,6 @@ from pydantic.fields import FieldInfo
 from atropos_api.common.errors import AtroposError
 
 MASK: Final = "***"
-
 PLACEHOLDERS: Final = frozenset({"", "none", "null", "empty", "dummy", "x", "true", "false"})
 """Values given where a key is required but nobody checks it; they are not masked."""
 
@@ -151,9 +150,7 @@ def _without_declared_inside(value: Any, dumped: Any) -> Any:
 
 
 LONGEST_TOKEN_BYTES: Final = 64 * 1024
-
 _FORM: Final = "a token is one line of letters, digits and . _ ~ + = -"
-
 TOKEN_VARIABLE: Final = "ATROPOS_TOKEN"  # noqa: S105 - the name of a variable
 
 

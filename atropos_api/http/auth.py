@@ -30,25 +30,18 @@ from atropos_api.config import BrokerConfig, check_token
 from atropos_api.http.problems import problem_response
 
 OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/health"})
-
 CHANGING_GETS: Final = re.compile(r"/(reset_data|batch|v1/batches/.*)/?")
-
 TOUCHING_GETS: Final = frozenset({"/status-env"})
 """They only record that an environment is alive, but a foreign web page must not cause that either."""
 
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-
 PREFIX: Final = "/t/"
-
 BEARER: Final = b"bearer "
-
 OWN_SITES: Final = frozenset({b"same-origin", b"none"})
-
 PAGE_HEADERS: Final = frozenset({b"origin", b"referer", b"sec-fetch-site", b"sec-purpose", b"purpose"})
 """The headers that browsers add."""
 
 WANTED_HEADERS: Final = PAGE_HEADERS | {b"authorization", b"host"}
-
 MOST_HOSTS: Final = 64
 
 Shown = Mapping[bytes, bytes]
@@ -89,7 +82,7 @@ class RequestGuard:
             token = credentials[len(BEARER) :].strip() if credentials[: len(BEARER)].lower() == BEARER else b""
         if hmac.compare_digest(token, accepted):
             return None
-        detail = "this broker asks for a token: send Authorization: Bearer <token>, or use /t/<token>/ before the path"
+        detail = "this broker asks for a token: send Authorization: Bearer <token>, or put /t/<token> before the path"
         return problem_response(401, "token-required", detail)
 
     def _check_site(self, method: str, path: str, shown: Shown) -> Response | None:
@@ -111,13 +104,13 @@ class RequestGuard:
             return None
         for name, value in ((b"origin", origin), (b"referer", shown.get(b"referer"))):
             if value is not None and _netloc(value) != host.lower():
-                return _refuse_page(name, value, "requests of other sites' pages may change nothing here")
+                return _refuse_page(name, value, "a page of another site may not change anything here")
         site = shown.get(b"sec-fetch-site")
         if site is not None and site not in OWN_SITES:
-            return _refuse_page(b"sec-fetch-site", site, "requests of other sites' pages may change nothing here")
+            return _refuse_page(b"sec-fetch-site", site, "a page of another site may not change anything here")
         for name in (b"sec-purpose", b"purpose"):
             if b"prefetch" in shown.get(name, b""):
-                return _refuse_page(name, shown[name], "what a browser fetches ahead may change nothing here")
+                return _refuse_page(name, shown[name], "a browser's prefetch may not change anything here")
         return None
 
     def _is_own_host(self, host: bytes) -> bool:
@@ -145,16 +138,16 @@ class RequestGuard:
 class AuthMiddleware:
     """ASGI middleware: it passes on only what the request guard lets through."""
 
-    def __init__(self, app: ASGIApp, door: RequestGuard) -> None:
+    def __init__(self, app: ASGIApp, guard: RequestGuard) -> None:
         self._app = app
-        self._door = door
+        self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             scope, token = _take_prefix(scope)
-            refusal = self._door.refuse(scope["method"], scope["path"], scope["headers"], token)
+            refusal = self._guard.refuse(scope["method"], scope["path"], scope["headers"], token)
             await (refusal or self._app)(scope, receive, send)
 
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final
 
-import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from atropos_api.http.problems import PROBLEM_TYPE, RETRY_AFTER_SECONDS, problem_body
+from atropos_api.http.problems import problem_response
 
 MOST_UNPARSED_BYTES: Final = 64 * 1024
 """Limit on bytes in a row that are no body: headers, trailers, chunk extensions."""
@@ -48,19 +47,19 @@ class _Waiting(Enum):
 class GuardedProtocol(HttpToolsProtocol):
     """One connection: it records the wait for the peer's headers, for its body, or for it to read the answer."""
 
-    def __init__(self, *args: Any, patience: Timeouts, **options: Any) -> None:
+    def __init__(self, *args: Any, timeouts: Timeouts, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._patience = patience
-        self._owes = _Waiting.HEADERS
+        self._timeouts = timeouts
+        self._awaited = _Waiting.HEADERS
         self._since = self.loop.time()
         self._moved_bytes = 0
         self._unparsed_bytes = 0
         self.begun_at_once = 0
         """Number of requests that began in the piece of input being parsed."""
-        self.has_asked = False
+        self.has_sent_request = False
         self._unread_since: float | None = None
         self._unread_bytes = 0
-        self._gone: asyncio.Future[None] | None = None
+        self._disconnected: asyncio.Future[None] | None = None
         self.unwritten = False
         """True if the transport holds bytes the kernel has not taken; exact only with a write buffer limit of 0."""
 
@@ -73,23 +72,23 @@ class GuardedProtocol(HttpToolsProtocol):
         return self.loop.time() - self._since
 
     @property
-    def gone(self) -> asyncio.Future[None]:
+    def disconnected(self) -> asyncio.Future[None]:
         """A future that is done once the peer has disconnected, so that waits on its behalf can stop."""
-        if self._gone is None:
-            self._gone = self.loop.create_future()
+        if self._disconnected is None:
+            self._disconnected = self.loop.create_future()
             if not self.is_open:
-                self._gone.set_result(None)
-        return self._gone
+                self._disconnected.set_result(None)
+        return self._disconnected
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._patience.max_connections:
+        if len(self.connections) > self._timeouts.max_connections:
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._gone is not None and not self._gone.done():
-            self._gone.set_result(None)
+        if self._disconnected is not None and not self._disconnected.done():
+            self._disconnected.set_result(None)
 
     def pause_writing(self) -> None:
         self.unwritten = True
@@ -104,9 +103,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self.begun_at_once = 0
         self._unparsed_bytes += len(data)
         super().data_received(data)
-        if self._unparsed_bytes and self._owes is _Waiting.NOTHING:
+        if self._unparsed_bytes and self._awaited is _Waiting.NOTHING:
             # Line ends between requests begin no message; sending them slowly must not keep a connection open.
-            self._owes, self._since = _Waiting.HEADERS, self.loop.time()
+            self._awaited, self._since = _Waiting.HEADERS, self.loop.time()
         if self._unparsed_bytes > MOST_UNPARSED_BYTES:
             self.close_with(431, "headers-too-large", f"more than {MOST_UNPARSED_BYTES} bytes of headers")
 
@@ -116,11 +115,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self.headers = []
         self.expect_100_continue = False
         self.begun_at_once += 1
-        self._owe(_Waiting.HEADERS)
+        self._start_wait(_Waiting.HEADERS)
 
     def on_headers_complete(self) -> None:
-        self.has_asked = True
-        self._owe(_Waiting.BODY)
+        self.has_sent_request = True
+        self._start_wait(_Waiting.BODY)
         self.take_head()
 
     def on_body(self, body: bytes) -> None:
@@ -129,7 +128,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.take_piece(body)
 
     def on_message_complete(self) -> None:
-        self._owes = _Waiting.NOTHING
+        self._awaited = _Waiting.NOTHING
         self._unparsed_bytes = 0
         self.take_end()
 
@@ -156,7 +155,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Stop; a peer that is still sending a body gets a 503 to retry later, instead of being waited for."""
-        if self._owes is _Waiting.BODY:
+        if self._awaited is _Waiting.BODY:
             self.close_with(503, "stopping", "the broker is being stopped; nothing of this request was kept")
         super().shutdown()
 
@@ -167,15 +166,15 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._unread_since = None
         waited = now - self._since
-        if self._owes is _Waiting.HEADERS and waited > self._patience.header_seconds:
-            self.close_with(408, "request-timeout", f"no whole request came within {waited:.0f} s")
-        elif self._owes is _Waiting.BODY and waited > self._patience.stall_seconds:
+        if self._awaited is _Waiting.HEADERS and waited > self._timeouts.header_seconds:
+            self.close_with(408, "request-timeout", f"no complete request arrived within {waited:.0f} s")
+        elif self._awaited is _Waiting.BODY and waited > self._timeouts.stall_seconds:
             self._check_body(now)
-        elif waited > self._patience.idle_seconds and self._is_idle():
+        elif waited > self._timeouts.idle_seconds and self._is_idle():
             self.transport.close()
 
-    def _owe(self, what: _Waiting) -> None:
-        self._owes = what
+    def _start_wait(self, what: _Waiting) -> None:
+        self._awaited = what
         self._since = self.loop.time()
         self._moved_bytes = 0
         self._unparsed_bytes = 0
@@ -184,14 +183,14 @@ class GuardedProtocol(HttpToolsProtocol):
         """Return True if there is no request, and no timer of uvicorn's (set after its own answers) will close it."""
         cycle = self.current_cycle()
         answered = cycle is None or cycle.response_complete
-        return self._owes is _Waiting.NOTHING and answered and self.timeout_keep_alive_task is None
+        return self._awaited is _Waiting.NOTHING and answered and self.timeout_keep_alive_task is None
 
     def _check_body(self, now: float) -> None:
-        enough = self._moved_bytes >= LEAST_BYTES_PER_SECOND * self._patience.stall_seconds
+        enough = self._moved_bytes >= LEAST_BYTES_PER_SECOND * self._timeouts.stall_seconds
         cycle = self.current_cycle()
         answered = cycle is not None and cycle.response_complete
         if answered or not (enough or self.flow.read_paused):
-            self.close_with(408, "request-timeout", f"the body stood still for {self._patience.stall_seconds:g} s")
+            self.close_with(408, "request-timeout", f"the body was too slow for {self._timeouts.stall_seconds:g} s")
         else:
             self._since, self._moved_bytes = now, 0
 
@@ -200,44 +199,39 @@ class GuardedProtocol(HttpToolsProtocol):
         unread = self.transport.get_write_buffer_size()
         if self._unread_since is None or unread > self._unread_bytes:
             self._unread_since, self._unread_bytes = now, unread
-        elif now - self._unread_since > self._patience.stall_seconds:
-            if self._unread_bytes - unread < min(LEAST_BYTES_PER_SECOND * self._patience.stall_seconds, unread):
+        elif now - self._unread_since > self._timeouts.stall_seconds:
+            if self._unread_bytes - unread < min(LEAST_BYTES_PER_SECOND * self._timeouts.stall_seconds, unread):
                 self.transport.abort()
             self._unread_since, self._unread_bytes = now, unread
 
     def _make_room(self) -> None:
         """Close one connection too many: the oldest that never sent a request, or else this newest one."""
         others = [other for other in self.connections if isinstance(other, GuardedProtocol) and other.is_open]
-        if len(others) > self._patience.max_connections:
-            silent = [other for other in others if not other.has_asked and other.age() > SILENT_SECONDS]
+        if len(others) > self._timeouts.max_connections:
+            silent = [other for other in others if not other.has_sent_request and other.age() > SILENT_SECONDS]
             victim = max(silent, key=GuardedProtocol.age, default=self)
-            victim.close_with(503, "too-many-connections", "the broker has all the connections it takes")
+            victim.close_with(503, "too-many-connections", "no more connections are accepted (--max-connections)")
 
     def close_with(self, status: int, kind: str, detail: str) -> None:
         """Close the connection; answer with the reason first if the peer still awaits an answer."""
         if not self.is_open:
             return
-        if self._is_owed_an_answer():
+        if self._awaits_answer():
             self.transport.write(_render_problem(status, kind, detail))
-        self._owes = _Waiting.NOTHING
+        self._awaited = _Waiting.NOTHING
         self.transport.close()
 
-    def _is_owed_an_answer(self) -> bool:
+    def _awaits_answer(self) -> bool:
         cycle = self.current_cycle()
         if cycle is None or not cycle.response_started:
             return True
-        return cycle.response_complete and self._owes is _Waiting.HEADERS
+        return cycle.response_complete and self._awaited is _Waiting.HEADERS
 
 
 def _render_problem(status: int, kind: str, detail: str) -> bytes:
-    problem = problem_body(status, kind, detail)
-    body = msgspec.json.encode(problem)
-    retry = f"retry-after: {RETRY_AFTER_SECONDS}\r\n" if status == 503 else ""
-    head = (
-        f"HTTP/1.1 {status} {problem['title']}\r\ncontent-type: {PROBLEM_TYPE}\r\n{retry}"
-        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-    )
-    return head.encode() + body
+    response = problem_response(status, kind, detail)
+    headers = [b"%b: %b\r\n" % header for header in response.raw_headers]
+    return b"".join((STATUS_LINE[status], *headers, b"connection: close\r\n\r\n", response.body))
 
 
 def sweep(connections: Iterable[object]) -> None:

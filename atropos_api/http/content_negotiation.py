@@ -22,16 +22,14 @@ from atropos_api.wire.group_json import CheckedGroup, check_group, decode_submis
 from atropos_api.wire.groups import Form
 
 MEDIA_TYPES: Final = {"json": JSON, "columns": f"{MEDIA_TYPE}; version={VERSION}"}
-
 VARIES: Final[Mapping[str, str]] = {"Vary": "Accept, Accept-Encoding"}
-
 THREAD_FROM_BYTES: Final = 1 << 18
 """Compressing less than this takes no longer than handing it to a thread."""
 
 
-def form_of_body(asked: RequestView) -> Form:
+def form_of_body(view: RequestView) -> Form:
     """Return columns if Content-Type names them; anything else is read as JSON, as Atropos' own clients need it."""
-    declared = asked.header(b"content-type") or ""
+    declared = view.header(b"content-type") or ""
     if declared == JSON:
         return "json"
     kind, parameters = _parse_media_type(declared)
@@ -59,7 +57,7 @@ def wanted_form(request: Request) -> Form:
             columns_weight = max(columns_weight, _weight(parameters))
     if json_weight == columns_weight == 0.0:
         raise NotAcceptable(
-            f"Accept: this broker answers application/json or {MEDIA_TYPES['columns']}, asked for was {accept[:80]!r}",
+            f"Accept: this broker answers application/json or {MEDIA_TYPES['columns']}, got {accept[:80]!r}",
             field="Accept",
             value=accept[:80],
         )

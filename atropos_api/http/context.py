@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 from fastapi import Request
 
 from atropos_api.broker import Broker
+from atropos_api.broker.status import describe_status
 from atropos_api.broker.v0 import AtroposContract
 from atropos_api.common.concurrency import FairLock, Notifier
 from atropos_api.common.identity import package_version
@@ -26,11 +27,11 @@ class AppContext:
     broker: Broker
     config: BrokerConfig
     legacy: AtroposContract
-    groups_bell: Notifier = field(default_factory=Notifier)
-    pacing_bell: Notifier = field(default_factory=Notifier)
-    events_bell: Notifier = field(default_factory=Notifier)
-    stop_bell: Notifier = field(default_factory=Notifier)
-    legacy_turn: FairLock = field(default_factory=FairLock)
+    groups_notifier: Notifier = field(default_factory=Notifier)
+    pacing_notifier: Notifier = field(default_factory=Notifier)
+    events_notifier: Notifier = field(default_factory=Notifier)
+    stop_notifier: Notifier = field(default_factory=Notifier)
+    legacy_batch_lock: FairLock = field(default_factory=FairLock)
     version: str = field(default_factory=package_version)
     stopping: bool = False
     store_failure: str | None = None
@@ -39,13 +40,13 @@ class AppContext:
 
     _status: tuple[int, float, bytes] = (-1, 0.0, b"")
 
-    def status_text(self, describe: Callable[[AppContext], bytes]) -> bytes:
+    def status_text(self) -> bytes:
         """Return the status, encoded once for all watchers while nothing changes."""
-        rings, described_at, text = self._status
+        notifications, described_at, text = self._status
         now = time.monotonic()
-        if rings != self.events_bell.rings or now - described_at > SHARED_STATUS_SECONDS:
-            text = describe(self)
-            self._status = (self.events_bell.rings, now, text)
+        if notifications != self.events_notifier.notifications or now - described_at > SHARED_STATUS_SECONDS:
+            text = msgspec.json.encode(describe_status(self.broker))
+            self._status = (self.events_notifier.notifications, now, text)
         return text
 
     def why_not_ready(self) -> str | None:
@@ -62,13 +63,13 @@ class AppContext:
 
     def stop(self) -> None:
         self.stopping = True
-        for bell in (self.groups_bell, self.pacing_bell, self.events_bell, self.stop_bell):
-            bell.ring()
+        for notifier in (self.groups_notifier, self.pacing_notifier, self.events_notifier, self.stop_notifier):
+            notifier.notify()
 
 
 def context_of(request: Request) -> AppContext:
-    services: AppContext = request.app.state.services
-    # `torn`: memory could not be read again after the store failed, so each request tries until it can.
-    if services.broker.state.torn:
-        services.broker.rebuild()
-    return services
+    context: AppContext = request.app.context
+    # Memory could not be read again after the store failed, so each request tries until it can.
+    if context.broker.state.store_inconsistent:
+        context.broker.rebuild()
+    return context

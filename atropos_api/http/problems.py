@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Final
@@ -49,44 +49,38 @@ STATUS_BY_KIND: Final = {
 }
 
 STATUS_OF_TRANSPORT: Final = {
-    "malformed-request": (400, "The bytes are no HTTP request"),
+    "malformed-request": (400, "The bytes are not an HTTP request"),
     "not-found": (404, "No route has that path"),
     "method-not-allowed": (405, "The route has other methods; `Allow` names them"),
-    "request-timeout": (408, "The request did not come whole in time, and the connection is closed"),
-    "headers-too-large": (431, "The headers are longer than any client's, and the connection is closed"),
-    "internal-error": (500, "A fault of the broker; its log says why"),
-    "too-many-connections": (503, "The broker has all the connections it takes"),
+    "request-timeout": (408, "The request was not complete in time; the connection is closed"),
+    "headers-too-large": (431, "The headers are too long; the connection is closed"),
+    "internal-error": (500, "An internal error of the broker; its log has the cause"),
+    "too-many-connections": (503, "The broker has as many connections as it accepts"),
     "stopping": (503, "The broker is being stopped; nothing of the request was kept"),
 }
 """Problems that the request guard, the connection or the framework raises, not the broker's rules."""
 
-RETRY_AFTER_SECONDS: Final = "1"
+HEADERS_BY_STATUS: Final[Mapping[int, Mapping[str, str]]] = {
+    401: {"WWW-Authenticate": "Bearer"},
+    503: {"Retry-After": "1"},
+}
 
 
 def problem_response(status: int, kind: str, detail: str, **members: Any) -> Response:
-    headers = {}
-    if status == 503:
-        headers["Retry-After"] = RETRY_AFTER_SECONDS
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    body = problem_body(status, kind, detail) | members
-    return Response(msgspec.json.encode(body), status_code=status, media_type=PROBLEM_TYPE, headers=headers)
+    problem = {"type": TYPE_PREFIX + kind, "title": _title(status), "status": status, "detail": detail}
+    return _json(problem | members, status, PROBLEM_TYPE)
 
 
-def problem_body(status: int, kind: str, detail: str) -> dict[str, Any]:
-    return {"type": TYPE_PREFIX + kind, "title": _title(status), "status": status, "detail": detail}
-
-
-def answer_error(services: AppContext, path: str, error: BrokerError) -> Response:
+def answer_error(context: AppContext, path: str, error: BrokerError) -> Response:
     """Turn an error of the rules into an answer; its status is chosen only here."""
     if isinstance(error, StoreUnavailable):
-        _note_store_failure(services, error)
+        _note_store_failure(context, error)
     elif isinstance(error, QueueFull):
-        services.broker.state.counters.pressure_total += 1
+        context.broker.state.counters.pressure_total += 1
     elif isinstance(error, InvalidGroup):
-        services.broker.state.counters.groups_refused_total += 1
+        context.broker.state.counters.groups_refused_total += 1
         if not path.startswith("/v1/"):  # v1 clients report what they dropped, these included
-            services.broker.state.drops.count_of(None, "refused")
+            context.broker.state.drops.count_of(None, "refused")
     status = STATUS_BY_KIND[error.kind]
     if status == 422:
         logger.warning("refused: %s", error)
@@ -99,10 +93,10 @@ def answer_broker_error(request: Request, error: Exception) -> Response:
     """Call `answer_error` as a handler of the framework does."""
     if not isinstance(error, BrokerError):
         raise error
-    return answer_error(request.app.state.services, request.url.path, error)
+    return answer_error(request.app.context, request.url.path, error)
 
 
-def on_the_loop(answer: Answerer) -> Callable[[Request, Exception], Awaitable[Response]]:
+def as_coroutine(answer: Answerer) -> Callable[[Request, Exception], Awaitable[Response]]:
     """Wrap `answer` in a coroutine: Starlette calls plain functions in a thread, where the broker is off limits."""
 
     async def answer_here(request: Request, error: Exception) -> Response:
@@ -113,12 +107,10 @@ def on_the_loop(answer: Answerer) -> Callable[[Request, Exception], Awaitable[Re
 
 def legacy_response(status: int, error: BrokerError) -> Response:
     """Return the answer for callers of the Atropos contract, who expect FastAPI's own form of errors."""
-    headers = {"Retry-After": RETRY_AFTER_SECONDS} if status == 503 else {}
     if status == 400:
         return Response(str(error), status_code=status, media_type="text/plain")
-    if status != 422:
-        return _json({"detail": str(error), **error.details}, status, headers)
-    return _json({"detail": [describe_invalid(error)], **error.details}, status, headers)
+    detail = [describe_invalid(error)] if status == 422 else str(error)
+    return _json({"detail": detail, **error.details}, status, "application/json")
 
 
 def describe_invalid(error: BrokerError) -> dict[str, Any]:
@@ -142,7 +134,7 @@ def answer_unexpected(_: Request, __: Exception) -> Response:
 
 def fault_response() -> Response:
     """Return the answer to a fault of the broker: the server logs it whole, the caller may repeat the request."""
-    return problem_response(500, "internal-error", "the broker failed at this request; its log says why")
+    return problem_response(500, "internal-error", "an internal error of the broker; its log has the cause")
 
 
 def answer_http_error(request: Request, error: Exception) -> Response:
@@ -158,23 +150,24 @@ def answer_http_error(request: Request, error: Exception) -> Response:
 
 
 def answer_client_gone(_: Request, __: Exception) -> Response:
-    """Answer a caller that disconnected before its body was whole: nobody reads this, and nothing is wrong here."""
+    """Answer a caller that disconnected before its body was whole: no one receives the answer."""
     return Response(status_code=400)
 
 
-def _note_store_failure(services: AppContext, error: StoreUnavailable) -> None:
-    services.store_failure = str(error)
-    services.store_failure_bytes = max(services.store_failure_bytes, error.refused_bytes)
-    services.broker.state.counters.store_failures_total += 1
+def _note_store_failure(context: AppContext, error: StoreUnavailable) -> None:
+    context.store_failure = str(error)
+    context.store_failure_bytes = max(context.store_failure_bytes, error.refused_bytes)
+    context.broker.state.counters.store_failures_total += 1
     logger.error("%s", error)
-    if services.broker.state.torn:
+    if context.broker.state.store_inconsistent:
         # If the store cannot even be read, the next call tries again.
         with suppress(StoreUnavailable):
-            services.broker.rebuild()
+            context.broker.rebuild()
 
 
-def _json(body: dict[str, Any], status: int, headers: dict[str, str]) -> Response:
-    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json", headers=headers)
+def _json(body: dict[str, Any], status: int, media_type: str) -> Response:
+    headers = HEADERS_BY_STATUS.get(status)
+    return Response(msgspec.json.encode(body), status_code=status, media_type=media_type, headers=headers)
 
 
 def _title(status: int) -> str:

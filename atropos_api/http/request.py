@@ -24,16 +24,12 @@ from atropos_api.errors import InvalidEncoding, InvalidRequest, TooLarge
 from atropos_api.http.context import context_of
 
 StructT = TypeVar("StructT")
-
 AnyT = TypeVar("AnyT")
-
 COMPRESS_FROM_BYTES: Final = 1000
-
 THREAD_FROM_BYTES: Final = 2 << 20
 """Checking a smaller body takes a few milliseconds at most."""
 
 MOST_LENIENT_BYTES: Final = 1 << 16
-
 JSON: Final = "application/json"
 
 _encoder = msgspec.json.Encoder()
@@ -62,7 +58,7 @@ async def read_body(request: Request) -> bytes:
     return await inflate(body, config.max_inflated_bytes) if b"gzip" in encoding and body else body
 
 
-async def beside_the_loop(check: Callable[[bytes], AnyT], body: bytes) -> AnyT:
+async def in_thread_if_large(check: Callable[[bytes], AnyT], body: bytes) -> AnyT:
     """Return `check(body)`; a large body is checked in a thread, because other requests would wait for it."""
     return check(body) if len(body) < THREAD_FROM_BYTES else await asyncio.to_thread(check, body)
 
@@ -125,13 +121,9 @@ def _too_large(size: int, limit: int, flag: str) -> TooLarge:
 
 
 GZIP_WBITS: Final = 31
-
 PIECE_BYTES: Final = 1 << 20
-
 AT_ONCE_BYTES: Final = 8 << 20
-
 MOST_TIMES_LARGER: Final = 100
-
 MOST_MEMBERS: Final = 64
 """Limit on gzip members: compressors write one or a few; thousands of empty ones only cost time."""
 
@@ -155,8 +147,8 @@ def _inflate_large(body: bytes, limit_bytes: int) -> bytes:
         size += len(piece)
         if size > limit_bytes:
             raise TooLarge(
-                f"the body inflates to more than {limit_bytes} bytes: --max-inflated-bytes, or {MOST_TIMES_LARGER} "
-                "times what was sent",
+                f"the body inflates to more than {limit_bytes} bytes: the limit is --max-inflated-bytes, and "
+                f"{MOST_TIMES_LARGER} times the size as sent",
                 limit_bytes=limit_bytes,
             )
     return b"".join(_pieces(body))
@@ -188,11 +180,8 @@ def _bad_gzip(reason: str) -> InvalidEncoding:
 
 
 LONGEST_WAIT_SECONDS: Final = 60.0
-
 LONGEST_KEY: Final = 200
-
 _INTEGER: Final = re.compile(r"-?[0-9]{1,18}", re.ASCII)
-
 _DECIMAL: Final = re.compile(r"[0-9]{1,400}(\.[0-9]{0,400})?([eE][+-]?[0-9]{1,3})?", re.ASCII)
 
 
@@ -218,9 +207,9 @@ def read_wait(request: Request) -> float:
     return min(float(text), LONGEST_WAIT_SECONDS)
 
 
-def read_key(asked: RequestView) -> str | None:
+def read_key(view: RequestView) -> str | None:
     """Return the idempotency key, or None if none is given."""
-    key = asked.header(b"idempotency-key")
+    key = view.header(b"idempotency-key")
     if key is not None and not 0 < len(key) <= LONGEST_KEY:
         raise InvalidRequest(f"Idempotency-Key: 1 to {LONGEST_KEY} characters are needed", field="Idempotency-Key")
     return key

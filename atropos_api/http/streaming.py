@@ -102,11 +102,11 @@ class ConfirmedResponse(ChunkedResponse):
 
     async def _send_all(self, scope: Scope, send: Send) -> bool:
         transport: asyncio.Transport | None = scope.get(TRANSPORT_KEY)
-        left = transport is not None and has_left(transport)
+        disconnected = transport is not None and has_disconnected(transport)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for piece in self.pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-        accepted = not left and await _wait_until_written(transport, send)
+        accepted = not disconnected and await _wait_until_written(transport, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return accepted
 
@@ -126,7 +126,7 @@ async def _wait_until_written(transport: asyncio.Transport | None, send: Send) -
     return was_written(transport)
 
 
-def has_left(transport: asyncio.Transport) -> bool:
+def has_disconnected(transport: asyncio.Transport) -> bool:
     """Return True if the peer has closed its side already. Call it before the first byte: many close after the last.
 
     If a caller timed out while the broker was stopped, its request and its close are read together, and the kernel
@@ -156,21 +156,21 @@ class LongPoll:
     """One caller's long poll: its time may be spent over as many waits as the answer takes."""
 
     def __init__(self, request: Request, seconds: float) -> None:
-        self._services = context_of(request)
+        self._context = context_of(request)
         self._transport = request.scope.get(TRANSPORT_KEY)
         self._deadline = time.monotonic() + seconds
 
-    async def on(self, bell: Notifier, *, at_most: float = math.inf) -> bool:
+    async def on(self, notifier: Notifier, *, at_most: float = math.inf) -> bool:
         """Wait for the notifier; return False if time is up, the broker stops or the caller has disconnected."""
         remaining = self._deadline - time.monotonic()
-        if remaining <= 0 or self._services.stopping or self._has_left():
+        if remaining <= 0 or self._context.stopping or self._is_closing():
             return False
-        await bell.wait(min(remaining, at_most), gone=self._gone())
+        await notifier.wait(min(remaining, at_most), until=self._disconnected())
         return True
 
-    def _has_left(self) -> bool:
+    def _is_closing(self) -> bool:
         return self._transport is not None and self._transport.is_closing()
 
-    def _gone(self) -> asyncio.Future[None] | None:
+    def _disconnected(self) -> asyncio.Future[None] | None:
         protocol = self._transport.get_protocol() if self._transport is not None else None
-        return protocol.gone if isinstance(protocol, GuardedProtocol) else None
+        return protocol.disconnected if isinstance(protocol, GuardedProtocol) else None

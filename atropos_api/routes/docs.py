@@ -1,9 +1,8 @@
 """The description of every route: the OpenAPI document, `/openapi.json` for programs and `/docs` for readers.
 
-All follow, as the reference page does, from the tables `V1`, `LEGACY` and `WATCHING`, which say what each route takes,
-answers and refuses. Handlers parse requests themselves, for speed, so tests compare these tables with the routes and
-with their real answers. Schemas are kept to what generators of clients understand; `/docs` has no script and loads
-nothing from another host.
+All follow, as the reference page does, from the `Operation` that declares each route: what it takes, answers and
+refuses. Handlers parse requests themselves, for speed, so tests compare these descriptions with their real answers.
+Schemas are kept to what generators of clients understand; `/docs` has no script and loads nothing from another host.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import json
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -27,10 +26,19 @@ from fastapi import APIRouter, Request, Response
 from atropos_api.errors import BrokerError
 from atropos_api.http.problems import PROBLEM_TYPE, STATUS_BY_KIND, STATUS_OF_TRANSPORT, TYPE_PREFIX
 from atropos_api.http.request import JSON, json_response
-from atropos_api.routes.ops import WATCHING
-from atropos_api.routes.schema import COLUMNS_SCHEMA, TEXT, Answer, Content, Operation, Parameter, Schema
-from atropos_api.routes.v0 import LEGACY
-from atropos_api.routes.v1 import V1
+from atropos_api.routes.schema import (
+    COLUMNS_SCHEMA,
+    HTML,
+    OBJECT,
+    TEXT,
+    TEXT_SCHEMA,
+    Answer,
+    Content,
+    Operation,
+    Schema,
+    object_of,
+    ok,
+)
 from atropos_api.wire.columns import MEDIA_TYPE as COLUMNS_TYPE
 
 REFERENCE: Final = "#/components/schemas/{name}"
@@ -38,31 +46,26 @@ REFERENCE: Final = "#/components/schemas/{name}"
 
 def schema_of(content: Any) -> Schema:
     """Return the schema of what a route takes or answers; types of the contract are referenced."""
+    if isinstance(content, dict):
+        return content
     if isinstance(content, tuple):
         return {"anyOf": [schema_of(one) for one in content]}
-    return _schemas()[0][repr(content)]
+    schema: Schema = _plain(msgspec.json.schema_components([content], ref_template=REFERENCE)[0][0])
+    return schema
 
 
-def components() -> dict[str, Schema]:
+def components(operations: Iterable[Operation]) -> dict[str, Schema]:
     """Return the types of the contract by name, each field with its own description."""
-    return _schemas()[1]
+    types = list({repr(content): content for operation in operations for content in _types_of(operation)}.values())
+    kinds = {kind.__name__: kind for kind in _structs(msgspec.inspect.multi_type_info(types))}
+    _, found = msgspec.json.schema_components(types, ref_template=REFERENCE)
+    return {name: _described(_plain(schema), kinds.get(name)) for name, schema in found.items()}
 
 
-@functools.cache
-def _schemas() -> tuple[Mapping[str, Schema], dict[str, Schema]]:
-    used = {repr(content): content for content in _contents()}
-    schemas, found = msgspec.json.schema_components(list(used.values()), ref_template=REFERENCE)
-    kinds = {kind.__name__: kind for kind in _structs(msgspec.inspect.multi_type_info(list(used.values())))}
-    named = {name: _described(_plain(schema), kinds.get(name)) for name, schema in found.items()}
-    return dict(zip(used, map(_plain, schemas), strict=True)), named
-
-
-def _contents() -> Iterator[Any]:
-    for operations in SECTIONS.values():
-        for operation in operations:
-            for content in (operation.body, *(answer.content for answer in operation.answers.values())):
-                if content is not None and not isinstance(content, dict):
-                    yield from content if isinstance(content, tuple) else (content,)
+def _types_of(operation: Operation) -> Iterator[Any]:
+    for content in (operation.body, *(answer.content for answer in operation.answers.values())):
+        if content is not None and not isinstance(content, dict):
+            yield from content if isinstance(content, tuple) else (content,)
 
 
 def _plain(schema: Any) -> Any:
@@ -126,8 +129,8 @@ PROBLEM: Final[Schema] = {"$ref": REFERENCE.format(name="Problem")}
 
 DESCRIPTION: Final = (
     "The trajectory broker: environments push scored groups, one trainer pulls numbered batches. One run is open at a "
-    "time; a second concurrent run needs a second broker. Ids address things and authorise nothing: where it matters "
-    "who calls, the broker has a token, sent as `Authorization: Bearer <token>` or as `/t/<token>` before the path. "
+    "time; a second concurrent run needs a second broker. Ids identify objects and grant no rights; a broker that "
+    "restricts access requires a token, sent as `Authorization: Bearer <token>` or as `/t/<token>` before the path. "
     "The v1 routes answer errors as problem+json, the Atropos contract as its clients know them."
 )
 
@@ -139,10 +142,10 @@ ANY_ROUTE: Final = (
     "internal-error",
     "too-many-connections",
     "stopping",
+    "token-required",
 )
 
 ANY_BODY: Final = ("invalid-gzip", "body-too-large")
-
 RETRIED: Final[Schema] = {"Retry-After": {"description": "Seconds", "schema": {"type": "string"}}}
 
 
@@ -162,19 +165,17 @@ def known_problems() -> Mapping[str, Problem]:
     return problems | {kind: Problem(*described) for kind, described in STATUS_OF_TRANSPORT.items()}
 
 
-def make_document(summaries: Mapping[tuple[str, str], str]) -> dict[str, Any]:
-    """Return the whole document; `summaries` are the routes' summaries, by method and path."""
+def make_document(operations: Sequence[Operation]) -> dict[str, Any]:
+    """Return the whole document."""
     paths: dict[str, dict[str, Any]] = defaultdict(dict)
-    for tag, operations in SECTIONS.items():
-        for operation in operations:
-            described = {"summary": summaries[operation.method, operation.path], **_operation(operation, tag)}
-            paths[operation.path][operation.method.lower()] = described
+    for operation in operations:
+        paths[operation.path][operation.method.lower()] = _operation(operation)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Atropos broker", "version": "1", "description": DESCRIPTION},
         "paths": dict(paths),
         "components": {
-            "schemas": components() | ERROR_SCHEMAS,
+            "schemas": components(operations) | ERROR_SCHEMAS,
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"token": []}],
@@ -188,17 +189,23 @@ def errors_of(operation: Operation) -> dict[int, list[str]]:
         kinds += ANY_BODY
     if any(parameter.place == "path" for parameter in operation.parameters):
         kinds.append("not-found")
-    if not operation.open_to_all:
-        kinds.append("token-required")
-    by_status: dict[int, list[str]] = defaultdict(list)
+    if operation.open_to_all:
+        kinds.remove("token-required")
+    return by_status(kinds)
+
+
+def by_status(kinds: Iterable[str]) -> dict[int, list[str]]:
+    """Return these kinds of problems under their statuses."""
+    found: dict[int, list[str]] = defaultdict(list)
     for kind in dict.fromkeys(kinds):
-        by_status[known_problems()[kind].status].append(kind)
-    return dict(sorted(by_status.items()))
+        found[known_problems()[kind].status].append(kind)
+    return dict(sorted(found.items()))
 
 
-def _operation(operation: Operation, tag: str) -> dict[str, Any]:
+def _operation(operation: Operation) -> dict[str, Any]:
     described: dict[str, Any] = {
-        "tags": [tag],
+        "tags": [operation.section],
+        "summary": operation.summary,
         "operationId": "_".join(re.findall(r"\w+", f"{operation.method.lower()} {operation.path}")) or "root",
         "description": operation.help,
         "parameters": [
@@ -256,8 +263,7 @@ def _error_content(operation: Operation, status: int, kinds: list[str], own: lis
 
 
 def _content(content: Content, media_type: str, example: Any, *, columns: bool) -> dict[str, Any]:
-    schema = content if isinstance(content, dict) else schema_of(content)
-    forms = {media_type: {"schema": schema} | ({} if example is None else {"example": example})}
+    forms = {media_type: {"schema": schema_of(content)} | ({} if example is None else {"example": example})}
     return forms | ({COLUMNS_TYPE: {"schema": COLUMNS_SCHEMA}} if columns else {})
 
 
@@ -272,36 +278,25 @@ ERROR_SCHEMAS: Final[dict[str, Schema]] = {
         "type": "object",
         "description": "RFC 9457; `type` is stable, further members name the offending field and value",
         "required": ["type", "title", "status", "detail"],
-        "properties": {
-            "type": {"type": "string"},
-            "title": {"type": "string"},
-            "status": {"type": "integer"},
-            "detail": {"type": "string"},
-            "field": {"type": "string"},
-        },
+        "properties": dict.fromkeys(("type", "title", "detail", "field"), TEXT_SCHEMA)
+        | {"status": {"type": "integer"}},
     },
-    "LegacyError": {"type": "object", "required": ["detail"], "properties": {"detail": {"type": "string"}}},
-    "LegacyValidationError": {
-        "type": "object",
-        "required": ["detail"],
-        "properties": {
-            "detail": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "required": ["type", "loc", "msg"],
-                    "properties": {
-                        "type": {"type": "string"},
-                        "loc": {"type": "array", "items": {"type": ["string", "integer"]}},
-                        "msg": {"type": "string"},
-                    },
-                },
-            }
-        },
-    },
+    "LegacyError": object_of(detail=TEXT_SCHEMA),
+    "LegacyValidationError": object_of(
+        detail={
+            "type": "array",
+            "items": object_of(
+                type=TEXT_SCHEMA,
+                loc={"type": "array", "items": {"type": ["string", "integer"]}},
+                msg=TEXT_SCHEMA,
+            ),
+        }
+    ),
 }
 
 router = APIRouter(tags=["operations"])
+
+route = functools.partial(Operation, router)
 
 HEADERS: Final = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "X-Frame-Options": "DENY"}
 
@@ -313,12 +308,20 @@ STYLE: Final = (
 )
 
 
-@router.get("/openapi.json", summary="This description, for programs")
+@route(
+    "GET /openapi.json",
+    "The API description as OpenAPI JSON",
+    answers=ok(OBJECT, "This document"),
+)
 async def openapi(request: Request) -> Response:
     return json_response(request.app.openapi())
 
 
-@router.get("/docs", summary="This description, for readers")
+@route(
+    "GET /docs",
+    "The API description as a page",
+    answers={200: Answer(help="This document as a page", content=TEXT_SCHEMA, media_type=HTML)},
+)
 async def docs(request: Request) -> Response:
     return Response("".join(_render(request.app.openapi())), media_type="text/html", headers=HEADERS)
 
@@ -361,8 +364,3 @@ def _render_operation(method: str, path: str, operation: Mapping[str, Any]) -> I
 
 def _text(text: str) -> str:
     return html.escape(text)
-
-
-SECTIONS: Final = {"v1": V1, "Atropos contract": LEGACY, "operations": WATCHING}
-
-__all__ = ["SECTIONS", "Answer", "Operation", "Parameter", "Schema"]

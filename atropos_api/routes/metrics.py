@@ -5,6 +5,7 @@ The metrics of the process have the names that Prometheus' own clients use.
 
 from __future__ import annotations
 
+import functools
 import platform
 import resource
 from collections.abc import Iterator, Sequence
@@ -19,23 +20,25 @@ from atropos_api.broker.queue import version_of
 from atropos_api.broker.runs import quiet_seconds
 from atropos_api.common import metric_names
 from atropos_api.http.context import AppContext, context_of
+from atropos_api.routes.schema import TEXT, TEXT_SCHEMA, Answer, Operation
 from atropos_api.store.base import RunRow
 
 router = APIRouter(tags=["operations"])
 
-PREFIX: Final = "atropos_"
+route = functools.partial(Operation, router)
 
+PREFIX: Final = "atropos_"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 COUNTER_HELP: Final = {
-    "groups_received_total": "Groups that were taken",
-    "sequences_received_total": "Sequences that were taken",
-    "tokens_received_total": "Tokens that were taken",
-    "groups_duplicate_total": "Groups that had been taken before and were recognised",
+    "groups_received_total": "Groups that were accepted",
+    "sequences_received_total": "Sequences that were accepted",
+    "tokens_received_total": "Tokens that were accepted",
+    "groups_duplicate_total": "Repeats of accepted groups that were recognised",
     "groups_refused_total": "Groups that no trainer could use",
     "groups_expired_total": "Groups dropped because they would have been too old when trained",
-    "groups_orphaned_total": "Groups of policies that a resumed run gave up",
-    "groups_without_version_total": "Groups that do not say under which policy they were sampled",
+    "groups_orphaned_total": "Groups of policies that a resumed run discarded",
+    "groups_without_version_total": "Groups without the policy versions of their tokens",
     "groups_unregistered_total": "Groups of environments that are not registered",
     "groups_unpackable_total": "Groups of a size that no batch of the run can hold",
     "groups_left_over_total": "Groups that a run which ended did not train",
@@ -50,39 +53,42 @@ COUNTER_HELP: Final = {
 }
 
 GAUGE_HELP: Final = {
-    "ready": "1 while submissions would be kept, as /readyz says",
+    "ready": "1 while the broker is ready for submissions, as at /readyz",
     "queued_groups": "Groups that wait for a batch",
     "queued_sequences": "Sequences that wait for a batch",
     "queued_bytes": "Bytes of the groups that wait for a batch",
     "queue_oldest_age_seconds": "Age of the group that has waited longest",
     "store_bytes": "Bytes that the store holds",
     "uncommitted_batches": "Batches formed and not covered by a checkpoint",
-    "environments_alive": "Environments heard of lately",
+    "environments_alive": "Environments that called recently",
     "outstanding_sequences": "Sequences queued, or in batches not trained yet",
     "unpackable_groups": "Groups queued that no batch of the run can hold",
-    "trainer_quiet_seconds": "Time since the trainer of the open run called",
-    "policy_held_seconds": "How long evaluations ask that no other policy be published",
+    "trainer_quiet_seconds": "Time since the last call of the open run's trainer",
+    "policy_held_seconds": "Time for which evaluations ask that no other policy be published",
     "step": "Trainer steps of the open run",
-    "policy_version": "The policy now published",
+    "policy_version": "The version of the published policy",
     "staleness_mean": "Trainer steps between policy and training, over the groups of the newest batch",
     "staleness_max": "The same, of its oldest group",
     "environment_queued_sequences": "Sequences of one environment that wait for a batch",
 }
 
 DROPPED: Final = "groups_dropped_total"
-
 DROPPED_HELP: Final = "Groups that were dropped instead of trained, by environment and reason"
 
 
-@router.get("/metrics", summary="Counters and gauges for Prometheus")
+@route(
+    "GET /metrics",
+    "Counters and gauges for Prometheus",
+    answers={200: Answer(help="Counters and gauges in Prometheus' text form", content=TEXT_SCHEMA, media_type=TEXT)},
+)
 async def metrics(request: Request) -> Response:
     return Response("".join(_render(context_of(request))), media_type=CONTENT_TYPE)
 
 
-def _render(services: AppContext) -> Iterator[str]:
-    broker = services.broker
-    yield from render_process(services.version)
-    yield from _series("ready", GAUGE_HELP["ready"], "gauge", [("", services.why_not_ready() is None)])
+def _render(context: AppContext) -> Iterator[str]:
+    broker = context.broker
+    yield from render_process(context.version)
+    yield from _series("ready", GAUGE_HELP["ready"], "gauge", [("", context.why_not_ready() is None)])
     for name, value in asdict(broker.state.counters).items():
         yield from _series(name, COUNTER_HELP[name], "counter", [("", value)])
     for name, value in _gauges(broker).items():
@@ -179,8 +185,8 @@ PROCESS_METRICS: Final = (
     ProcessMetric("process_resident_memory_bytes", "gauge", "Memory that the process holds in RAM"),
     ProcessMetric("process_virtual_memory_bytes", "gauge", "Addresses that the process has mapped"),
     ProcessMetric("process_open_fds", "gauge", "Open files and connections"),
-    ProcessMetric("process_max_fds", "gauge", "As many as it may have open"),
-    ProcessMetric("process_start_time_seconds", "gauge", "When the process started, in seconds since 1970"),
+    ProcessMetric("process_max_fds", "gauge", "Limit on open files and connections"),
+    ProcessMetric("process_start_time_seconds", "gauge", "Start time of the process, in seconds since 1970"),
 )
 
 

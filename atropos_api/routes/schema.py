@@ -1,43 +1,21 @@
-"""The parts of route descriptions, and types of the answers that handlers write without a type of their own.
+"""`Operation`, which declares a route with its description; the parts of descriptions; the types of small answers.
 
-The types serve the description and the tests. A field that may be `UNSET` is left out if it has no value.
+A field that may be `UNSET` is left out of the answer if it has no value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final, Literal, TypeVar
 
-import msgspec
+from fastapi import APIRouter, Response
+from fastapi.routing import APIRoute
 from msgspec import UNSET, Struct, UnsetType
+from starlette.routing import BaseRoute
 
-from atropos_api.broker.counters import Counters
-from atropos_api.broker.status import StatusEnv
-from atropos_api.http.request import (
-    JSON,
-    LONGEST_KEY,
-    LONGEST_WAIT_SECONDS,
-)
-from atropos_api.store.base import RunRow
+from atropos_api.http.request import JSON, LONGEST_KEY, LONGEST_WAIT_SECONDS
 from atropos_api.wire.groups import Group
-
-__all__ = [
-    "EnvironmentLeft",
-    "EnvironmentRegistered",
-    "GroupTaken",
-    "GroupsTaken",
-    "Health",
-    "NextBatch",
-    "NoExample",
-    "Status",
-    "StatusEnv",
-    "StepAndQueue",
-    "TrainerFacts",
-    "TrainerRegistered",
-    "WandbFacts",
-    "Welcome",
-]
 
 Schema = dict[str, Any]
 
@@ -45,19 +23,12 @@ Content = Any
 """A type that msgspec knows, a tuple of alternative types, or a schema."""
 
 TEXT: Final = "text/plain"
-
 HTML: Final = "text/html"
-
 EVENTS: Final = "text/event-stream"
-
 LARGEST: Final = 10**18 - 1
-
 INTEGER: Final[Schema] = {"type": "integer", "minimum": -LARGEST, "maximum": LARGEST}
-
 COUNT: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": LARGEST}
-
 FROM_ONE: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": LARGEST}
-
 TEXT_SCHEMA: Final[Schema] = {"type": "string"}
 
 
@@ -85,15 +56,22 @@ class Answer:
     columns: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Operation:
-    """One route: `errors` are the kinds of problems it raises, in addition to those that every route may answer.
+HandlerT = TypeVar("HandlerT", bound=Callable[..., Awaitable[Response]])
 
-    With `columns` it also takes its body in binary columns.
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One route, declared by using its description as the decorator of its handler.
+
+    `errors` are the kinds of problems it raises, in addition to those that every route may answer. With `columns` it
+    also takes its body in binary columns.
     """
 
-    method: Literal["GET", "POST", "PUT", "DELETE"]
-    path: str
+    router: APIRouter
+    route: str
+    """Method and path, as in `GET /v1/batches/{number}`."""
+    summary: str
+    _: KW_ONLY
     answers: Mapping[int, Answer]
     errors: tuple[str, ...] = ()
     parameters: tuple[Parameter, ...] = ()
@@ -104,6 +82,33 @@ class Operation:
     help: str = ""
     open_to_all: bool = False
     """True if it is answered without a token."""
+
+    @property
+    def method(self) -> str:
+        return self.route.partition(" ")[0]
+
+    @property
+    def path(self) -> str:
+        return self.route.partition(" ")[2]
+
+    @property
+    def section(self) -> str:
+        return str(self.router.tags[0])
+
+    def __call__(self, handler: HandlerT) -> HandlerT:
+        """Add the handler's route to the router."""
+        declare = self.router.api_route(self.path, methods=[self.method], openapi_extra={OPERATION_KEY: self})
+        return declare(handler)
+
+
+OPERATION_KEY: Final = "operation"
+
+
+def operations_of(routes: Iterable[BaseRoute]) -> list[Operation]:
+    """Return the descriptions of an application's routes, in the order in which the routes are tried."""
+    return [
+        route.openapi_extra[OPERATION_KEY] for route in routes if isinstance(route, APIRoute) and route.openapi_extra
+    ]
 
 
 def in_path(name: str, schema: Schema, help_: str) -> Parameter:
@@ -122,36 +127,33 @@ def ok(content: Content, help_: str = "Done", example: Any = None) -> dict[int, 
     return {200: Answer(help=help_, content=content, example=example)}
 
 
-NOTHING: Final = {204: Answer(help="Done; there is nothing to say")}
-
+NOTHING: Final = {204: Answer(help="Done; the answer has no body")}
 OBJECT: Final[Schema] = {"type": "object"}
 
 COLUMNS_SCHEMA: Final[Schema] = {
     "type": "string",
     "format": "binary",
-    "description": "Binary columns: a prefix, a JSON head, and groups whose arrays of numbers come as they lie in "
+    "description": "Binary columns: a prefix, a JSON head, and groups whose arrays of numbers have the layout of "
     "memory (docs/reference/columns.md).",
 }
 
 OPEN_RUN: Final = ("unknown-run", "no-open-run", "run-superseded")
-
 WRITES: Final = ("store-unavailable",)
 
 WAIT: Final = in_query(
     "wait",
     {"type": "number", "minimum": 0, "default": 0},
-    f"Seconds to wait for an answer that says more; at most {LONGEST_WAIT_SECONDS:.0f} are granted",
+    f"Seconds to wait for a change, or for a batch; at most {LONGEST_WAIT_SECONDS:.0f}",
 )
 
-RUN_ID: Final = in_query("run_id", TEXT_SCHEMA, "The run that is meant; any other open one is refused")
-
-EPOCH: Final = in_query("epoch", INTEGER, "The epoch that the caller was given; a later trainer's differs")
+RUN_ID: Final = in_query("run_id", TEXT_SCHEMA, "The caller's run; if another one is open, the call is refused")
+EPOCH: Final = in_query("epoch", INTEGER, "The epoch that the caller got with the run; an older one is refused")
 
 KEY: Final = Parameter(
     name="Idempotency-Key",
     place="header",
     schema={"type": "string", "minLength": 1, "maxLength": LONGEST_KEY},
-    help="Under a key that was used before nothing is taken again, so that a request may be repeated",
+    help="A request whose key was used before is not accepted again, so repeating it is harmless",
 )
 
 EXAMPLE_GROUP: Final[dict[str, Any]] = {
@@ -190,7 +192,7 @@ class EnvironmentLeft(Struct, kw_only=True):
 class GroupTaken(Struct, kw_only=True):
     status: Literal["received", "buffered"]
     buffer_size: int | UnsetType = UNSET
-    """Sequences of the environment that are buffered, like this group."""
+    """Number of the environment's sequences, this group's included, that no batch can use yet."""
 
 
 class GroupsTaken(Struct, kw_only=True):
@@ -243,90 +245,7 @@ class Health(Struct, kw_only=True):
     detail: str | UnsetType = UNSET
 
 
-class HeldPolicy(Struct, kw_only=True):
-    seconds: float
-    version: int | None
-    reason: str
-
-
-class RunStatus(RunRow, kw_only=True):
-    """The open run, or else the one that finished last."""
-
-    holds: tuple[HeldPolicy, ...]  # type: ignore[assignment] # without the ids, which suffice to end a hold
-    current_step: int
-    next_batch: int
-
-
-class QueueStatus(Struct, kw_only=True):
-    groups: int
-    sequences: int
-    bytes: int
-    oldest_age_seconds: float | None
-    unpackable_sizes: list[int]
-    unpackable_groups: int
-
-
-class BatchesStatus(Struct, kw_only=True):
-    uncommitted: dict[str, int]
-    """Sequences by batch number."""
-    outstanding_sequences: int
-
-
-class LatestDrop(Struct, kw_only=True):
-    explanation: str
-    time: float
-
-
-class EnvironmentStatus(Struct, kw_only=True):
-    environment_id: int
-    name: str
-    group_size: int
-    weight: float
-    connected: bool
-    quiet_seconds: float
-    queued_sequences: int
-    dropped_groups: dict[str, int]
-    latest_drop: LatestDrop | None
-
-
-class StoreStatus(Struct, kw_only=True):
-    bytes: int
-
-
-class Status(Struct, kw_only=True):
-    """The whole status of a broker: run, policy, queue, environments, counters."""
-
-    time: float
-    run: RunStatus | None
-    queue: QueueStatus
-    batches: BatchesStatus
-    environments: list[EnvironmentStatus]
-    left_over_groups: dict[str, int]
-    store: StoreStatus
-    dropped_groups: dict[str, int]
-    counters: Counters
-
-
-NOT_REGISTERED: Final = {
-    "status": "error",
-    "message": "Trainer not registered. Call /register first.",
-    "batch": [],
-}
-
-EMPTY_EXAMPLE: Final[dict[str, list[object]]] = {
-    "tokens": [],
-    "masks": [],
-    "scores": [],
-    "advantages": [],
-    "ref_logprobs": [],
-    "generation_params": [],
-    "inference_logprobs": [],
-    "messages": [],
-    "images": [],
-}
-
-
-class EnvironmentId(msgspec.Struct):
+class EnvironmentId(Struct):
     env_id: int
 
 

@@ -1,8 +1,8 @@
-"""The routes of the v1 contract and their description `V1`; groups, pacing and batches come first.
+"""The routes of the v1 contract; groups, pacing and batches come first.
 
-Those are called all the time, and routes are tried in order. The policy routes are for the versions that the trainer
+Those are called most, and routes are tried in order. The policy routes are for the versions that the trainer
 publishes and for the leases by which evaluations ask it to publish no other. A trainer reads `GET /v1/policy` right
-before each publish, with `wait` to block until nobody holds it: one small request a step, and the answer to `PUT
+before each publish, with `wait` to block until no hold is left: one small request a step, and the answer to `PUT
 /v1/policy` says the same afterwards.
 """
 
@@ -27,8 +27,8 @@ from atropos_api.http.context import AppContext, context_of
 from atropos_api.http.request import (
     JSON,
     RequestView,
-    beside_the_loop,
     decode_body,
+    in_thread_if_large,
     json_response,
     parse_int,
     read_body,
@@ -76,26 +76,42 @@ from atropos_api.wire.messages import (
     SubmitAnswer,
 )
 
-router = APIRouter(prefix="/v1", tags=["v1"])
+router = APIRouter(tags=["v1"])
+
+route = functools.partial(Operation, router)
+
+ENVIRONMENT_ID: Final = in_path("environment_id", INTEGER, "As given at registration")
+NUMBER: Final = in_path("number", FROM_ONE, "Number of the batch; the first is 1")
 
 _encode = msgspec.json.Encoder().encode
 
 
-@router.post("/groups", summary="Submit scored groups", status_code=202)
+@route(
+    "POST /v1/groups",
+    "Submit scored groups",
+    help="All groups are of one environment; the body is JSON or binary columns. The request is accepted or refused "
+    "as a whole.",
+    parameters=(KEY,),
+    body=Submission,
+    columns=True,
+    example={"environment_id": 0, "groups": [EXAMPLE_GROUP]},
+    answers={202: Answer(help="Stored: a crash of the broker loses nothing of it", content=SubmitAnswer)},
+    errors=("invalid-request", "invalid-group", "unsupported-media-type", "unknown-environment", "queue-full", *WRITES),
+)
 async def submit(request: Request) -> Response:
-    asked = RequestView.of(request, b"")
-    key, form = read_key(asked), form_of_body(asked)
-    submission = await beside_the_loop(functools.partial(read_submission, form=form), await read_body(request))
+    view = RequestView.of(request, b"")
+    key, form = read_key(view), form_of_body(view)
+    submission = await in_thread_if_large(functools.partial(read_submission, form=form), await read_body(request))
     return _take(context_of(request), key, *submission)
 
 
-def answer_submit(services: AppContext, asked: RequestView) -> Response:
-    key, form = read_key(asked), form_of_body(asked)
-    return _take(services, key, *read_submission(asked.body, form))
+def answer_submit(context: AppContext, view: RequestView) -> Response:
+    key, form = read_key(view), form_of_body(view)
+    return _take(context, key, *read_submission(view.body, form))
 
 
-def _take(services: AppContext, key: str | None, env_id: int, groups: list[CheckedGroup]) -> Response:
-    broker = services.broker
+def _take(context: AppContext, key: str | None, env_id: int, groups: list[CheckedGroup]) -> Response:
+    broker = context.broker
     submitted = broker.take(env_id, groups, key=key)
 
     def note(accepted: bool) -> None:
@@ -108,34 +124,77 @@ def _take(services: AppContext, key: str | None, env_id: int, groups: list[Check
     return ConfirmedResponse(pieces, on_result=note, media_type=JSON, status_code=202)
 
 
-@router.put("/environments/{environment_id}/heartbeat", summary="Stay alive; pacing, or its next change")
+@route(
+    "PUT /v1/environments/{environment_id}/heartbeat",
+    "Report that the environment is alive, and get its pacing or the next change of it",
+    parameters=(
+        ENVIRONMENT_ID,
+        in_query("revision", INTEGER, "The caller's revision; with `wait`, answered once it changes"),
+        WAIT,
+    ),
+    answers=ok(Pacing, "How much the environment should have in flight"),
+    errors=("invalid-request", "unknown-environment", *WRITES),
+)
 async def heartbeat(request: Request, environment_id: str) -> Response:
-    services = context_of(request)
+    context = context_of(request)
     wanted = parse_int(environment_id, "environment_id")
     revision = read_int(request, "revision")
     wait = LongPoll(request, read_wait(request))
     while True:
-        pacing = services.broker.heartbeat(wanted)
-        if pacing.revision != revision or not await wait.on(services.pacing_bell):
+        pacing = context.broker.heartbeat(wanted)
+        if pacing.revision != revision or not await wait.on(context.pacing_notifier):
             return json_response(pacing)
 
 
-@router.delete("/environments/{environment_id}", summary="An environment leaves")
-async def leave(request: Request, environment_id: str) -> Response:
-    context_of(request).broker.disconnect_environment(parse_int(environment_id, "environment_id"))
-    return Response(status_code=204)
-
-
-@router.put("/environments/{environment_id}/dropped", summary="How many groups the environment dropped, and why")
+@route(
+    "PUT /v1/environments/{environment_id}/dropped",
+    "Report how many groups the environment dropped, and why",
+    help="Totals by reason since `session` began, so that a report may be repeated; /v1/status and /metrics show them.",
+    parameters=(ENVIRONMENT_ID,),
+    body=DropReport,
+    example={
+        "session": "5f0c2a",
+        "groups": {"equal-scores": 96},
+        "explanation": "96 groups scored, all dropped: every score is 0",
+    },
+    answers=NOTHING,
+    errors=("invalid-request", "unknown-environment", *WRITES),
+)
 async def report_dropped(request: Request, environment_id: str) -> Response:
     report = decode_body(await read_body(request), DropReport)
     context_of(request).broker.report_dropped(parse_int(environment_id, "environment_id"), report)
     return Response(status_code=204)
 
 
-@router.get("/batches/{number}", summary="Batch by number; the same bytes until it is committed")
+@route(
+    "GET /v1/batches/{number}",
+    "Batch by number; the same bytes until it is committed",
+    help="The batch is formed at the first request and has the same groups and bytes until it is committed. The "
+    "answer is in binary columns if `Accept` names them.",
+    parameters=(
+        NUMBER,
+        RUN_ID,
+        EPOCH,
+        WAIT,
+        in_query("rank", COUNT | {"default": 0}, "The rank whose slice is asked for"),
+        in_query("world_size", FROM_ONE | {"default": 1}, "Ranks that share the batch"),
+    ),
+    answers={
+        200: Answer(help="The batch, or this rank's slice of it", content=Batch, columns=True),
+        204: Answer(help="It cannot be formed yet; ask again (Retry-After: 0)"),
+    },
+    errors=(
+        *OPEN_RUN,
+        "invalid-request",
+        "not-acceptable",
+        "batch-out-of-order",
+        "batch-committed",
+        "batch-damaged",
+        *WRITES,
+    ),
+)
 async def get_batch(request: Request, number: str) -> Response:
-    services = context_of(request)
+    context = context_of(request)
     run_id = request.query_params.get("run_id")
     epoch = read_int(request, "epoch")
     world_size = read_int(request, "world_size", 1, least=1) or 1
@@ -144,27 +203,38 @@ async def get_batch(request: Request, number: str) -> Response:
     form = wanted_form(request)
     wait = LongPoll(request, read_wait(request))
     while True:
-        groups = services.broker.get_batch(wanted, run_id=run_id, epoch=epoch, rank=rank, world_size=world_size)
+        groups = context.broker.get_batch(wanted, run_id=run_id, epoch=epoch, rank=rank, world_size=world_size)
         if groups is not None:
-            return await _batch_response(request, services, wanted, groups, form)
-        if not await wait.on(services.groups_bell, at_most=_until_retry(services)):
+            return await _batch_response(request, context, wanted, groups, form)
+        if not await wait.on(context.groups_notifier, at_most=_until_retry(context)):
             return Response(status_code=204, headers={"Retry-After": "0"})
 
 
-@router.post("/runs", summary="Begin or resume a run")
-async def begin_run(request: Request) -> Response:
-    wanted = decode_body(await read_body(request), RunRequest)
-    return json_response(context_of(request).broker.begin_run(wanted))
+def _until_retry(context: AppContext) -> float:
+    """Return the seconds until a batch that waits for an environment's minimum may be formed without it."""
+    retry_at = context.broker.batches.retry_at
+    return float("inf") if retry_at is None else max(0.01, retry_at - context.broker.state.clock())
 
 
-@router.post("/runs/{run_id}/finish", summary="End a run; its environments are told to stop")
-async def finish_run(request: Request, run_id: str) -> Response:
-    wanted = decode_body(await read_body(request), FinishRequest)
-    context_of(request).broker.finish_run(run_id, epoch=wanted.epoch)
-    return Response(status_code=204)
+async def _batch_response(
+    request: Request, context: AppContext, number: int, groups: list[GroupRow], form: Form
+) -> Response:
+    run_id = context.broker.state.runs.require_open().run_id
+    bodies = await in_form(context.broker.read_bodies(groups), groups, form)
+    pieces, headers = await encode_pieces(request, join_batch(number, run_id, bodies, form))
+    return ChunkedResponse(pieces, media_type=MEDIA_TYPES[form], headers=headers)
 
 
-@router.post("/batches/{number}/commit", summary="Everything up to this batch is covered by a checkpoint")
+@route(
+    "POST /v1/batches/{number}/commit",
+    "Declare that a checkpoint covers everything up to this batch",
+    help="The broker may then delete the groups of those batches. Repeating the call is harmless.",
+    parameters=(NUMBER,),
+    body=CommitRequest,
+    example={"run_id": "run-0123456789ab", "epoch": 1},
+    answers=NOTHING,
+    errors=(*OPEN_RUN, "invalid-request", "batch-out-of-order", *WRITES),
+)
 async def commit(request: Request, number: str) -> Response:
     wanted = decode_body(await read_body(request), CommitRequest)
     broker = context_of(request).broker
@@ -172,218 +242,128 @@ async def commit(request: Request, number: str) -> Response:
     return Response(status_code=204)
 
 
-@router.post("/environments", summary="Register an environment by a stable name")
+@route(
+    "POST /v1/runs",
+    "Begin or resume a run",
+    help="Closes the run that is open, unless it has another name and its trainer called recently: then `take_over` "
+    "is needed. With `resume`, takes over the newest run of that name under a higher epoch.",
+    body=RunRequest,
+    example={"name": "demo", "batch_size": 16, "max_token_length": 2048, "num_steps": 40},
+    answers=ok(RunInfo, "The run, and the number of its next batch"),
+    errors=("invalid-request", "run-in-progress", *WRITES),
+)
+async def begin_run(request: Request) -> Response:
+    wanted = decode_body(await read_body(request), RunRequest)
+    return json_response(context_of(request).broker.begin_run(wanted))
+
+
+@route(
+    "POST /v1/runs/{run_id}/finish",
+    "End a run and ask its environments to stop",
+    help="With `epoch`, a run that another trainer has taken over is not ended. Repeating the call is harmless.",
+    parameters=(in_path("run_id", TEXT_SCHEMA, "As given when the run began"),),
+    body=FinishRequest,
+    body_required=False,
+    example={"epoch": 1},
+    answers=NOTHING,
+    errors=("unknown-run", "run-superseded", "invalid-request", *WRITES),
+)
+async def finish_run(request: Request, run_id: str) -> Response:
+    wanted = decode_body(await read_body(request), FinishRequest)
+    context_of(request).broker.finish_run(run_id, epoch=wanted.epoch)
+    return Response(status_code=204)
+
+
+@route(
+    "POST /v1/environments",
+    "Register an environment by a stable name",
+    help="The same name gets the same id, also after a restart of either side. Group sizes are judged together: while "
+    "the environment's size fills no batch, alone or with the others, its pacing has no room and gives the reason.",
+    body=EnvironmentRequest,
+    example={"name": "gsm8k", "group_size": 8, "max_token_length": 2048},
+    answers=ok(EnvironmentInfo, "The environment's id, and the settings of the run"),
+    errors=("invalid-request", "group-size-cannot-fill-batch", *WRITES),
+)
 async def register_environment(request: Request) -> Response:
     wanted = decode_body(await read_body(request), EnvironmentRequest)
     return json_response(context_of(request).broker.register_environment(wanted))
 
 
-def _until_retry(services: AppContext) -> float:
-    """Return the seconds until a batch that waits for an environment's minimum may be formed without it."""
-    retry_at = services.broker.batches.retry_at
-    return float("inf") if retry_at is None else max(0.01, retry_at - services.broker.state.clock())
+@route(
+    "DELETE /v1/environments/{environment_id}",
+    "Disconnect an environment",
+    help="Its weight and minimum no longer count; its groups stay usable. Its next call connects it again.",
+    parameters=(ENVIRONMENT_ID,),
+    answers=NOTHING,
+    errors=("invalid-request", "unknown-environment", *WRITES),
+)
+async def leave(request: Request, environment_id: str) -> Response:
+    context_of(request).broker.disconnect_environment(parse_int(environment_id, "environment_id"))
+    return Response(status_code=204)
 
 
-async def _batch_response(
-    request: Request, services: AppContext, number: int, groups: list[GroupRow], form: Form
-) -> Response:
-    run_id = services.broker.state.runs.require_open().run_id
-    bodies = await in_form(services.broker.read_bodies(groups), groups, form)
-    pieces, headers = await encode_pieces(request, join_batch(number, run_id, bodies, form))
-    return ChunkedResponse(pieces, media_type=MEDIA_TYPES[form], headers=headers)
-
-
-policy_router = APIRouter(prefix="/v1/policy", tags=["v1"])
-
-
-@policy_router.put("", summary="Announce a published policy version")
+@route(
+    "PUT /v1/policy",
+    "Announce a published policy version",
+    help="To be called after each successful publish. Versions must increase; repeating a call is harmless.",
+    body=PolicyUpdate,
+    example={"run_id": "run-0123456789ab", "version": 7, "step": 6, "published_at": 1767225600.0},
+    answers=ok(PolicyState, "The published policy, and how long the trainer should keep it"),
+    errors=(*OPEN_RUN, "invalid-request", "policy-not-newer", *WRITES),
+)
 async def update_policy(request: Request) -> Response:
     update = decode_body(await read_body(request), PolicyUpdate)
     return json_response(context_of(request).broker.update_policy(update))
 
 
-@policy_router.get("", summary="The published policy, and for how long evaluations ask to leave it so")
+@route(
+    "GET /v1/policy",
+    "The published policy, and for how long evaluations ask to keep it",
+    help="With `wait`, the answer comes once no evaluation holds the policy.",
+    parameters=(RUN_ID, EPOCH, WAIT),
+    answers=ok(PolicyState, "The published policy, and how long the trainer should keep it"),
+    errors=(*OPEN_RUN, "invalid-request"),
+)
 async def policy(request: Request) -> Response:
-    services = context_of(request)
+    context = context_of(request)
     run_id, epoch = request.query_params.get("run_id"), read_int(request, "epoch")
     wait = LongPoll(request, read_wait(request))
     while True:
-        state = services.broker.policy_state(run_id, epoch)
-        if not state.held_seconds or not await wait.on(services.pacing_bell, at_most=state.held_seconds):
+        state = context.broker.policy_state(run_id, epoch)
+        if not state.held_seconds or not await wait.on(context.pacing_notifier, at_most=state.held_seconds):
             return json_response(state)
 
 
-@policy_router.post("/hold", summary="Ask the trainer to publish no other policy for a while, or a while longer")
+@route(
+    "POST /v1/policy/hold",
+    "Ask the trainer to publish no other policy for some time, or extend such a hold",
+    body=HoldRequest,
+    example={"seconds": 60, "reason": "evaluation"},
+    answers=ok(Hold, "The lease"),
+    errors=("invalid-request", "no-open-run", "unknown-hold", *WRITES),
+)
 async def hold(request: Request) -> Response:
     wanted = decode_body(await read_body(request), HoldRequest)
     return json_response(context_of(request).broker.holds.hold(wanted))
 
 
-@policy_router.delete("/hold/{hold_id}", summary="Give a hold back; the answer says whether the policy stayed")
+@route(
+    "DELETE /v1/policy/hold/{hold_id}",
+    "Release a hold; the answer tells if the policy was kept",
+    parameters=(in_path("hold_id", TEXT_SCHEMA, "As given when the hold was granted"),),
+    answers=ok(Hold, "The lease at its end"),
+    errors=("no-open-run", "unknown-hold", *WRITES),
+)
 async def release(request: Request, hold_id: str) -> Response:
     return json_response(context_of(request).broker.holds.release(hold_id))
 
 
-@policy_router.delete("/hold", summary="End every hold")
+@route(
+    "DELETE /v1/policy/hold",
+    "End every hold",
+    answers=NOTHING,
+    errors=("no-open-run", *WRITES),
+)
 async def release_all(request: Request) -> Response:
     context_of(request).broker.holds.release_all()
     return Response(status_code=204)
-
-
-NUMBER: Final = in_path("number", FROM_ONE, "Number of the batch; the first is 1")
-
-V1: Final = (
-    Operation(
-        method="POST",
-        path="/v1/groups",
-        help="All of one environment, as JSON or in binary columns. The whole request is taken or refused.",
-        parameters=(KEY,),
-        body=Submission,
-        columns=True,
-        example={"environment_id": 0, "groups": [EXAMPLE_GROUP]},
-        answers={202: Answer(help="Kept: nothing of it is lost from here on", content=SubmitAnswer)},
-        errors=(
-            "invalid-request",
-            "invalid-group",
-            "unsupported-media-type",
-            "unknown-environment",
-            "queue-full",
-            *WRITES,
-        ),
-    ),
-    Operation(
-        method="PUT",
-        path="/v1/environments/{environment_id}/heartbeat",
-        parameters=(
-            in_path("environment_id", INTEGER, "As given at registration"),
-            in_query("revision", INTEGER, "The pacing that the caller knows; it is told the next one"),
-            WAIT,
-        ),
-        answers=ok(Pacing, "How much the environment should have under way"),
-        errors=("invalid-request", "unknown-environment", *WRITES),
-    ),
-    Operation(
-        method="PUT",
-        path="/v1/environments/{environment_id}/dropped",
-        help="Totals by reason since `session` began, so that a report may be repeated; /v1/status and /metrics show "
-        "them.",
-        parameters=(in_path("environment_id", INTEGER, "As given at registration"),),
-        body=DropReport,
-        example={
-            "session": "5f0c2a",
-            "groups": {"equal-scores": 96},
-            "explanation": "96 groups scored, all dropped: every score is 0",
-        },
-        answers=NOTHING,
-        errors=("invalid-request", "unknown-environment", *WRITES),
-    ),
-    Operation(
-        method="GET",
-        path="/v1/batches/{number}",
-        help="Formed when it is first asked for; the same groups and bytes each time until it is committed. In binary "
-        "columns where Accept names them.",
-        parameters=(
-            NUMBER,
-            RUN_ID,
-            EPOCH,
-            WAIT,
-            in_query("rank", COUNT | {"default": 0}, "Which slice of whole groups; below world_size"),
-            in_query("world_size", FROM_ONE | {"default": 1}, "Ranks that share the batch"),
-        ),
-        answers={
-            200: Answer(help="The batch, or this rank's slice of it", content=Batch, columns=True),
-            204: Answer(help="It cannot be formed yet; ask again (Retry-After: 0)"),
-        },
-        errors=(
-            *OPEN_RUN,
-            "invalid-request",
-            "not-acceptable",
-            "batch-out-of-order",
-            "batch-committed",
-            "batch-damaged",
-            *WRITES,
-        ),
-    ),
-    Operation(
-        method="POST",
-        path="/v1/batches/{number}/commit",
-        help="The groups of those batches may go. Harmless when repeated.",
-        parameters=(NUMBER,),
-        body=CommitRequest,
-        example={"run_id": "run-0123456789ab", "epoch": 1},
-        answers=NOTHING,
-        errors=(*OPEN_RUN, "invalid-request", "batch-out-of-order", *WRITES),
-    ),
-    Operation(
-        method="POST",
-        path="/v1/runs",
-        help="Closes the run that is open, unless it has another name and its trainer called lately: then take_over is "
-        "needed. With resume, takes over the newest run of that name under a higher epoch.",
-        body=RunRequest,
-        example={"name": "demo", "batch_size": 16, "max_token_length": 2048, "num_steps": 40},
-        answers=ok(RunInfo, "The run, and the number of its next batch"),
-        errors=("invalid-request", "run-in-progress", *WRITES),
-    ),
-    Operation(
-        method="POST",
-        path="/v1/runs/{run_id}/finish",
-        help="With its epoch a trainer ends only what no other has taken over. Harmless when repeated.",
-        parameters=(in_path("run_id", TEXT_SCHEMA, "As given when the run began"),),
-        body=FinishRequest,
-        body_required=False,
-        example={"epoch": 1},
-        answers=NOTHING,
-        errors=("unknown-run", "run-superseded", "invalid-request", *WRITES),
-    ),
-    Operation(
-        method="POST",
-        path="/v1/environments",
-        help="The same name gets the same id, also after a restart of either side. Group sizes are judged together: "
-        "while its own fills no batch, with those of others, the pacing has no room and says why.",
-        body=EnvironmentRequest,
-        example={"name": "gsm8k", "group_size": 8, "max_token_length": 2048},
-        answers=ok(EnvironmentInfo, "The environment's id, and what it needs to know of the run"),
-        errors=("invalid-request", "group-size-cannot-fill-batch", *WRITES),
-    ),
-    Operation(
-        method="DELETE",
-        path="/v1/environments/{environment_id}",
-        help="Its weight and minimum count no more, and its groups stay usable. Any later call of it is a return.",
-        parameters=(in_path("environment_id", INTEGER, "As given at registration"),),
-        answers=NOTHING,
-        errors=("invalid-request", "unknown-environment", *WRITES),
-    ),
-    Operation(
-        method="PUT",
-        path="/v1/policy",
-        help="After each publish that succeeded. Versions rise; saying the same again is harmless.",
-        body=PolicyUpdate,
-        example={"run_id": "run-0123456789ab", "version": 7, "step": 6, "published_at": 1767225600.0},
-        answers=ok(PolicyState, "What is published now, and how long it should stay"),
-        errors=(*OPEN_RUN, "invalid-request", "policy-not-newer", *WRITES),
-    ),
-    Operation(
-        method="GET",
-        path="/v1/policy",
-        help="With wait: answered as soon as nobody holds the policy.",
-        parameters=(RUN_ID, EPOCH, WAIT),
-        answers=ok(PolicyState, "What is published, and how long it should stay"),
-        errors=(*OPEN_RUN, "invalid-request"),
-    ),
-    Operation(
-        method="POST",
-        path="/v1/policy/hold",
-        body=HoldRequest,
-        example={"seconds": 60, "reason": "evaluation"},
-        answers=ok(Hold, "The lease"),
-        errors=("invalid-request", "no-open-run", "unknown-hold", *WRITES),
-    ),
-    Operation(
-        method="DELETE",
-        path="/v1/policy/hold/{hold_id}",
-        parameters=(in_path("hold_id", TEXT_SCHEMA, "As given when the hold was granted"),),
-        answers=ok(Hold, "The lease as it ended"),
-        errors=("no-open-run", "unknown-hold", *WRITES),
-    ),
-    Operation(method="DELETE", path="/v1/policy/hold", answers=NOTHING, errors=("no-open-run", *WRITES)),
-)

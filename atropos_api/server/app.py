@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -22,12 +21,13 @@ from atropos_api.http.problems import (
     answer_client_gone,
     answer_http_error,
     answer_unexpected,
-    on_the_loop,
+    as_coroutine,
 )
 from atropos_api.http.streaming import TRANSPORT_KEY, find_transport
 from atropos_api.routes import docs, metrics, ops, v0, v1
 from atropos_api.routes.docs import make_document
-from atropos_api.server.fast_path import HotRoutes, PromptCalls, make_prompt_calls
+from atropos_api.routes.schema import operations_of
+from atropos_api.server.fast_path import DirectCalls, HotRoutes, make_direct_calls
 from atropos_api.server.group_commit import AnswerSteps, SyncBeforeAnswer
 from atropos_api.store.factory import needs_sync
 from atropos_api.store.failpoints import ignore_failpoint
@@ -41,53 +41,47 @@ ANSWERS: Final = {
 
 
 class BrokerApp(FastAPI):
-    """FastAPI, with two additions: the connection's transport is noted before middleware hides it, and `calls`.
+    """FastAPI, with the state of one broker; it notes the connection's transport before middleware hides it."""
 
-    `calls` are the calls that connections may make directly.
-    """
+    context: AppContext
+    """The state that the handlers share."""
 
-    calls: PromptCalls
+    direct_calls: DirectCalls
+    """The calls that connections may make directly."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[TRANSPORT_KEY] = find_transport(send)
         await super().__call__(scope, receive, send)
 
-    def prompt_calls(self) -> PromptCalls:
-        """Return the calls that connections may make directly."""
-        return self.calls
-
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
-            routes = (route for route in self.routes if isinstance(route, APIRoute))
-            self.openapi_schema = make_document(
-                {(method, route.path): route.summary or "" for route in routes for method in route.methods}
-            )
+            self.openapi_schema = make_document(operations_of(self.routes))
         return self.openapi_schema
 
 
 def create_app(config: BrokerConfig, broker: Broker, token: AcceptedToken | None = None) -> BrokerApp:
-    """Create the broker's HTTP application; `app.state.services` holds what its handlers share.
+    """Create the broker's HTTP application; `app.context` holds what its handlers share.
 
     `token` is the token that callers must show, if it can change; else it is that of the configuration.
     """
     app = BrokerApp(title="Atropos broker", version="1", redirect_slashes=False, openapi_url=None)
-    app.state.services = make_context(config, broker)
-    door = RequestGuard(config, token or AcceptedToken(config.token, file=config.token_file))
+    app.context = make_context(config, broker)
+    guard = RequestGuard(config, token or AcceptedToken(config.token, file=config.token_file))
     syncs = needs_sync(config.store, config.fsync)
-    app.calls = make_prompt_calls(app.state.services, door, syncs=syncs)
+    app.direct_calls = make_direct_calls(app.context, guard, syncs=syncs)
     app.add_middleware(HotRoutes)
     if syncs:
         app.add_middleware(SyncBeforeAnswer, sync=broker.sync)
-    # Middleware added later lies further out: only answers to CORS preflight requests need not pass the request guard.
-    app.add_middleware(AuthMiddleware, door=door)
+    # Middleware added later is further out: only answers to CORS preflight requests need not pass the request guard.
+    app.add_middleware(AuthMiddleware, guard=guard)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
     for kind, answer in ANSWERS.items():
-        app.add_exception_handler(kind, on_the_loop(answer))
+        app.add_exception_handler(kind, as_coroutine(answer))
     # Routes are tried in order, so those called most come first.
-    for router in (v1.router, v0.router, v1.policy_router, ops.router, metrics.router, docs.router):
+    for router in (v1.router, v0.router, ops.router, metrics.router, docs.router):
         app.include_router(router)
     if broker.state.reach is not ignore_failpoint:
         app.add_middleware(AnswerSteps, reach=broker.state.reach)
@@ -95,11 +89,11 @@ def create_app(config: BrokerConfig, broker: Broker, token: AcceptedToken | None
 
 
 def make_context(config: BrokerConfig, broker: Broker) -> AppContext:
-    services = AppContext(broker=broker, config=config, legacy=AtroposContract(broker))
-    broker.state.on_groups.append(services.groups_bell.ring)
-    broker.state.on_pacing.append(services.pacing_bell.ring)
+    context = AppContext(broker=broker, config=config, legacy=AtroposContract(broker))
+    broker.state.on_groups.append(context.groups_notifier.notify)
+    broker.state.on_pacing.append(context.pacing_notifier.notify)
     # Requests that wait for a run's batches must notice that it ended or was taken over.
-    broker.state.on_pacing.append(services.groups_bell.ring)
-    broker.state.events.on_event.append(services.events_bell.ring)
-    broker.state.on_groups.append(services.events_bell.ring)
-    return services
+    broker.state.on_pacing.append(context.groups_notifier.notify)
+    broker.state.events.on_event.append(context.events_notifier.notify)
+    broker.state.on_groups.append(context.events_notifier.notify)
+    return context

@@ -68,7 +68,7 @@ class SyncBeforeAnswer:
         except Exception:
             if failure is None:
                 raise
-            # The sender of the answer has seen it fail; the caller is asked to repeat the call.
+            # `send` failed before any byte was sent, so the store's error is sent and the caller can retry.
             await answer_broker_error(Request(scope), failure)(scope, receive, send)
 
 
@@ -81,7 +81,6 @@ class StepsOfAnswer(NamedTuple):
 
 
 DELIVERY: Final = StepsOfAnswer(Failpoint.DELIVERY_BEGUN, Failpoint.DELIVERY_TORN, Failpoint.DELIVERY_ENDED)
-
 ANSWER: Final = StepsOfAnswer(Failpoint.ANSWER_BEGUN, Failpoint.ANSWER_TORN, Failpoint.ANSWER_ENDED)
 
 

@@ -35,7 +35,7 @@ from atropos_api.errors import PortInUse
 from atropos_api.http.auth import AcceptedToken, reloaded_on_hangup
 from atropos_api.http.connection_limits import Timeouts, sweep
 from atropos_api.server.app import BrokerApp, create_app
-from atropos_api.server.fast_path import PromptCalls, PromptProtocol
+from atropos_api.server.fast_path import FastPathProtocol, HasDirectCalls
 from atropos_api.server.standby import Standby
 from atropos_api.store.base import BodyLog, Ledger
 from atropos_api.store.factory import open_held, open_session, open_store
@@ -45,11 +45,8 @@ from atropos_api.store.redis_session import RedisSession, is_redis
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS: Final = 5
-
 KEEP_ALIVE_SECONDS: Final = 75
-
 SWEEP_TICKS: Final = 5
-
 TRIM_TICKS: Final = 100
 """In ticks, of which uvicorn has ten a second."""
 
@@ -60,10 +57,8 @@ PROBE_AFTER_SECONDS: Final = 30
 """Silence after which the kernel probes a peer; one that vanished is noticed within a minute."""
 
 
-class BrokerASGI(Protocol):
-    """An ASGI application: it also has calls that connections may make directly."""
-
-    def prompt_calls(self) -> PromptCalls: ...
+class BrokerASGI(HasDirectCalls, Protocol):
+    """An ASGI application that also has calls for connections to make directly."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
@@ -91,16 +86,16 @@ class BrokerServer(uvicorn.Server):
 
 
 def _uvicorn_config(app: BrokerASGI, config: BrokerConfig) -> uvicorn.Config:
-    patience = Timeouts(
+    timeouts = Timeouts(
         max_connections=_affordable_connections(config.max_connections),
         header_seconds=config.header_timeout,
         stall_seconds=config.stall_timeout,
         idle_seconds=KEEP_ALIVE_SECONDS,
     )
-    protocol = functools.partial(PromptProtocol, patience=patience, find_calls=app.prompt_calls)
+    protocol = functools.partial(FastPathProtocol, timeouts=timeouts, source=app)
     return uvicorn.Config(
         app,
-        http=cast("type[PromptProtocol]", protocol),
+        http=cast("type[FastPathProtocol]", protocol),
         ws="none",
         log_config=None,
         # Warnings are about malformed requests, and anyone may send any number of those.
@@ -122,7 +117,7 @@ def _affordable_connections(wanted: int) -> int:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft < needed:
-        logger.warning("the system allows %d open files, so %d connections are taken", soft, soft - OTHER_DESCRIPTORS)
+        logger.warning("the system allows %d open files, so at most %d connections", soft, soft - OTHER_DESCRIPTORS)
     return max(1, min(wanted, soft - OTHER_DESCRIPTORS))
 
 
@@ -141,7 +136,6 @@ def notice_vanished_peers(listener: socket.socket) -> None:
 
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
-
 BACKLOG = 2048
 
 
@@ -159,7 +153,7 @@ def serve_on(config: BrokerConfig, listener: socket.socket) -> int:
     host, port = listener.getsockname()[:2]
     reach = read_crash_step(os.environ)
     if reach is not ignore_failpoint:
-        logger.warning("%s is set, for tests: this broker ends or stops itself there", CRASH_VARIABLE)
+        logger.warning("%s is set, for tests: this broker exits or stops at that failpoint", CRASH_VARIABLE)
     token = AcceptedToken(config.token, file=config.token_file)
     with reloaded_on_hangup(token, file=config.token_file):
         if is_redis(config.store):
@@ -170,7 +164,7 @@ def serve_on(config: BrokerConfig, listener: socket.socket) -> int:
         app, broker = make_app(config, store, token=token, reach=reach)
         logger.info("listening on http://%s:%d, store %s; %s", host, port, config.store, describe_contents(broker))
         try:
-            BrokerServer(app, config, app.state.services.stop).run(sockets=[listener])
+            BrokerServer(app, config, app.context.stop).run(sockets=[listener])
         finally:
             broker.close()
     return 0

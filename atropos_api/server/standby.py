@@ -19,11 +19,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atropos_api.broker import Broker
-from atropos_api.errors import AtroposError, StoreUnavailable
-from atropos_api.http.context import AppContext
+from atropos_api.common.errors import AtroposError
+from atropos_api.errors import StoreUnavailable
 from atropos_api.http.problems import problem_response
 from atropos_api.server.app import BrokerApp
-from atropos_api.server.fast_path import PromptCalls
+from atropos_api.server.fast_path import DirectCalls
 from atropos_api.store.redis_session import RedisSession
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Standby:
         """End every wait; a signal handler calls this."""
         self._stopping.set()
         if self._app is not None:
-            _services_of(self._app).stop()
+            self._app.context.stop()
 
     def close(self) -> None:
         """Release the lease, so that a standby need not wait until it expires."""
@@ -77,9 +77,10 @@ class Standby:
             self._broker.close()
         self._session.close()
 
-    def prompt_calls(self) -> PromptCalls:
+    @property
+    def direct_calls(self) -> DirectCalls:
         """Return the application's calls while this process is active, else none."""
-        return self._app.prompt_calls() if self._app is not None and self._session.held else {}
+        return self._app.direct_calls if self._app is not None and self._session.held else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._loop = asyncio.get_running_loop()
@@ -92,10 +93,10 @@ class Standby:
         if self._failure is not None:
             return problem_response(503, "store-unavailable", self._failure)
         holder = self._holder
-        who = f"pid {holder['pid']} on {holder['host']} is active" if holder else "which one is active is not known yet"
+        who = f"pid {holder['pid']} on {holder['host']} is active" if holder else "the active broker is not known yet"
         detail = (
             f"this broker is the standby on {self._session.place}: {who}; it takes over at latest "
-            f"{self._session.lease_seconds:g} s after the active one is gone"
+            f"{self._session.lease_seconds:g} s after the active one stops renewing its lease"
         )
         return problem_response(503, "standby", detail, active=holder)
 
@@ -127,7 +128,7 @@ class Standby:
             self._session.step_down()
         except Exception:  # a standby must survive a failed takeover; it tries again
             logger.exception("this broker could not take over")
-            self._failure = "this broker could not take over; its log says why"
+            self._failure = "this broker could not take over; its log has the cause"
             self._session.step_down()
         else:
             self._failure = None
@@ -158,11 +159,6 @@ class Standby:
 
     def _retire(self) -> None:
         app, self._app, self._broker = self._app, None, None
-        logger.warning("this broker is not active any more: %s", self._failure or "its lease on Redis is gone")
+        logger.warning("this broker is not active any more: %s", self._failure or "it lost its lease on Redis")
         if app is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(_services_of(app).stop)
-
-
-def _services_of(app: BrokerApp) -> AppContext:
-    services: AppContext = app.state.services
-    return services
+            self._loop.call_soon_threadsafe(app.context.stop)

@@ -15,7 +15,6 @@ import msgspec
 from atropos_api.wire.groups import Form
 
 KEPT_EVENTS: Final = 2000
-
 NO_RUN = ""
 """The `run_id` of groups that came while no run was open; the next run takes them over."""
 
@@ -149,7 +148,7 @@ class Event(msgspec.Struct, kw_only=True):
 
 
 class Answers(NamedTuple):
-    """Outcomes, known since the last record, of answers to submissions without a key."""
+    """New outcomes, since the last record, of answers to submissions without a key."""
 
     answered: Sequence[int] = ()
     """Seqs of groups whose answer was sent, or that are in `expected` now because it could not be sent."""
@@ -179,7 +178,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
 
 class Ledger(Protocol):
-    """A store of small rows: a call outside `transaction` is one of its own; of those inside, all or none are kept."""
+    """A store of small rows: all calls inside a `transaction` are kept, or none; a call outside is its own."""
 
     def load(self) -> Snapshot: ...
 
@@ -196,7 +195,7 @@ class Ledger(Protocol):
     def forget_keys(self, key_ids: Sequence[int]) -> None: ...
 
     def add_event(self, event: Event) -> None:
-        """Keep one of the last `KEPT_EVENTS` events; if each write is slow, with the next transaction."""
+        """Record an event; the last `KEPT_EVENTS` are kept. A slow ledger writes it with its next transaction."""
 
     def add_groups(self, rows: Sequence[GroupRow], *, answers: Answers = NO_NEWS) -> None:
         """Store groups.
@@ -231,7 +230,7 @@ class Ledger(Protocol):
 
 
 class BodyLog(Protocol):
-    """An append-only store of bodies: `discard` marks those that nobody will request again; space is freed later."""
+    """An append-only store of bodies: `discard` marks those that are not needed any more; space is freed later."""
 
     def append(self, bodies: Sequence[bytes]) -> list[BodyRef]: ...
 
@@ -248,7 +247,7 @@ class BodyLog(Protocol):
     def sync(self) -> None: ...
 
     def is_safe(self, refs: Iterable[BodyRef]) -> bool:
-        """Return True if these bodies are as safe as the log makes any: forced to the disk, where it does that."""
+        """Return True if these bodies are as safe as this log can make them: on the disk, if it syncs."""
 
     def size_bytes(self) -> int: ...
 

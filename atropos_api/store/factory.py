@@ -1,6 +1,10 @@
 """The store that `--store` names: a directory, `memory`, or a Redis; and the directory store itself.
 
 A directory is used by one broker at a time, which holds a lock on it.
+
+Earlier releases appended each transaction to a journal, `journal` and `journal-2` beside the database, before the
+database had it; what a killed broker left there is imported at start. A record is its length, its CRC-32, and the
+writes in msgpack. Records are numbered; the database has the number of its last one.
 """
 
 from __future__ import annotations
@@ -9,26 +13,30 @@ import fcntl
 import logging
 import os
 import shutil
+import struct
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from atropos_api.errors import DataDirectoryInUse, StoreUnavailable, StoreUnusable
+import msgspec
+from isal import isal_zlib
+
+from atropos_api.errors import DataDirectoryInUse, StoreDamaged, StoreUnavailable, StoreUnusable
 from atropos_api.store import redis_ledger
-from atropos_api.store.base import BodyLog, Ledger
+from atropos_api.store.base import Answers, BodyLog, EnvironmentRow, Event, Ledger, RunRow
 from atropos_api.store.failpoints import Failpoint, Reach, ignore_failpoint
-from atropos_api.store.journaled_ledger import JournaledLedger
 from atropos_api.store.memory import MemoryBodyLog, MemoryLedger
 from atropos_api.store.redis_ledger import RedisBodyLog, RedisLedger
 from atropos_api.store.redis_session import RedisSession, is_redis
 from atropos_api.store.segments import SegmentLog
+from atropos_api.store.sqlite_ledger import SqliteLedger, group_of_values, key_of_values, policy_of_values
 
 logger = logging.getLogger(__name__)
 
 Fsync = Literal["always", "interval", "never"]
 
 SYNC_INTERVAL_SECONDS = 1.0
-
 MOST_SHOWN = 200
 """Longest part of a path, in characters, that a message shows."""
 
@@ -57,51 +65,116 @@ class DirectoryLock:
 class PeriodicSync:
     """A thread that forces the store to the disk one second after a write, and sleeps while nothing is written."""
 
-    def __init__(self, ledger: JournaledLedger, bodies: SegmentLog) -> None:
+    def __init__(self, ledger: SqliteLedger, bodies: SegmentLog) -> None:
         self._ledger = ledger
         self._bodies = bodies
-        self._dirty = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-sync", daemon=True)
         self._thread.start()
 
-    def mark(self) -> None:
-        if not self._dirty.is_set():
-            self._dirty.set()
-
     def close(self) -> None:
         self._closing.set()
-        self._dirty.set()
+        self._ledger.written.set()
         self._thread.join()
 
     def _run(self) -> None:
         while True:
-            self._dirty.wait()
+            self._ledger.written.wait()
             closing = self._closing.wait(SYNC_INTERVAL_SECONDS)
-            self._dirty.clear()
+            self._ledger.written.clear()
             try:
                 self._bodies.sync()
                 self._ledger.sync()
             except StoreUnavailable:
-                logger.exception("the store could not be forced to the disk; a loss of power now would cost groups")
+                logger.exception("the store could not be forced to the disk; a power failure now would lose groups")
             if closing:
                 return
 
 
-class DurableLedger(JournaledLedger):
+JOURNAL_FILES: Final = ("journal", "journal-2")
+RECORD_HEADER: Final = struct.Struct("<II")
+
+
+class Record(msgspec.Struct, array_like=True, tag="writes-5"):
+    """A transaction as stored in the journal. Each write is its kind and its arguments."""
+
+    number: int
+    writes: Sequence[Sequence[Any]]
+
+
+def import_journal(ledger: SqliteLedger, directory: Path) -> None:
+    """Write to the database what it does not have yet of the journal's records; then delete the files."""
+    files = [directory / name for name in JOURNAL_FILES if (directory / name).exists()]
+    known = ledger.journaled_record()
+    try:
+        records = [msgspec.msgpack.decode(data, type=Record) for path in files for data in read_records(path)]
+    except msgspec.DecodeError as error:
+        raise StoreDamaged(
+            f"{directory / JOURNAL_FILES[0]} was written by another release ({error}); start and stop that one "
+            "on this directory, or begin anew with --fresh"
+        ) from None
+    missing = sorted((record for record in records if record.number > known), key=lambda record: record.number)
+    if missing:
+        writers = _writers(ledger)
+        with ledger.transaction():
+            for record in missing:
+                for kind, *arguments in record.writes:
+                    writers[kind](*arguments)
+            ledger.note_journaled(missing[-1].number)
+        ledger.sync()
+    for path in files:
+        path.unlink()
+
+
+def read_records(path: Path) -> Iterator[bytes]:
+    """Yield the whole records; only the last append before a crash can be incomplete, and it was never acknowledged."""
+    data = path.read_bytes()
+    place = 0
+    while place + RECORD_HEADER.size <= len(data):
+        length, checksum = RECORD_HEADER.unpack_from(data, place)
+        place += RECORD_HEADER.size + length
+        record = data[place - length : place]
+        # A power failure may leave a file of the right length with zeroes in it.
+        if not record or len(record) != length or isal_zlib.crc32(record) != checksum:
+            return
+        yield record
+
+
+def _writers(ledger: SqliteLedger) -> dict[str, Callable[..., None]]:
+    """Return the function for each kind of write."""
+    return {
+        "groups": lambda rows, *answers: ledger.add_groups(
+            [group_of_values(row) for row in rows], answers=Answers(*answers)
+        ),
+        "answers": lambda *answers: ledger.put_answers(Answers(*answers)),
+        "key": lambda values: ledger.put_key(key_of_values(values)),
+        "forget": ledger.forget_keys,
+        "batch": ledger.assign_batch,
+        "drop": ledger.drop_groups,
+        "policy": lambda values: ledger.put_policy(policy_of_values(values)),
+        "run": lambda _, row: ledger.put_run(msgspec.json.decode(row, type=RunRow)),
+        "environment": lambda _, row: ledger.put_environment(msgspec.json.decode(row, type=EnvironmentRow)),
+        "event": lambda _, row: ledger.add_event(msgspec.json.decode(row, type=Event)),
+    }
+
+
+class DurableLedger(SqliteLedger):
     """The ledger of a directory; closing it releases the directory's lock."""
 
     def __init__(
         self, directory: Path, bodies: SegmentLog, *, fsync: Fsync, lock: DirectoryLock, reach: Reach = ignore_failpoint
     ) -> None:
-        self._periodic: PeriodicSync | None = None
         synchronous = "OFF" if fsync == "never" else "NORMAL"
-        super().__init__(directory / "ledger.sqlite", synchronous=synchronous, syncs=fsync != "never")
+        super().__init__(directory / "ledger.sqlite", synchronous=synchronous)
         self._bodies = bodies
         self._lock = lock
         self._reach = reach
-        if fsync == "interval":
-            self._periodic = PeriodicSync(self, bodies)
+        if fsync != "never":
+            # The write-ahead log may have been created just now, and its directory entry must survive too.
+            self.probe()
+            _sync_directory(directory)
+        import_journal(self, directory)  # deletes the journal, so it comes after the log is sure to be found
+        self._periodic = PeriodicSync(self, bodies) if fsync == "interval" else None
 
     def sync(self) -> None:
         """Force the rows to the disk, after the bodies they point at; then delete segments without live bodies."""
@@ -111,10 +184,6 @@ class DurableLedger(JournaledLedger):
             raise self._bodies.note_failed_sync(error) from error
         self._reach(Failpoint.LEDGER_SYNCED)
         self._bodies.sweep()
-
-    def _note_write(self) -> None:
-        if self._periodic is not None:
-            self._periodic.mark()
 
     def close(self) -> None:
         if self._periodic is not None:
@@ -154,8 +223,16 @@ def _open(directory: Path, *, fsync: Fsync, fresh: bool, reach: Reach) -> tuple[
 def _delete_contents(directory: Path) -> None:
     """Delete only the files that this module makes, because the directory may hold others."""
     shutil.rmtree(directory / "segments", ignore_errors=True)
-    for name in ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "journal", "journal-2"):
+    for name in ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", *JOURNAL_FILES):
         (directory / name).unlink(missing_ok=True)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 LEASE_SECONDS: Final = 10.0

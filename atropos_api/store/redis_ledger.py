@@ -29,25 +29,15 @@ from atropos_api.store.base import (
 from atropos_api.store.redis_session import RedisTerm
 
 RUNS: Final = "atropos:runs"
-
 ENVIRONMENTS: Final = "atropos:environments"
-
 POLICIES: Final = "atropos:policies"
-
 KEYS: Final = "atropos:keys"
-
 GROUPS: Final = "atropos:groups"
-
 PLACES: Final = "atropos:places"
-
 EVENTS: Final = "atropos:events"
-
 UNANSWERED: Final = "atropos:unanswered"
-
 EXPECTED: Final = "atropos:expected"
-
 NAMES: Final = (RUNS, ENVIRONMENTS, POLICIES, KEYS, GROUPS, PLACES, EVENTS, UNANSWERED, EXPECTED)
-
 RowT = TypeVar("RowT")
 
 _encoder = msgspec.json.Encoder()
@@ -213,7 +203,7 @@ class RedisBodyLog:
         bodies = self._term.ask("HMGET", BODIES, *[ref.offset for ref in refs])
         missing = [ref for ref, body in zip(refs, bodies, strict=True) if body is None or len(body) != ref.length]
         if missing:
-            raise StoreDamaged(f"{self._term.place}: body {missing[0].offset} is gone", refs=missing)
+            raise StoreDamaged(f"{self._term.place}: body {missing[0].offset} is missing", refs=missing)
         return list(bodies)
 
     def discard(self, refs: Iterable[BodyRef]) -> None:

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from atropos_api.errors import AtroposError, StoreUnavailable, StoreUnsafe
+from atropos_api.common.errors import AtroposError
+from atropos_api.errors import StoreUnavailable, StoreUnsafe
 
 LEASE: Final = "atropos:lease"
 CHUNK: Final = 1000
@@ -45,7 +46,6 @@ redis.call('PEXPIRE', KEYS[1], ARGV[2])
 return 1
 """
 RELEASE_SCRIPT: Final = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end return 1"
-
 ROOMLESS: Final = ("DEL", "atropos:nothing")
 """A write that a full Redis accepts. Redis judges a script by its first write, and then accepts the others too."""
 
@@ -99,7 +99,7 @@ class RedisSession:
 
     @property
     def held(self) -> bool:
-        """True if this broker may act: nobody else can get the lease before its own ends."""
+        """True if this broker may act: no other broker can get the lease before its own ends."""
         return self.term.held
 
     def acquire(self) -> bool:
@@ -143,13 +143,13 @@ class RedisSession:
             changes = " and ".join(f"CONFIG SET {name} {PROMISES[name]}" for name in broken)
             state = ", ".join(f"{name} {found[name]}" for name in broken)
             raise StoreUnsafe(
-                f"{self.place} may forget what it acknowledged ({state}); tell it with redis-cli {changes}, and in its "
-                "redis.conf"
+                f"{self.place} may lose writes that it acknowledged ({state}); run redis-cli {changes}, and set "
+                "the same in its redis.conf"
             )
         if found["maxmemory"] not in {"0", None} and found["maxmemory-policy"] != "noeviction":
             raise StoreUnsafe(
                 f"{self.place} deletes data when its memory is full (maxmemory-policy {found['maxmemory-policy']}); "
-                "tell it with redis-cli CONFIG SET maxmemory-policy noeviction"
+                "run redis-cli CONFIG SET maxmemory-policy noeviction"
             )
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class RedisSession:
         except (RedisError, OSError) as error:
             self.step_down()
             raise StoreUnavailable(
-                f"{self.place} does not answer ({error}); the broker goes on when it is back"
+                f"{self.place} does not answer ({error}); the broker continues once Redis answers"
             ) from error
 
 
@@ -219,7 +219,7 @@ class RedisTerm:
         return not self._given_up and boot_seconds() < self._held_until
 
     def hold_until(self, seconds: float) -> None:
-        """Extend the term: nobody else can get the lease before this time of `boot_seconds`."""
+        """Extend the term: no other broker can get the lease before this time of `boot_seconds`."""
         self._held_until = seconds
 
     def give_up(self) -> None:
@@ -261,11 +261,11 @@ class RedisTerm:
         self._check_held()
         if not self._session.apply(arguments):
             self.give_up()
-            raise StoreUnavailable(f"another broker took over {self.place}; nothing was kept here, ask that one")
+            raise StoreUnavailable(f"another broker took over {self.place}; nothing was kept here, send it there")
         self._removals = []
 
     def ask(self, *command: Argument) -> Any:
-        """Read from Redis. The lease is held before and after the read, so nobody changed the data in between."""
+        """Read from Redis. The lease is held before and after it, so no other broker changed the data in between."""
         self._check_held()
         found = self._session.call(*command)
         self._check_held()
@@ -278,7 +278,7 @@ class RedisTerm:
 
     def _check_held(self) -> None:
         if self._session.term is not self or not self.held:
-            raise StoreUnavailable(f"this broker is not the active one on {self.place} (any more); ask again")
+            raise StoreUnavailable(f"this broker is not the active one on {self.place} (any more); repeat the request")
 
 
 def _in_chunks(name: str, key: str, members: Sequence[Argument]) -> list[Command]:

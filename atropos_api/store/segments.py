@@ -33,17 +33,11 @@ from atropos_api.store.failpoints import Failpoint, Reach, ignore_failpoint
 logger = logging.getLogger(__name__)
 
 HEADER: Final = struct.Struct("<4sII")
-
 MAGIC: Final = b"ATR1"
-
 SEGMENT_BYTES: Final = 64 * 2**20
-
 SPARSE_FRACTION: Final = 0.25
-
 OPEN_FILES: Final = 32
-
 VECTOR_LIMIT: Final = 512
-
 READ_BYTES: Final = 1 << 18
 """Most bytes of bodies read in one call; larger bodies would be copied without any gain."""
 
@@ -260,8 +254,8 @@ class SegmentLog:
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             return _unavailable(error)
         self._sync_failure = (
-            f"the disk failed to keep what it had taken ({error.strerror}); mend it and restart the broker, "
-            "which then drops what was lost and takes it again from those who repeat it"
+            f"the disk failed to keep data that it had accepted ({error.strerror}); repair it and restart the broker, "
+            "which then drops the lost groups and accepts them again if clients repeat them"
         )
         logger.error("%s", self._sync_failure)
         return StoreUnavailable(self._sync_failure)
@@ -286,7 +280,7 @@ class SegmentLog:
         try:
             os.ftruncate(self._active_fd, segment.size_bytes)
         except OSError as error:
-            logger.warning("%s: a torn record stays at its end (%s)", segment.path, error.strerror)
+            logger.warning("%s: an incomplete record remains at its end (%s)", segment.path, error.strerror)
             self._seal_active()
 
     def _read_run(self, run: Sequence[BodyRef]) -> Iterator[bytes]:
@@ -294,7 +288,7 @@ class SegmentLog:
         first, last = run[0], run[-1]
         segment = self._segments.get(first.segment)
         if segment is None:
-            raise StoreDamaged(f"{self._directory}: segment {first.segment} is gone")
+            raise StoreDamaged(f"{self._directory}: segment {first.segment} is missing")
         begin = first.offset - HEADER.size
         try:
             data = os.pread(self._reader(first.segment), last.offset + last.length - begin, begin)

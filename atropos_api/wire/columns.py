@@ -20,7 +20,6 @@ from atropos_api.errors import InvalidGroup, InvalidRequest
 MEDIA_TYPE: Final = "application/vnd.atropos.columns"
 VERSION: Final = 1
 MAGIC: Final = b"ATRCOLS%c" % VERSION
-
 ID_COLUMNS: Final = ("tokens", "masks", "distill_lengths", "distill_token_ids")
 FLOAT_COLUMNS: Final = ("inference_logprobs", "advantages", "ref_logprobs", "distill_logprobs")
 DISTILLED: Final = ("distill_token_ids", "distill_logprobs")

@@ -150,16 +150,12 @@ def _flatten(name: str, rows: Iterable[Sequence[Any]]) -> Column | None:
 
 
 _SPACE: Final = b" \t\r\n"
-
 _FRAME: Final = _SPACE + b"[]"
-
 _NO_ARRAY: Final = frozenset({b"null", b"[]"})
-
 _PER_TOKEN_FLOATS: Final = ("inference_logprobs", "advantages", "ref_logprobs")
 
 # Both patterns begin with what they look for, which is several times faster than a lookbehind would be.
 _SHORT_EXPONENT: Final = re.compile(rb"e-(?=[6-9][,\]])")
-
 _HUNDRED_THOUSANDTHS: Final = re.compile(rb"0\.0000[1-9]\d*")
 
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])

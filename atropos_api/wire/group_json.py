@@ -25,23 +25,14 @@ DecodedT = TypeVar("DecodedT")
 Fields = dict[str, msgspec.Raw]
 
 _NULL: Final = b"null"
-
 _EMPTY: Final = (b"null", b"[]")
-
 _PREFIXES: Final = tuple(f'{"," if index else "{"}"{key}":'.encode() for index, key in enumerate(WIRE_KEYS))
-
 _NULLS: Final = dict.fromkeys(WIRE_KEYS, _NULL)
-
 _OPEN_KEYS: Final = frozenset({*WIRE_KEYS, "received_version"})
-
 _FREE_KEYS: Final = ("messages", "generation_params", "overrides", "group_overrides", "images")
-
 _DISTILLED: Final = ("distill_token_ids", "distill_logprobs")
-
 _OBJECTS: Final = frozenset({"generation_params", "group_overrides"})
-
 _NO_OVERRIDES: Final = b"{}"
-
 _STAMP: Final = b',"received_version":'
 
 _in_order = operator.itemgetter(*WIRE_KEYS)

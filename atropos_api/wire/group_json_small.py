@@ -8,6 +8,7 @@ is not clearly valid, or whose keys come in another order than they are delivere
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -56,7 +57,6 @@ _decoder = msgspec.json.Decoder(_SmallGroup)
 _values_in_order = operator.attrgetter(*WIRE_KEYS)
 
 _KEYS: Final = tuple(f'"{key}":'.encode() for key in WIRE_KEYS)
-
 _REST: Final = tuple(b"".join(b",%bnull" % key for key in _KEYS[count:]) for count in range(len(_KEYS) + 1))
 """The text to append to a group with the first n keys: the remaining keys, each null."""
 
@@ -84,7 +84,10 @@ def _check_small(body: bytes) -> CheckedGroup | None:
         return None
     values = _values_in_order(group)
     count = len(values) - values.count(UNSET)
-    if UNSET in values[:count] or not _is_in_order(body, count):
+    keys = _KEYS[:count]
+    if versions is not UNSET:  # it is stored after all others, so nothing may have to be added before it
+        keys = (*_KEYS, b'"policy_versions":')
+    if UNSET in values[:count] or not _is_in_order(body, keys):
         return None
     return CheckedGroup(
         text=body.strip(SPACE)[:-1] + _REST[count],
@@ -104,10 +107,10 @@ def _is_shaped(group: _SmallGroup, lengths: list[int]) -> bool:
     return True
 
 
-def _is_in_order(body: bytes, count: int) -> bool:
-    """Return True if the first keys are in order. (No string holds such a text: its quotes would be escaped.)"""
+def _is_in_order(body: bytes, keys: Sequence[bytes]) -> bool:
+    """Return True if these keys are there in order. (No string holds such a text: its quotes would be escaped.)"""
     place = 0
-    for key in _KEYS[:count]:
+    for key in keys:
         place = body.find(key, place)
         if place < 0:
             return False

@@ -24,29 +24,20 @@ ID_LIMIT: Final = 2**31
 """Limit on token ids: every trainer gets them as int32."""
 
 SPACE: Final = b" \t\r\n"
-
 _COMMA: Final = ord(",")
-
 _MINUS: Final = ord("-")
-
 _CLOSING: Final = ord("]")
-
 _EXPONENT: Final = ord("e")
-
 _ALL_TRUE: Final = np.uint64(0x0101010101010101)
 """Eight true booleans, read as one integer."""
 
 _FEW_IDS_BYTES: Final = 1 << 12
-
 _FEW_FLOATS_BYTES: Final = 1 << 14
 """Below this much text, numpy costs more than it saves."""
 
 _IDS: Final = b"0123456789" + SPACE
-
 _SIGNED_IDS: Final = _IDS + b"-"
-
 _DIGITS_ALIKE: Final = bytes.maketrans(b"123456789", b"000000000")
-
 _TEN_DIGITS: Final = b"0" * 10
 
 _RowsDecoder = msgspec.json.Decoder[list[list[Any]]]

@@ -15,7 +15,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Unit = Literal["sequences", "groups"]
 
 LONGEST_HOLD_SECONDS = 600.0
-"""The longest lease: one that nobody renews expires, so that a crashed evaluation blocks no run."""
+"""The longest lease: it expires unless it is renewed, so that a crashed evaluation blocks no run."""
 
 
 class RunRequest(msgspec.Struct, kw_only=True):

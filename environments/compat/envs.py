@@ -1,4 +1,4 @@
-"""The names of `atroposlib.envs` and its types, for environments written for Atropos.
+"""The module has the names of `atroposlib.envs` and its types, for environments written for Atropos.
 
 - `atroposlib.envs.base`: our `BaseEnv` with the attributes and the leniency that Atropos' environments rely on.
 - `atroposlib.envs.eval`: evaluations that are not environments, and their runner.
@@ -127,7 +127,7 @@ class SchedulerReplaced(EnvironmentsError):
 
 
 class BaseEnv(sdk.BaseEnv):
-    """An environment written for Atropos."""
+    """Environments written for Atropos subclass this class."""
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     server_cls: ClassVar[Any] = APIServer
@@ -291,10 +291,10 @@ async def eval_runner(eval_env: EvalBase) -> dict[str, float]:
 
 
 class TeacherDistillationConfig(TeacherFields, BaseEnvConfig):
-    """The settings of any environment and those of a teacher."""
+    """The configuration has the settings of any environment and those of a teacher."""
 
 
 class TeacherDistillationEnv(TeacherMixin, BaseEnv):
-    """An environment whose groups carry a teacher's logprobs."""
+    """The environment adds a teacher's logprobs to its groups."""
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = TeacherDistillationConfig

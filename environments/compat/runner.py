@@ -26,13 +26,9 @@ from atropos_api.common.cliconfig import ConfigError, run_cli
 from environments.sdk.base_env import BaseEnv
 
 BASE = "environments.compat.envs"
-
 SERVERS = "environments.compat.servers"
-
 HISTORY = "environments.compat.utils"
-
 REWARDS = "environments.compat.rewards"
-
 TOKENIZING = "environments.compat.utils"
 
 ALIASES: Mapping[str, str | None] = {
@@ -131,11 +127,11 @@ class ChatTemplateFinder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenGiveLists(spec.loader)
+            spec.loader = _PatchingLoader(spec.loader)
         return spec
 
 
-class _ThenGiveLists(Loader):
+class _PatchingLoader(Loader):
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
@@ -151,7 +147,7 @@ def give_lists(tokenizers: ModuleType) -> None:
     """Make `apply_chat_template` return a plain list of ids unless the caller asks for a mapping."""
     cls = tokenizers.PreTrainedTokenizerBase
     original: Callable[..., Any] = cls.apply_chat_template
-    if getattr(original, "gives_lists", False):
+    if getattr(original, "returns_lists", False):
         return
 
     @functools.wraps(original)
@@ -159,7 +155,7 @@ def give_lists(tokenizers: ModuleType) -> None:
         kwargs.setdefault("return_dict", False)
         return original(self, *args, **kwargs)
 
-    apply_chat_template.gives_lists = True  # type: ignore[attr-defined]
+    apply_chat_template.returns_lists = True  # type: ignore[attr-defined]
     cls.apply_chat_template = apply_chat_template
 
 

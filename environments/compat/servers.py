@@ -33,7 +33,7 @@ from environments.sdk.session.openai_client import ManagedServerAdapter
 from environments.sdk.session.openai_proxy import SessionProxy
 from environments.sdk.session.session import ManagedSession as ManagedServer
 from environments.sdk.session.session import TextSession as DummyManagedServer
-from environments.sdk.session.token_sequences import SequenceNode
+from environments.sdk.session.tokens_and_masks import SequenceNode
 from environments.sdk.tokenizer import load_tokenizer
 
 __all__ = [
@@ -61,11 +61,8 @@ __all__ = [
 ]
 
 ENV_NAMESPACE = "env"
-
 OPENAI_NAMESPACE = "openai"
-
 SERVER_MANAGER_NAMESPACE = "server"
-
 NAMESPACE_SEP = "."
 
 logger = logging.getLogger(__name__)
@@ -77,7 +74,7 @@ def known_fields(model: type[BaseModel], values: Any) -> Any:
         return values
     unknown = sorted(str(key) for key in values if key not in model.model_fields)
     if unknown:
-        logger.warning("%s: passed over what it has no field for: %s", model.__name__, ", ".join(unknown))
+        logger.warning("%s: ignored unknown keys: %s", model.__name__, ", ".join(unknown))
     return {key: value for key, value in values.items() if key in model.model_fields}
 
 
@@ -241,8 +238,8 @@ def refuse_server_class(server_class: Any) -> None:
     """Refuse an environment's own class of servers: its request methods would never be called."""
     if server_class not in {APIServer, OpenAIServer, SGLangServer, TrlVllmServer, VLLMServer}:
         raise ServerClassUnused(
-            f"{getattr(server_class, '__name__', server_class)}: servers of an environment's own class are not asked "
-            "here; name the kind with --openai.server_type openai, trl, sglang or vllm"
+            f"{getattr(server_class, '__name__', server_class)}: an environment's own class of servers is not "
+            "supported; name the kind with --openai.server_type openai, trl, sglang or vllm"
         )
 
 

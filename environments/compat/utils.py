@@ -1,4 +1,4 @@
-"""The functions of `atroposlib.utils` and `atroposlib.frontend`, for environments written for Atropos.
+"""The module has the functions of `atroposlib.utils` and `atroposlib.frontend`, for environments written for Atropos.
 
 - `message_history_utils` and `best_of_n_selection`: short histories, the best of several.
 - `advantages`: statistics of nested scores, discounted returns, and advantages per step.
@@ -203,8 +203,8 @@ async def parse_http_response(resp: Any, logger: logging.Logger | None = None) -
     try:
         resp.raise_for_status()
     except Exception:
-        told = logger or logging.getLogger(__name__)
-        told.error("HTTP %s from %s: %s", resp.status, resp.url, await resp.text())
+        destination = logger or logging.getLogger(__name__)
+        destination.error("HTTP %s from %s: %s", resp.status, resp.url, await resp.text())
         raise
     return await resp.json()
 
@@ -237,7 +237,6 @@ def generate_html(input_path: str, output_path: str | None = None) -> None:
 
 
 UNMASKED_ROLES = ["assistant", "agent"]
-
 NOT_TRAINED = -100
 
 

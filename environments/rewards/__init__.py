@@ -1,9 +1,9 @@
 """Rewards score completions. They can be used alone, with any trainer, without an environment.
 
-A reward is a callable from samples to scores (`protocol`). `make_reward` finds one by name, `combine` weighs
-several. `text`, `math` (with `answers`) and `pairwise` are those of this package; `math_verifier` compares
-mathematics in child processes (`math_worker`); `gold_check` tries a reward on answers known to be right. They
-import the broker's `common` alone.
+A reward is a callable from samples to scores (`protocol`). `registry` finds one by name and adapts functions with
+TRL's signature, `combine` weighs several. `text`, `math` (with `answers`) and `pairwise` are those of this package;
+`math_verifier` compares mathematics in child processes (`math_worker`); `gold_check` tries a reward on answers known
+to be right. They import the broker's `common` alone.
 """
 
 from environments.rewards.combine import (
@@ -12,9 +12,6 @@ from environments.rewards.combine import (
     Part,
     RewardManager,
     combine,
-    load_reward,
-    make_reward,
-    reward_names,
 )
 from environments.rewards.gold_check import (
     GoldItem,
@@ -37,6 +34,7 @@ from environments.rewards.math import (
 from environments.rewards.math_verifier import Judgement, MathVerifier, Outcome
 from environments.rewards.pairwise import PairwiseReward, bradley_terry, win_rates
 from environments.rewards.protocol import Reward, Sample, SampleReward, ScoreRange, score_samples
+from environments.rewards.registry import load_reward, make_reward, reward_names
 from environments.rewards.text import (
     FormatReward,
     LinearLengthReward,

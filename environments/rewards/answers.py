@@ -18,9 +18,7 @@ MAX_EXPONENT = 400
 """Larger powers of ten are not read: the exact value of `1e999999999` would fill the memory."""
 
 _MINUS_SIGNS = dict.fromkeys(map(ord, "−–—﹣-"), "-")
-
 _NUMERAL = r"(?:\d{1,3}(?:,\d{3}){1,99}(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-
 _THIN_SPACE = re.compile(r"(?<=\d)\\[,!](?=\d)")
 
 _NUMBER = re.compile(
@@ -71,11 +69,8 @@ def _fraction(top: str, bottom: str) -> Fraction | None:
 
 
 THINKING_END = "</think>"
-
 _BRACES = re.compile(r"(?P<box>\\f?boxed\s*\{)|\\.|[{}]", re.DOTALL)
-
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$\\]+)|\\boxed([0-9])")
-
 _HASHES = "####"
 
 

@@ -1,40 +1,39 @@
-"""Finds rewards by name, combines several into one, and manages the rewards of a run.
+"""Several rewards are combined into one by weights; `RewardManager` scores a run with it.
 
-    combined = CombinedReward([Part("accuracy", AccuracyReward(), 1.0), Part("format", FormatReward(), 0.2)])
-    scores = await combined.score(samples)
-    scores.totals, scores.components["format"], scores.metrics()
+combined = CombinedReward([Part("accuracy", AccuracyReward(), 1.0), Part("format", FormatReward(), 0.2)])
+scores = await combined.score(samples)
+scores.totals, scores.components["format"], scores.metrics()
 
-    manager = RewardManager(combine(["gsm8k", {"name": "repetition", "weight": 0.2}]))
-    scores = await manager.score(samples)
-    metrics = manager.metrics()
-
-Names are those of this package, of entry points in the group `atropos.rewards`, by which installed packages offer
-rewards, or `module:attribute`. Classes are instantiated with the parameters given; a plain function takes none.
+manager = RewardManager(combine(["gsm8k", {"name": "repetition", "weight": 0.2}]))
+scores = await manager.score(samples)
+metrics = manager.metrics()
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 from environments.rewards.gold_check import low_variance_hint, reward_range_warning
 from environments.rewards.math_verifier import AnswerJudge
 from environments.rewards.protocol import (
     Reward,
-    RewardUnknown,
     RewardUnusable,
     ScoreRange,
     range_of,
     reward_name,
     score_samples,
 )
+from environments.rewards.registry import load_reward, make_reward
 
 Normalization = Literal["none", "weights", "range"]
+
+Spec = str | Mapping[str, Any]
+"""A reward in a configuration: its name, or `{name, weight, params, label}`, of which only the name is required."""
 
 NORMALIZATIONS: tuple[Normalization, ...] = ("none", "weights", "range")
 
@@ -65,7 +64,7 @@ class CombinedScores:
 
 
 class CombinedReward:
-    """The weighted sum of its parts, itself a reward.
+    """A combined reward is the weighted sum of its parts.
 
     `normalization`: `none` adds weight times score; `weights` divides that by the sum of the weights' magnitudes;
     `range` first brings each part's score to 0..1 by the range it states, and then does the same as `weights`.
@@ -170,60 +169,6 @@ class RewardManager:
                 logger.warning("%s", text)
 
 
-ENTRY_POINT_GROUP = "atropos.rewards"
-
-BUILT_IN: Mapping[str, str] = {
-    "accuracy": "environments.rewards.math:AccuracyReward",
-    "cosine": "environments.rewards.math:CosineScaledReward",
-    "format": "environments.rewards.text:FormatReward",
-    "gsm8k": "environments.rewards.math:GSM8kReward",
-    "length_linear": "environments.rewards.text:LinearLengthReward",
-    "length_target": "environments.rewards.text:TargetLengthReward",
-    "pairwise": "environments.rewards.pairwise:PairwiseReward",
-    "pattern": "environments.rewards.text:PatternReward",
-    "r1_zero": "environments.rewards.math:R1ZeroReward",
-    "repetition": "environments.rewards.text:RepetitionPenalty",
-}
-
-Spec = str | Mapping[str, Any]
-"""A reward in a configuration: its name, or `{name, weight, params, label}`, of which only the name is required."""
-
-
-def reward_names() -> list[str]:
-    """Return every name that `load_reward` knows."""
-    return sorted({*BUILT_IN, *_entry_points()})
-
-
-def load_reward(name: str) -> Any:
-    """Return the class or function called `name`; another package cannot replace a built-in name."""
-    target = BUILT_IN.get(name) or (name if ":" in name else _entry_points().get(name))
-    if target is None:
-        from atropos_api.common.cliconfig import nearest
-
-        known = reward_names()
-        raise RewardUnknown(
-            f"no reward {name!r}{nearest(name, known)} known are {', '.join(known)}; or module:attribute"
-        )
-    module, _, attribute = target.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise RewardUnknown(f"reward {name!r} cannot be loaded from {target}: {error}") from error
-
-
-def make_reward(name: str, params: Mapping[str, Any] | None = None) -> Reward:
-    """Make the reward called `name`, ready to be called with samples."""
-    loaded = load_reward(name)
-    if not inspect.isclass(loaded):
-        if params:
-            raise RewardUnusable(f"reward {name!r} is a function and takes no params, but {dict(params)} were given")
-        return cast("Reward", loaded)
-    try:
-        return cast("Reward", loaded(**(params or {})))
-    except TypeError as error:
-        raise RewardUnusable(f"reward {name!r}: {error}; it takes {inspect.signature(loaded)}") from error
-
-
 def combine(
     specs: Iterable[Spec], *, normalization: Normalization = "none", verifier: AnswerJudge | None = None
 ) -> CombinedReward:
@@ -240,14 +185,9 @@ def _part(spec: Spec, verifier: AnswerJudge | None) -> Part:
     if verifier is not None and _takes_verifier(load_reward(fields["name"])):
         params.setdefault("verifier", verifier)
     reward = make_reward(fields["name"], params)
-    return Part(fields.get("label", fields["name"]), reward, float(fields.get("weight", 1.0)))
+    label = fields.get("label", fields["name"].rpartition(":")[2])  # of `rewards.py:polite` the function's name
+    return Part(label, reward, float(fields.get("weight", 1.0)))
 
 
 def _takes_verifier(loaded: Any) -> bool:
     return inspect.isclass(loaded) and "verifier" in inspect.signature(loaded).parameters
-
-
-def _entry_points() -> dict[str, str]:
-    from importlib.metadata import entry_points
-
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}

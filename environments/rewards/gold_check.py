@@ -1,4 +1,4 @@
-"""Checks of a reward before and during training.
+"""The module checks a reward before and during training.
 
 `check_gold` and `check_reward` score answers known to be right and wrong. A reward that does not give its best score
 to a right answer, or gives it to a wrong one, trains the wrong thing without any error; causes are a wrong reference,
@@ -82,7 +82,6 @@ def _shown(text: str) -> str:
 
 
 LARGEST_SCORE = 5.0
-
 SMALLEST_VARIANCE = 0.5
 
 
@@ -93,7 +92,7 @@ def reward_range_warning(scores: Sequence[float], *, limit: float = LARGEST_SCOR
         return None
     worst = max(outside, key=abs)
     return (
-        f"{len(outside)} of {len(scores)} scores lie outside ±{limit:g}, the furthest is {worst:g}; "
+        f"{len(outside)} of {len(scores)} scores are outside ±{limit:g}, the furthest is {worst:g}; "
         f"large rewards slow convergence, so scale them into ±{limit:g}"
     )
 

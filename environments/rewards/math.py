@@ -1,4 +1,4 @@
-r"""Rewards for mathematical answers.
+r"""The rewards in this module score mathematical answers.
 
 `AccuracyReward` compares the final answer with the reference by math-verify. `GSM8kReward` compares the number after
 `####` or in `\boxed{}`, without symbolic algebra. `R1ZeroReward` grades the form (reasoning, then `</think>
@@ -101,7 +101,9 @@ def reference(gold: str) -> str:
 
 def require_readable(gold: str, judgement: Judgement) -> None:
     if judgement.outcome is Outcome.GOLD_UNPARSABLE:
-        raise GoldUnparsable(f"the reference answer {gold!r:.120} cannot be read as mathematics; mend or drop the item")
+        raise GoldUnparsable(
+            f"the reference answer {gold!r:.120} cannot be read as mathematics; correct or remove the item"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +169,11 @@ def _gold_number(truth: str) -> Fraction:
     if gold is None:
         gold = last_number(truth)
     if gold is None:
-        raise GoldUnparsable(f"the reference answer {truth!r:.80} holds no number; GSM8K's answers end in '#### 72'")
+        raise GoldUnparsable(f"the reference answer {truth!r:.80} has no number; GSM8K's answers end in '#### 72'")
     return gold
 
 
 _END = re.compile(r"</think>\s*<answer>")
-
 _CLOSE = "</answer>"
 
 

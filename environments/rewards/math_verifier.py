@@ -33,15 +33,14 @@ from typing import Any, Protocol, Self
 from environments.rewards.protocol import MathVerifyUnavailable
 
 START_LIMIT_SECONDS = 120.0
-
 MATH_CHILD = (sys.executable, "-P", str(Path(__file__).with_name("math_worker.py")))
 
 
-class ChildHung(Exception):
+class ChildTimedOut(Exception):
     """The child used up its time and has been killed."""
 
 
-class ChildDied(Exception):
+class ChildExited(Exception):
     """The child exited without an answer."""
 
 
@@ -49,17 +48,21 @@ class MathWorker:
     """A running child. It exits with its parent, which closes its standard input; each question has a time limit."""
 
     def __init__(self, command: Sequence[str] = MATH_CHILD) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_end = socket.socketpair()
         self._received = b""
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with theirs:
+        with child_end:
             try:
                 self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, env=environment
+                    command,
+                    stdin=child_end.fileno(),
+                    stdout=child_end.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    env=environment,
                 )
             except OSError as error:
                 self._socket.close()
-                raise MathVerifyUnavailable(f"the process that compares answers does not start: {error}") from error
+                raise MathVerifyUnavailable(f"the process that compares answers cannot be started: {error}") from error
         self._require_ready()
 
     @property
@@ -81,7 +84,7 @@ class MathWorker:
                 self._socket.sendall(json.dumps(question).encode() + b"\n")
                 gold_was_read = self._read(deadline)["gold"]
                 return str(self._read(deadline)["verdict"])
-        except ChildHung:
+        except ChildTimedOut:
             if not gold_was_read:
                 return "gold"
             raise
@@ -96,8 +99,8 @@ class MathWorker:
         try:
             with self._closed_on_failure():
                 hello = self._read(time.monotonic() + START_LIMIT_SECONDS)
-        except (ChildHung, ChildDied) as error:
-            raise MathVerifyUnavailable(f"the process that compares answers does not start: {error}") from error
+        except (ChildTimedOut, ChildExited) as error:
+            raise MathVerifyUnavailable(f"the process that compares answers cannot be started: {error}") from error
         if not hello["ready"]:
             self.close()
             raise MathVerifyUnavailable(
@@ -110,7 +113,7 @@ class MathWorker:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             received = self._socket.recv(65536)
             if not received:
-                raise ChildDied
+                raise ChildExited
             self._received += received
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)
@@ -129,13 +132,13 @@ class MathWorker:
             yield
         except TimeoutError:
             self.close()
-            raise ChildHung("no answer within its time") from None
-        except (ChildDied, OSError) as error:
+            raise ChildTimedOut("no answer within the time limit") from None
+        except (ChildExited, OSError) as error:
             code = self._exit_code()
             self.close()
             if code == -getattr(signal, "SIGPROF", 0):
-                raise ChildHung("its CPU time is used up") from None
-            raise ChildDied(f"it ended with code {code}") from error
+                raise ChildTimedOut("the CPU time limit was reached") from None
+            raise ChildExited(f"the process exited with code {code}") from error
 
 
 WALL_PER_CPU_SECOND = 4.0
@@ -225,12 +228,12 @@ class MathVerifier:
         self.close()
 
     def _judge(self, gold: str, answer: str) -> Judgement:
-        known = self._recall(gold, answer)
+        known = self._cached(gold, answer)
         if known is not None:
             return known
         judgement = self._ask(gold, answer)
         if self._cache_size and judgement.outcome is not Outcome.UNDECIDED:
-            self._remember(gold, answer, judgement)
+            self._cache_result(gold, answer, judgement)
         return judgement
 
     def _ask(self, gold: str, answer: str) -> Judgement:
@@ -244,9 +247,9 @@ class MathVerifier:
                     cpu_seconds=self.time_limit_seconds,
                     wall_seconds=self.time_limit_seconds * WALL_PER_CPU_SECOND,
                 )
-            except ChildHung as error:
+            except ChildTimedOut as error:
                 return Judgement(Outcome.UNDECIDED, f"no verdict in {self.time_limit_seconds:g} s: {error}")
-            except ChildDied as error:
+            except ChildExited as error:
                 reason = str(error)
             else:
                 return _judgement(verdict)
@@ -265,14 +268,14 @@ class MathVerifier:
             return new
         return child
 
-    def _recall(self, gold: str, answer: str) -> Judgement | None:
+    def _cached(self, gold: str, answer: str) -> Judgement | None:
         with self._lock:
             if (gold, answer) not in self._cache:
                 return None
             self._cache.move_to_end((gold, answer))
             return self._cache[gold, answer]
 
-    def _remember(self, gold: str, answer: str, judgement: Judgement) -> None:
+    def _cache_result(self, gold: str, answer: str, judgement: Judgement) -> None:
         with self._lock:
             self._cache[gold, answer] = judgement
             while len(self._cache) > self._cache_size:

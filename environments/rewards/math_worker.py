@@ -1,4 +1,4 @@
-"""The program that compares mathematics, in a process of its own because sympy can run for ever or fill the memory.
+"""The program compares mathematics in its own process, because sympy can run without end or fill the memory.
 
 It reads one JSON line per question from standard input, `{"gold", "answer", "cpu_seconds"}`, and answers with two
 lines: if the gold could be read, then the verdict. A question that takes more CPU time than allowed kills the process
@@ -17,29 +17,17 @@ from functools import lru_cache
 from typing import Any
 
 MEMORY_LIMIT_BYTES = 2 << 30
-
 DELIMITERS = ("\\boxed", "$", "\\(", "\\[")
-
 SMALL = 1e-2
-
 RELATIVE_ERROR = 1e-3
-
 ABOUT = 0.05
-
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,4})(?![\w.]*\w)")
-
 _BASE = re.compile(r"(?<=[0-9A-Fa-f])_(?:\{\s*(\d+)\s*\}|(\d+))")
-
 _ESCAPED_BRACE = re.compile(r"\\[{}]")
-
 _THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!]|\{,\})(?=\d{3}(?!\d))")
-
 _SPACING = re.compile(r"\\(?:[,;:!]|q?quad\b|displaystyle\b|hspace\*?\{[^{}]*\})")
-
 _WRAPPED = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\(((?:(?!\\\)).)*)\\\)|\\\[((?:(?!\\\]).)*)\\\]", re.DOTALL)
-
 _ABOUT = re.compile(r"\\approx(?![a-zA-Z])|≈")
-
 _INTRODUCED = re.compile(r"^(?:=(?!=)|:(?![:=])|\\approx(?![a-zA-Z])|≈|\\therefore(?![a-zA-Z]))\s*")
 
 # One number among words; words that negate it or offer an alternative disqualify it.

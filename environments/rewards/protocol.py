@@ -1,4 +1,4 @@
-"""The interface of rewards, the errors of scoring, and functions that read samples.
+"""The module defines the interface of rewards, the errors of scoring, and functions that read samples.
 
 A reward is a callable from samples to scores, one score a sample, plain or async:
 

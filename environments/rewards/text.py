@@ -24,7 +24,7 @@ class FormatReward(SampleReward):
 
     def __init__(self, tags: Sequence[str] = ("think", "answer"), value: float = 1.0) -> None:
         if isinstance(tags, str) or not tags:
-            raise RewardUnusable(f"tags {tags!r} name no form; give a list such as ['think', 'answer']")
+            raise RewardUnusable(f"tags {tags!r} define no form; give a list such as ['think', 'answer']")
         self.tags = tuple(tags)
         self.value = value
 

@@ -1,4 +1,4 @@
-"""Isolation of code by bubblewrap, the program that Flatpak uses for it, or by Linux namespaces set up here.
+"""The module isolates code by bubblewrap, the program that Flatpak uses for it, or by Linux namespaces set up here.
 
 `Namespaces` is for machines without bubblewrap. It uses three processes: one that has entered the namespaces, the
 first one inside them, which sets up the file system and reaps orphans, and the code's. When the first one inside
@@ -76,7 +76,6 @@ MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 SYS_MOUNT_SETATTR, SYS_PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
 
 ROOT_OPTIONS = "size=1m,nr_inodes=8192,mode=755"
-
 MOST_FILES = 1024
 
 
@@ -90,7 +89,7 @@ class Namespaces:
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
-    def become(self, launch: Launch, denied: bytes) -> NoReturn:
+    def exec_isolated(self, launch: Launch, denied: bytes) -> NoReturn:
         """Run the code, isolated and under the filter `denied`, as a grandchild, and exit with its status."""
         self._die_with_parent()
         # Computed before entering the namespaces: the user id depends on the process id, which is always the same
@@ -113,7 +112,7 @@ class Namespaces:
     def _first_process(self, launch: Launch, command: list[str], denied: bytes) -> NoReturn:
         self._die_with_parent()
         self._call("sethostname", self._libc.sethostname, b"sandbox", 7)
-        self._show(launch)
+        self._build_root(launch)
 
         def code() -> NoReturn:
             os.setsid()
@@ -122,7 +121,7 @@ class Namespaces:
 
         self._wait_for(self._fork(code))
 
-    def _show(self, launch: Launch) -> None:
+    def _build_root(self, launch: Launch) -> None:
         """Make a root folder with the view's folders and links, devices, `/proc`, and the working folder in memory."""
         os.umask(0o022)
         self._mount(None, "/", None, MS_REC | MS_PRIVATE)
@@ -134,7 +133,7 @@ class Namespaces:
         self._pivot_root(".", "old")
         os.chdir("/")
         self._mount("tmpfs", "/new", "tmpfs", MS_NOSUID | MS_NODEV, ROOT_OPTIONS)
-        work = _made(WORK_FOLDER, is_folder=True)
+        work = _make_target(WORK_FOLDER, is_folder=True)
         options = f"size={launch.file_bytes},nr_inodes={MOST_FILES},mode=1777"
         self._mount("tmpfs", work, "tmpfs", MS_NOSUID | MS_NODEV, options)
         for source, path in launch.view.folders:
@@ -142,9 +141,11 @@ class Namespaces:
         for device in DEVICES:
             self._bind(device, device, MOUNT_ATTR_NOSUID)
         for target, path in (*launch.view.links, (WORK_FOLDER, "/dev/shm")):  # noqa: S108
-            Path(_made(path, is_folder=None)).symlink_to(target)
+            Path(_make_target(path, is_folder=None)).symlink_to(target)
         if launch.way.proc:
-            self._mount("proc", _made("/proc", is_folder=True), "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY)
+            self._mount(
+                "proc", _make_target("/proc", is_folder=True), "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY
+            )
         self._change_mount("/new", MOUNT_ATTR_RDONLY, recursive=False)
         os.chdir("/new")
         self._pivot_root(".", ".")
@@ -152,7 +153,7 @@ class Namespaces:
         os.chdir(WORK_FOLDER)
 
     def _bind(self, source: str, path: str, attributes: int) -> None:
-        target = _made(path, is_folder=Path(f"/old{source}").is_dir())
+        target = _make_target(path, is_folder=Path(f"/old{source}").is_dir())
         self._mount(f"/old{source}", target, None, MS_BIND | MS_REC)
         self._change_mount(target, attributes, recursive=True)
 
@@ -201,7 +202,7 @@ class Namespaces:
                 os._exit(code if code >= 0 else 128 - code)
 
 
-def _made(path: str, *, is_folder: bool | None) -> str:
+def _make_target(path: str, *, is_folder: bool | None) -> str:
     """Return the current path of the new root's `path`; make its parents, and itself as a folder or an empty file."""
     target = Path(f"/new{path}")
     target.parent.mkdir(parents=True, exist_ok=True)

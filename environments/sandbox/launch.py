@@ -16,17 +16,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 WORK_FOLDER = "/tmp"  # noqa: S108 - the sandbox's own
-
 DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
 
 # Read by the dynamic linker and by Debian's alternatives, which choose between programs.
 _SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache")
-
 _ROOTS = ("/", "/usr", "/usr/local")
 
 # Whole prefixes would show other files kept there: a project in its own environment, sources in /usr/src.
 _PARTS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "share", "pyvenv.cfg")
-
 _STORES = ("/nix/store", "/gnu/store")
 
 
@@ -87,7 +84,6 @@ READY, FILTER = 3, 4
 """Descriptors of the code's process: a socket on which it asks for permission to start, and bubblewrap's filter."""
 
 START_FAILED = 97
-
 NOBODY = 65534
 
 MOST_OPEN_FILES, MOST_PROCESSES = 64, 32
@@ -119,7 +115,7 @@ class Isolation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One run of code and its limits."""
+    """A launch describes one run of code and its limits."""
 
     code: str
     way: Isolation
@@ -180,7 +176,7 @@ def user_of_its_own() -> int:
 
 
 def sealed_file(content: bytes) -> int:
-    """Return a file in memory that nobody can change, positioned at its beginning."""
+    """Return a file in memory that no process can change, positioned at its beginning."""
     file = os.memfd_create("code", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     written = 0
     while written < len(content):
@@ -191,8 +187,8 @@ def sealed_file(content: bytes) -> int:
     return file
 
 
-def start(become: Callable[[], NoReturn], files: dict[int, int]) -> int:
-    """Fork a child that keeps only `files` (new descriptor: ours) and calls `become`; return its process id."""
+def start(exec_in_child: Callable[[], NoReturn], files: dict[int, int]) -> int:
+    """Fork a child that keeps only `files` (new descriptor: ours) and calls `exec_in_child`; return its process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -203,7 +199,7 @@ def start(become: Callable[[], NoReturn], files: dict[int, int]) -> int:
         for wanted, file in apart.items():
             os.dup2(file, wanted)
         os.closerange(max(files) + 1, os.sysconf("SC_OPEN_MAX"))
-        become()
+        exec_in_child()
     except BaseException as error:  # noqa: BLE001 - a child must never go on as its parent
         os.write(2, f"{error.strerror if isinstance(error, OSError) else error!r}\n".encode())
     finally:

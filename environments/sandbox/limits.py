@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PREFIX = "atropos-sandbox-"
-
 _STALE_SECONDS = 60.0
-
 _REMOVAL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ControlGroup:
     """The control group of one run. `folders` are those of its controllers, which in version 2 are all one folder."""
 
     folders: Mapping[str, Path]
@@ -74,19 +72,19 @@ class Group:
 
 
 @dataclass(slots=True)
-class Groups:
-    """The folders below which the groups of runs are made."""
+class ControlGroups:
+    """The parents of the control groups of runs: `make` creates a group below them."""
 
     places: Mapping[str, Path]
     unified: bool
 
-    def make(self) -> Group:
+    def make(self) -> ControlGroup:
         # The process id alone is not unique: containers that share a tree have the same process ids.
         name = f"{PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
         folders = {controller: place / name for controller, place in self.places.items()}
         for folder in dict.fromkeys(folders.values()):
             folder.mkdir()
-        return Group(folders, self.unified)
+        return ControlGroup(folders, self.unified)
 
     def sweep(self) -> None:
         """Remove old groups of supervisors that were killed; the kernel refuses to remove groups in use."""
@@ -97,25 +95,27 @@ class Groups:
                         folder.rmdir()
 
 
-def find() -> Groups | None:
+def find() -> ControlGroups | None:
     """Return where groups that limit memory and processes can be made; None if nowhere."""
     own = _own_groups()
     unified, memory, pids = own.get(""), own.get("memory"), own.get("pids")
-    for beside in (False, True):
+    for use_parent in (False, True):
         if unified is not None:
-            place = unified.parent if beside else unified
-            groups = Groups({"memory": place, "pids": place}, unified=True)
+            place = unified.parent if use_parent else unified
+            groups = ControlGroups({"memory": place, "pids": place}, unified=True)
             if _works(groups):
                 return groups
         if memory is not None and pids is not None:
             places = {"memory": memory, "pids": pids}
-            groups = Groups({name: path.parent if beside else path for name, path in places.items()}, unified=False)
+            groups = ControlGroups(
+                {name: path.parent if use_parent else path for name, path in places.items()}, unified=False
+            )
             if _works(groups):
                 return groups
     return None
 
 
-def _works(groups: Groups) -> bool:
+def _works(groups: ControlGroups) -> bool:
     """Return True if a group can be made, limited and entered there. It is tried, since permissions do not show it."""
     groups.sweep()
     group = None
@@ -178,7 +178,6 @@ def _write(file: Path, number: int) -> None:
 Children = Callable[[int], list[int]]
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 

@@ -1,4 +1,4 @@
-"""A tool that runs a model's Python in a sandbox, for environments that offer it to the model.
+"""The tool runs a model's Python in a sandbox, for environments that offer it to the model.
 
 The code sees no network, no other process, no file of this machine but the interpreter's own, and none of its
 processes outlives the run; `docs/explanation/sandbox.md` says what that protects against and what it does not. Where
@@ -32,13 +32,11 @@ from environments.sandbox.launch import Isolation, Launch, View, view_of_this_py
 from environments.sdk.errors import EnvironmentsError
 
 START_AND_END_SECONDS = 45.0
-
 _ROOT = str(Path(__file__).parents[2])
-
 _PROGRAM = f"import sys; sys.path.insert(0, {_ROOT!r}); from environments.sandbox.supervisor import main; main()"
 
 
-class SupervisorDied(Exception):
+class SupervisorExited(Exception):
     """The supervisor exited without an answer; it has been closed."""
 
 
@@ -63,15 +61,15 @@ class SupervisorProcess:
             while not answer.endswith(b"\n"):
                 received = channel.recv(1 << 16)
                 if not received:
-                    raise ConnectionError("it ended")
+                    raise ConnectionError("connection closed")
                 answer += received
             reply: dict[str, Any] = json.loads(answer)
         except OSError as error:
             self.close()
-            raise SupervisorDied(str(error)) from error
+            raise SupervisorExited(str(error)) from error
         return reply
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Make the supervisor end its run and exit; callable from any thread, does not wait."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
@@ -79,7 +77,7 @@ class SupervisorProcess:
 
     def close(self) -> None:
         """End the supervisor and wait until it has exited."""
-        self.hang_up()
+        self.disconnect()
         if self._process is not None:
             try:
                 self._process.wait(START_AND_END_SECONDS)
@@ -91,12 +89,16 @@ class SupervisorProcess:
 
     def _started(self) -> socket.socket:
         if self._socket is None:
-            self._socket, theirs = socket.socketpair()
-            with theirs:
+            self._socket, child_end = socket.socketpair()
+            with child_end:
                 command = (sys.executable, "-I", "-S", "-c", _PROGRAM)
                 environment = {"LANG": "C.UTF-8"}
                 self._process = subprocess.Popen(
-                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+                    command,
+                    stdin=child_end.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    env=environment,
+                    start_new_session=True,
                 )
         return self._socket
 
@@ -104,10 +106,8 @@ class SupervisorProcess:
 logger = logging.getLogger(__name__)
 
 MECHANISMS = ("bubblewrap", "namespaces")
-
 LIMITS_ALONE = Isolation(name="limits")
-
-ALL_RIGHT = "all right"
+CHECK_PASSED = "all right"
 
 # Run in the sandbox before any other code: it tries operations that must be refused.
 CHECK = """
@@ -128,7 +128,7 @@ elif not refused(lambda: open("/here", "w")):
     print("it writes outside of its folder")
 else:
     open("here", "w").close()
-    print({all_right!r})
+    print({check_passed!r})
 """
 
 
@@ -190,7 +190,7 @@ class PythonTool:
             reason = self._try(way)
             if reason is None:
                 self.way = way
-                logger.info("a model's code is kept in by %s", way)
+                logger.info("a model's code is isolated by %s", way)
                 return
             reasons.setdefault(way.name, reason)
         self.way = LIMITS_ALONE
@@ -231,35 +231,37 @@ class PythonTool:
 
     def _try(self, way: Isolation) -> str | None:
         """Return the reason why this isolation does not work; None if it works."""
-        check = CHECK.format(top=self._view.top, all_right=ALL_RIGHT)
+        check = CHECK.format(top=self._view.top, check_passed=CHECK_PASSED)
         supervisor = self._supervisor()
         try:
             reply = supervisor.ask(self._launch(check, way, ""))
-        except SupervisorDied as error:
-            return f"the supervisor died: {error}"
+        except SupervisorExited as error:
+            return f"the supervisor exited: {error}"
         self._idle.append(supervisor)
         if "failed" in reply:
             return " ".join(reply["failed"].splitlines()[-1:])
         output = reply["output"].strip()
-        return None if output == ALL_RIGHT else output.splitlines()[-1] if output else f"it ended by {reply}"
+        return (
+            None if output == CHECK_PASSED else output.splitlines()[-1] if output else f"the check ended with {reply}"
+        )
 
     async def _ask(self, launch: Launch) -> ToolResult:
         """Ask a supervisor; one that exits is replaced once, since it may have been killed from outside."""
         reason = ""
         for _ in range(2):
             if self._closed:
-                raise SandboxUnavailable("a model's code was to be run by a tool that is closed")
+                raise SandboxUnavailable("the Python tool is closed and runs no code")
             supervisor = self._supervisor()
             try:
                 reply = await anyio.to_thread.run_sync(
                     partial(supervisor.ask, launch), abandon_on_cancel=True, limiter=self._threads
                 )
-            except SupervisorDied as error:
-                reason = f"its supervisor died: {error}"
+            except SupervisorExited as error:
+                reason = f"its supervisor exited: {error}"
                 self._supervisors.discard(supervisor)
                 continue
             except BaseException:
-                supervisor.hang_up()
+                supervisor.disconnect()
                 raise
             self._idle.append(supervisor)
             if "failed" not in reply:
@@ -302,10 +304,10 @@ class PythonTool:
         if len(text) > self.output_characters:
             text = f"{text[: self.output_characters]}\n(output cut off)"
         if reply["ended_by"]:
-            text = f"{text.rstrip()}\n{self._why(reply['ended_by'])}".lstrip()
+            text = f"{text.rstrip()}\n{self._limit_message(reply['ended_by'])}".lstrip()
         return ToolResult(text, reply["exit_code"], reply["ended_by"])
 
-    def _why(self, ended_by: str) -> str:
+    def _limit_message(self, ended_by: str) -> str:
         return {
             "time": "TimeoutError: the code was ended after its time",
             "memory": f"MemoryError: the code was ended, it held more than {self.memory_bytes >> 20} MiB",
@@ -316,6 +318,6 @@ class PythonTool:
 
 def _close_all(supervisors: set[SupervisorProcess]) -> None:
     for supervisor in supervisors:
-        supervisor.hang_up()
+        supervisor.disconnect()
     while supervisors:
         supervisors.pop().close()

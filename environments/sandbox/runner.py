@@ -39,7 +39,7 @@ sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - stays open for as long as
 os.write(ready, b"r")
 
 if os.read(ready, 1) != b"g":
-    sys.exit("the supervisor is gone")
+    sys.exit("the supervisor has disconnected")
 
 os.close(ready)
 

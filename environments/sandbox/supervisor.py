@@ -2,8 +2,8 @@
 
 It enforces the limits of each run. It is a subreaper: orphans of a run, even in another process group or session,
 become its children, and it kills them before it returns the run's result. `environments.sandbox.python_tool` starts
-it with Python's `-I -S` and the socket as standard input, so that it knows nothing of the packages, the folder and
-the variables of the environment that it works for.
+it with Python's `-I -S` and the socket as standard input, so that it sees neither the packages nor the folder
+nor the variables of the environment that it works for.
 """
 
 from __future__ import annotations
@@ -35,20 +35,17 @@ from environments.sandbox.launch import (
 )
 
 START_SECONDS = 20.0
-
 END_SECONDS = 10.0
-
 OWN_PROCESSES = 3
 """Processes of a run that belong to bubblewrap or to `Namespaces`, and not to the code."""
 
-COUNTING_SECONDS, LOOKING_SECONDS = 0.02, 0.1
+MEASURE_SECONDS, CHECK_SECONDS = 0.02, 0.1
 
 _PR_SET_CHILD_SUBREAPER = 36
-
 _ENDED_BY_SIGNAL = frozenset({signal.SIGXCPU, signal.SIGKILL})
 
 
-class ParentGone(Exception):
+class ParentDisconnected(Exception):
     """The parent closed the socket, so no process waits for the result any more."""
 
 
@@ -72,7 +69,7 @@ class Supervisor:
                     reply = self.run(Launch.from_json(json.loads(line)))
                 except OSError as error:
                     reply = {"failed": error.strerror or str(error)}
-                except ParentGone:
+                except ParentDisconnected:
                     return
                 self._channel.sendall(json.dumps(reply).encode() + b"\n")
 
@@ -84,7 +81,7 @@ class Supervisor:
                 group.limit(launch.memory_bytes, MOST_PROCESSES + OWN_PROCESSES)
             run = Run(launch, self._channel, group)
             try:
-                run.begin(self)
+                run.start(self)
                 run.watch()
             finally:
                 run.end()
@@ -93,7 +90,7 @@ class Supervisor:
             if group is not None:
                 group.remove()
 
-    def become(self, launch: Launch, group: limits.Group | None, denied: bytes) -> NoReturn:
+    def exec_in_child(self, launch: Launch, group: limits.ControlGroup | None, denied: bytes) -> NoReturn:
         """Turn a new process into the first process of a run."""
         if group is not None:
             group.enter()
@@ -102,7 +99,7 @@ class Supervisor:
                 raise OSError(0, "bubblewrap is not installed")
             exec_program(isolation.command(self._bubblewrap, launch), launch.environment())
         if launch.way.name == "namespaces":
-            self._namespaces.become(launch, denied)
+            self._namespaces.exec_isolated(launch, denied)
         os.chdir(launch.folder)
         if denied:
             system_calls.install(denied)
@@ -111,38 +108,38 @@ class Supervisor:
 
 @dataclass(slots=True)
 class Run:
-    """One run of code, from its first process to its last."""
+    """A run executes one piece of code, from its first process to its last."""
 
     launch: Launch
     channel: socket.socket
-    group: limits.Group | None
+    group: limits.ControlGroup | None
     ended_by: str = ""
     """The limit that ended it: time, memory, processes or files; empty if the code ended by itself."""
 
-    began: bool = False
-    _first: int = 0
+    started: bool = False
+    _first_pid: int = 0
     _output: bytearray = field(default_factory=bytearray)
     _descriptors: dict[str, int] = field(default_factory=dict)
     _status: int | None = None
     _cpu_seconds: float = 0.0
     _deadline: float = 0.0
 
-    def begin(self, supervisor: Supervisor) -> None:
+    def start(self, supervisor: Supervisor) -> None:
         self._deadline = time.monotonic() + START_SECONDS
         denied = self._filter()
-        ours = self._descriptors
-        ours["output"], output = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        ours["ready"], ready = (end.detach() for end in socket.socketpair())
+        descriptors = self._descriptors
+        descriptors["output"], output = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptors["ready"], ready = (end.detach() for end in socket.socketpair())
         os.set_blocking(output, True)
         code = sealed_file(self.launch.code.encode("utf-8", "replace"))
-        given = {0: code, 1: output, 2: output, READY: ready}
+        files = {0: code, 1: output, 2: output, READY: ready}
         if self.launch.way.name == "bubblewrap":
-            given[FILTER] = sealed_file(denied)
+            files[FILTER] = sealed_file(denied)
         try:
-            self._first = start(lambda: supervisor.become(self.launch, self.group, denied), given)
-            ours["process"] = os.pidfd_open(self._first)
+            self._first_pid = start(lambda: supervisor.exec_in_child(self.launch, self.group, denied), files)
+            descriptors["process"] = os.pidfd_open(self._first_pid)
         finally:
-            for descriptor in set(given.values()):
+            for descriptor in set(files.values()):
                 os.close(descriptor)
 
     def _filter(self) -> bytes:
@@ -156,29 +153,29 @@ class Run:
 
     def watch(self) -> None:
         """Wait until the code has ended or reached a limit, which is then stored in `ended_by`."""
-        ours, waiting = self._descriptors, select.poll()
+        descriptors, waiting = self._descriptors, select.poll()
         for name in ("output", "ready", "process"):
-            waiting.register(ours[name], select.POLLIN)
+            waiting.register(descriptors[name], select.POLLIN)
         waiting.register(self.channel, select.POLLRDHUP)
-        interval = COUNTING_SECONDS if self.group is None else LOOKING_SECONDS
-        next_look = time.monotonic() + interval
+        interval = MEASURE_SECONDS if self.group is None else CHECK_SECONDS
+        next_check = time.monotonic() + interval
         while not self.ended_by:
             now = time.monotonic()
-            happened = dict(waiting.poll(max(0.0, min(next_look, self._deadline) - now) * 1000))
-            if self.channel.fileno() in happened:
-                raise ParentGone
-            if ours["output"] in happened and not self._read_output():
-                waiting.unregister(ours["output"])
-            if ours["ready"] in happened:
-                waiting.unregister(ours["ready"])
-                self._let_begin()
-            if ours["process"] in happened:
+            events = dict(waiting.poll(max(0.0, min(next_check, self._deadline) - now) * 1000))
+            if self.channel.fileno() in events:
+                raise ParentDisconnected
+            if descriptors["output"] in events and not self._read_output():
+                waiting.unregister(descriptors["output"])
+            if descriptors["ready"] in events:
+                waiting.unregister(descriptors["ready"])
+                self._allow_start()
+            if descriptors["process"] in events:
                 return
             now = time.monotonic()
             if now >= self._deadline:
                 self.ended_by = "time"
-            elif now >= next_look:
-                next_look = now + interval
+            elif now >= next_check:
+                next_check = now + interval
                 self.ended_by = self._limit_reached()
 
     def end(self) -> None:
@@ -190,7 +187,7 @@ class Run:
                     os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
                 # The tool then starts another supervisor; the processes become children of init.
-                sys.exit("processes of a run do not end")
+                sys.exit("processes of a run did not exit")
             time.sleep(0.0005)
         # Read the rest of the output. No process has the write end open any more, so this terminates.
         with contextlib.suppress(KeyError, BlockingIOError):
@@ -203,8 +200,8 @@ class Run:
     def result(self) -> dict[str, Any]:
         """Return the result of the run; call it only after `end`."""
         output = self._output.decode("utf-8", "replace")
-        if not self.began:
-            return {"failed": output.strip() or f"{self.launch.way} does not start"}
+        if not self.started:
+            return {"failed": output.strip() or f"{self.launch.way} did not start"}
         code = os.waitstatus_to_exitcode(self._status or 0)
         ended_by = self.ended_by
         if not ended_by and self.group is not None and self.group.ran_out_of_memory():
@@ -219,7 +216,7 @@ class Run:
             "by_cgroup": self.group is not None,
         }
 
-    def _let_begin(self) -> None:
+    def _allow_start(self) -> None:
         """Answer the runner's request to start the code: its time limit begins, and its files are watched."""
         ready = self._descriptors["ready"]
         if os.read(ready, 1) != b"r":
@@ -229,13 +226,13 @@ class Run:
             self._deadline = 0.0
             return
         self._deadline = time.monotonic() + self.launch.wall_seconds
-        self.began = True
+        self.started = True
         os.write(ready, b"g")
 
     def _watch_folder(self) -> bool:
         """Open the code's working folder through a process inside its file system."""
         own_root = Path("/").stat()
-        for pid in limits.descendants(self._first):
+        for pid in limits.descendants(self._first_pid):
             with contextlib.suppress(OSError):
                 if not os.path.samestat(Path(f"/proc/{pid}/root").stat(), own_root):
                     self._descriptors["folder"] = os.open(f"/proc/{pid}/root{WORK_FOLDER}", os.O_PATH | os.O_CLOEXEC)
@@ -276,7 +273,7 @@ class Run:
             if pid == 0:
                 return True
             self._cpu_seconds += used.ru_utime + used.ru_stime
-            if pid == self._first:
+            if pid == self._first_pid:
                 self._status = status
 
 

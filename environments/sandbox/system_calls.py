@@ -1,4 +1,4 @@
-"""The filter of system calls (seccomp) for code in the sandbox, as a BPF program for the kernel.
+"""The module builds the filter of system calls (seccomp) for code in the sandbox, as a BPF program.
 
 Namespaces hide what is outside; the filter blocks calls by which code could bypass them, make new ones, or allocate
 memory that is charged to no process. Calls that are not named here are allowed, except calls newer than `LAST_KNOWN`.
@@ -97,7 +97,6 @@ _SOCKETPAIR, _CLONE, _CLONE3, _MMAP = (53, 199), (56, 220), (435, 435), (9, 222)
 _AF_UNIX, _SOCK_STREAM, _SOCKET_TYPES = 1, 1, 0xF
 
 _NEW_NAMESPACES = 0x7E020000
-
 _SHARED_ANONYMOUS = 0x21
 
 _LOAD, _AND, _RETURN = 0x20, 0x54, 0x06

@@ -13,7 +13,7 @@ from environments.sdk.config import APIServerConfig, BaseEnvConfig, EvalHandling
 from environments.sdk.errors import EnvironmentsError, ItemDropped
 from environments.sdk.groups import Item, Message, ScoredDataGroup, ScoredDataItem, scored_group, scored_item
 from environments.sdk.session.session import ManagedSession
-from environments.sdk.session.token_sequences import SequenceNode
+from environments.sdk.session.tokens_and_masks import SequenceNode
 
 __all__ = [
     "APIServerConfig",

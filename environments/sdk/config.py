@@ -50,51 +50,57 @@ class BaseEnvConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     group_size: int = Field(4, ge=1, description="rollouts of one item")
-    max_num_workers: int = Field(-1, description="groups under way at once; -1: max_num_workers_per_node x servers")
-    max_eval_workers: int = Field(16, ge=1, description="for environments that bound their own evaluation")
-    max_num_workers_per_node: int = Field(8, ge=1, description="groups under way at once for each server")
-    steps_per_eval: int = Field(100, description="evaluate each time the trainer has made so many steps; 0: never")
+    max_num_workers: int = Field(-1, description="groups collected at once; -1: max_num_workers_per_node x servers")
+    max_eval_workers: int = Field(16, ge=1, description="evaluation workers at once, where an environment uses it")
+    max_num_workers_per_node: int = Field(8, ge=1, description="groups collected at once for each server")
+    steps_per_eval: int = Field(100, description="trainer steps from one evaluation to the next; 0: none")
     max_token_length: int = Field(2048, ge=1, description="longest generation; also registered with the broker")
-    eval_handling: EvalHandlingEnum = Field(EvalHandlingEnum.STOP_TRAIN, description="training during an evaluation")
-    eval_limit_ratio: float = Field(0.5, gt=0, le=1, description="share of the workers left under LIMIT_TRAIN")
-    inference_weight: float = Field(1.0, gt=0, description="share of the batch against other environments")
-    batch_size: int = Field(-1, description="sequences in a batch; the broker's answer replaces it")
-    max_batches_offpolicy: int = Field(3, ge=1, description="batches that may be under way or waiting to be trained")
+    eval_handling: EvalHandlingEnum = Field(
+        EvalHandlingEnum.STOP_TRAIN, description="training rollouts during an evaluation"
+    )
+    eval_limit_ratio: float = Field(
+        0.5, gt=0, le=1, description="share of the workers that collect groups under LIMIT_TRAIN"
+    )
+    inference_weight: float = Field(1.0, gt=0, description="weight of this environment's share of a batch")
+    batch_size: int = Field(-1, description="sequences in a batch; the broker's value replaces it")
+    max_batches_offpolicy: int = Field(3, ge=1, description="batches that may be in collection or in the queue")
     tokenizer_name: str | None = Field(
         None, description="name or folder of the model's tokenizer; default: that of the model the server serves"
     )
     use_wandb: bool = Field(True, description="log to Weights & Biases, if it is installed")
-    rollout_server_url: Address = Field("http://localhost:8000", description="where run-api answers")
+    rollout_server_url: Address = Field("http://localhost:8000", description="address of the broker (run-api)")
     total_steps: int = Field(1000, description="groups that `process` collects")
-    wandb_name: str | None = Field(None, description="name towards the broker and W&B; default: the environment's own")
+    wandb_name: str | None = Field(None, description="name in the broker and in W&B; default: the environment's own")
     num_rollouts_to_keep: int = Field(32, ge=0, description="groups kept for the rollout table")
     num_rollouts_per_group_for_logging: int = Field(1, description="rollouts a group in that table; -1: all")
     ensure_scores_are_not_same: bool = Field(True, description="drop groups whose scores are all equal")
     data_path_to_save_groups: str | None = Field(None, description="JSON lines file that every group is appended to")
     data_dir_to_save_evals: str | None = Field(None, description="folder for metrics.json and samples.jsonl")
     min_items_sent_before_logging: int = Field(2, ge=1, description="groups sent before metrics are logged")
-    include_messages: bool = Field(False, description="send the text of each rollout along")
+    include_messages: bool = Field(False, description="send each rollout's messages with its tokens")
     min_batch_allocation: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="least share of a batch")
-    worker_timeout: float = Field(600, description="seconds until a rollout is given up; -1: never")
+    worker_timeout: float = Field(600, description="time limit of a rollout in seconds; -1: none")
     thinking_mode: bool = Field(False, description="ask chat providers for reasoning")
-    reasoning_effort: ReasoningEffort | None = Field(None, description="how much of it; turns thinking_mode on")
-    max_reasoning_tokens: Annotated[int, Field(ge=1024, le=32000)] | None = Field(
-        None, description="the same as a number of tokens; reasoning_effort wins over it"
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="amount of reasoning to request; enables thinking_mode"
     )
-    custom_thinking_prompt: str | None = Field(None, description="for environments that prompt for thinking themselves")
+    max_reasoning_tokens: Annotated[int, Field(ge=1024, le=32000)] | None = Field(
+        None, description="the same as a number of tokens; reasoning_effort takes precedence"
+    )
+    custom_thinking_prompt: str | None = Field(None, description="prompt for reasoning, in environments that read it")
     # Fields that the original Atropos does not have.
     group_size_schedule: str = Field(
-        "", description="group sizes by trainer step, as 0:8,100:4; it replaces group_size as the run goes on"
+        "", description="group sizes by trainer step, as 0:8,100:4; from each step on, its size replaces group_size"
     )
     groups_to_keep: int = Field(
         0,
         ge=0,
-        description="while serving, save no more than the newest so many groups, with their texts; 0: all, as they are",
+        description="newest groups to keep in the file while serving, with their texts; 0: all, as sent",
     )
-    tool_parser: str = Field("hermes", description="how tool calls are written: hermes, json or a vLLM parser's name")
+    tool_parser: str = Field("hermes", description="format of tool calls: hermes, json or a vLLM parser's name")
     server: str | None = Field(
         None,
-        description="in a run file: the environment it is for; another one passes over the keys that it does not know",
+        description="in a run file: the environment it is for; others ignore keys that they do not know",
     )
     rollout_server_token: str | None = Field(
         None, description="bearer token of run-api; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
@@ -106,24 +112,25 @@ class BaseEnvConfig(BaseModel):
     )
     eval_at_start: bool = Field(False, description="evaluate before the first group")
     eval_at_end: bool = Field(False, description="evaluate after the run has finished")
-    rollout_attempts: int = Field(3, ge=1, description="tries for an item whose rollout fails")
-    max_failures_in_a_row: int = Field(
-        20, ge=1, description="failed items without a success between that end the server"
-    )
+    rollout_attempts: int = Field(3, ge=1, description="attempts at an item whose rollout fails")
+    max_failures_in_a_row: int = Field(20, ge=1, description="consecutive failed items after which the server exits")
     wait_timeout: float = Field(600, gt=0, description="seconds to wait for the broker or an inference server")
-    drain_seconds: float = Field(10, ge=0, description="how long running rollouts may end after SIGTERM")
+    drain_seconds: float = Field(
+        10, ge=0, description="seconds that rollouts in progress may take to finish after SIGTERM"
+    )
     allow_truncated_sampling: bool = Field(
         False, description="train on top-p, top-k or penalised samples; their groups are marked"
     )
 
     allow_estimated_tokens: bool = Field(
-        False, description="take text of server_type openai as if its tokens were the sampled ones; marked, no logprobs"
+        False,
+        description="train on text of server_type openai, tokenised again; groups are marked, without logprobs",
     )
     session_host: str = Field("127.0.0.1", description="address where sessions are served to agents")
     session_port: int = Field(0, ge=0, le=65535, description="its port; 0: a free one")
-    session_url: Address = Field("", description="what agents reach that by, where it is called otherwise for them")
+    session_url: Address = Field("", description="URL by which agents reach that address, if it differs for them")
     session_temperature: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="replaces the temperature of what agents sample for training; unset: theirs"
+        None, description="temperature that replaces the agents' in training requests; unset: no replacement"
     )
 
     @field_validator("group_size_schedule")
@@ -151,7 +158,7 @@ def read_schedule(text: str) -> list[tuple[int, int]]:
     try:
         pairs = [(int(step), int(value)) for step, value in (part.split(":") for part in text.split(",") if part)]
     except ValueError:
-        raise ValueError(f"{text!r} is no schedule; write pairs of step and size, as 0:8,100:4") from None
+        raise ValueError(f"{text!r} is not a schedule; write pairs of step and size, as 0:8,100:4") from None
     if any(step < 0 or value < 1 for step, value in pairs):
         raise ValueError(f"{text!r}: steps begin at 0 and sizes at 1")
     return sorted(pairs)
@@ -165,11 +172,12 @@ class ServerBaseline(BaseModel):
     timeout: float = Field(1200, gt=0, description="seconds that one request may take")
     num_max_requests_at_once: int = Field(512, ge=1, description="training requests in flight on a server")
     num_requests_for_eval: int = Field(64, ge=1, description="evaluation requests in flight on a server")
-    model_name: str = Field("default", description="the model asked for")
-    server_type: ServerType = Field("openai", description="what speaks at base_url; training needs vllm or sglang")
+    model_name: str = Field("default", description="name of the model to request")
+    server_type: ServerType = Field("openai", description="kind of server at base_url; training needs vllm or sglang")
     rolling_buffer_length: int = Field(1000, ge=1, description="requests that timings are averaged over")
     tokenizer_name: str = Field(
-        "none", description="its model's tokenizer, where --env.tokenizer_name names none; none: what the server tells"
+        "none",
+        description="its model's tokenizer, if --env.tokenizer_name is unset; none: the one that the server reports",
     )
 
 
@@ -177,8 +185,10 @@ class APIServerConfig(ServerBaseline):
     """Settings of one inference server: each is set with `--openai.<field>`."""
 
     api_key: str = Field("", description="bearer token of the server", json_schema_extra=SECRET)
-    base_url: Address = Field("http://localhost:9001/v1", description="its address; /generate is found without the /v1")
-    n_kwarg_is_ignored: bool = Field(False, description="the provider gives one choice whatever n says")
+    base_url: Address = Field(
+        "http://localhost:9001/v1", description="its address; /generate is requested without the /v1"
+    )
+    n_kwarg_is_ignored: bool = Field(False, description="the provider ignores n and returns one choice")
     health_check: bool = Field(True, description="wait for a server that does not answer instead of failing")
 
     @property
@@ -210,7 +220,6 @@ def as_server_list(
 
 
 GPUS_A_NODE = 8
-
 FIRST_PORT = 9000
 
 
@@ -224,7 +233,7 @@ def slurm_servers(template: APIServerConfig, variables: Mapping[str, str] = os.e
     nodes = _hostnames(listed)[training:]
     if not nodes or gpus_a_server > GPUS_A_NODE:
         raise ConfigError(
-            f"--slurm: no server fits: {len(nodes)} nodes are left behind NUM_TRAINING_NODES={training}, "
+            f"--slurm: no server fits: of {len(nodes)} nodes none is left after NUM_TRAINING_NODES={training}, "
             f"and INFER_TP={gpus_a_server} of {GPUS_A_NODE} GPUs"
         )
     return [
@@ -251,7 +260,6 @@ def _whole_number(variables: Mapping[str, str], name: str, *, default: int, leas
 
 
 KEY_PREFIX = "/t/"
-
 KEY_VARIABLE = "ATROPOS_SESSION_KEY"
 
 

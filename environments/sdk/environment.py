@@ -37,7 +37,7 @@ from environments.sdk.reporting import (
     run_name,
 )
 from environments.sdk.server_manager import ServerManager
-from environments.sdk.session.token_sequences import NOT_TRAINED, current_journal
+from environments.sdk.session.tokens_and_masks import NOT_TRAINED, current_sample_log
 from environments.sdk.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -91,10 +91,10 @@ class GroupSink(Protocol):
 class Scheduler(Protocol):
     """Interface of the worker: it starts an environment's rollouts and passes on the run's settings and steps."""
 
-    def take_run_facts(self) -> None:
+    def adopt_run_settings(self) -> None:
         """Copy the run's batch size and longest sequence to the environment."""
 
-    def take_step(self) -> None:
+    def adopt_step(self) -> None:
         """Adopt the trainer's step: checkpoints, metrics and evaluations may be due."""
 
     async def admit(self) -> None:
@@ -249,7 +249,7 @@ class Environment(ABC):
     ) -> None:
         """Deliver what was collected, one group or several; override it to add to the groups, and call this."""
         if self.delivery is None:
-            raise RuntimeError("groups can be sent only while the environment serves or processes")
+            raise RuntimeError("groups can be sent only during `serve` and `process`")
         await self.delivery.deliver(
             scored_data, item, send=do_send_to_api, check_length=abort_on_any_max_length_exceeded
         )
@@ -267,7 +267,7 @@ class Environment(ABC):
         not change.
         """
         if self.worker is not None:
-            self.worker.take_run_facts()
+            self.worker.adopt_run_settings()
 
     async def env_step_checks(self) -> None:
         """React to a trainer step: `status_dict` has the new step, `curr_step` still the old one.
@@ -275,7 +275,7 @@ class Environment(ABC):
         What is due by then (a checkpoint, metrics, an evaluation) happens in here.
         """
         if self.worker is not None:
-            self.worker.take_step()
+            self.worker.adopt_step()
 
     async def add_train_workers(self) -> None:
         """Start rollouts; called while there is room for them. Without `super()` none are started."""
@@ -326,7 +326,7 @@ class Environment(ABC):
         """The model's tokenizer: encode, decode and chat template; all else of transformers is loaded on demand."""
         name = self.config.tokenizer_name
         if name is None:
-            raise TokenizerUnavailable("no tokenizer is named, and no server has told one; set --env.tokenizer_name")
+            raise TokenizerUnavailable("no tokenizer is named, and no server reports one; set --env.tokenizer_name")
         return load_tokenizer(name)
 
     @property
@@ -352,7 +352,7 @@ class Environment(ABC):
     ) -> EvaluationResult:
         """Report an evaluation: log it, and write it to `data_dir_to_save_evals` if that is set."""
         finished = time.time() if end_time is None else end_time
-        journal = current_journal()
+        sample_log = current_sample_log()
         result = EvaluationResult(
             metrics=metrics,
             task_name=task_name or f"{self.registered_name}_eval",
@@ -361,7 +361,7 @@ class Environment(ABC):
             generation_parameters={"max_new_tokens": self.config.max_token_length, **(generation_parameters or {})},
             samples=samples or (),
             step=self.evaluation_step,
-            versions=frozenset(journal.versions) if journal is not None else frozenset(),
+            versions=frozenset(sample_log.versions) if sample_log is not None else frozenset(),
         )
         if verbose:
             when = "" if self.evaluation_step is None else f" at step {self.evaluation_step}"
@@ -382,7 +382,7 @@ class Environment(ABC):
     def note_sent(self, group: Group) -> None:
         """Count a group that is being sent."""
         self.metrics.sent += 1
-        self.dropped_groups.note_sent()
+        self.dropped_groups.count_sent()
         self.completion_lengths.extend(len(mask) - mask.count(NOT_TRAINED) for mask in group.masks)
 
     def set_teacher(self, server_configs: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> None:

@@ -1,4 +1,6 @@
-"""Errors of an environment server. Users' code raises plain Python errors and, of these, only `ItemDropped`."""
+"""The module has the errors of an environment server. Users' code raises plain Python errors and, of these, only
+`ItemDropped`.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from atropos_api.common.errors import AtroposError
 from atropos_api.common.files import free_path, write_whole
 from atropos_api.wire.groups import Group
 
-NEVER_ENDING = 1_000_000_000
+UNLIMITED_STEPS = 1_000_000_000
 
 
 class GroupsUnreadable(AtroposError):
@@ -63,7 +63,10 @@ def groups_from_broker(
     from atropos_api.wire.messages import RunRequest
 
     request = RunRequest(
-        name="export", batch_size=group_size * tasks_per_step, max_token_length=max_token_length, num_steps=NEVER_ENDING
+        name="export",
+        batch_size=group_size * tasks_per_step,
+        max_token_length=max_token_length,
+        num_steps=UNLIMITED_STEPS,
     )
     with BrokerClient(url, token=token) as client:
         run = client.begin_run(request)
@@ -94,9 +97,9 @@ def _read_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         group = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
-        raise GroupsUnreadable(f"{where}: no JSON ({error})") from error
+        raise GroupsUnreadable(f"{where}: not JSON ({error})") from error
     if not isinstance(group, dict) or "scores" not in group:
-        raise GroupsUnreadable(f"{where}: not a group: it has no scores")
+        raise GroupsUnreadable(f"{where}: not a group, since it has no scores")
     return group
 
 
@@ -104,7 +107,6 @@ LEAST_INTERVAL_SECONDS = 0.1
 
 # Share of the event loop's time: writing 16 sequences of 4,096 tokens takes 30 ms; ten times a second would be 30 %.
 MOST_SHARE_OF_TIME = 0.01
-
 MOST_BYTES = 16 << 20
 
 Chats = list[list[dict[str, Any]]]
@@ -131,14 +133,14 @@ class RecentGroups:
         self._file: BinaryIO | None = None
 
     def offer(self, group: Group, chats: Callable[[], Chats]) -> None:
-        """Write the group with its chats if one is due; the line is flushed to the file when this returns."""
+        """Write the group and its chats if enough time has passed since the last write; the line is flushed."""
         started = self._clock()
         if started < self._due_at:
             return
         try:
             self._append(msgspec.structs.replace(group, messages=group.messages or chats()))
         except OSError as error:
-            logger.warning("%s: groups are no longer kept to be read (%s)", self.path, error.strerror)
+            logger.warning("%s: no more groups are saved to it (%s)", self.path, error.strerror)
             self._due_at = float("inf")
             return
         ended = self._clock()
@@ -152,7 +154,7 @@ class RecentGroups:
             try:
                 self._trim()
             except OSError as error:
-                logger.warning("%s: the oldest groups are left in it (%s)", self.path, error.strerror)
+                logger.warning("%s: the oldest groups could not be removed from it (%s)", self.path, error.strerror)
 
     def _append(self, group: Group) -> None:
         if self._file is None:

@@ -1,4 +1,4 @@
-"""Group types: environments return this data, by the original Atropos' names, and it is converted for the broker.
+"""Group types: the data that environments return, under the original Atropos' names, and its form for the broker.
 
 `scored_group` and `scored_item` build it from a session's sequences, `GroupRules` says which groups may be sent, and
 `to_wire` adds the parts that the environment left out.
@@ -12,7 +12,7 @@ from typing import Any, NotRequired, TypedDict, cast
 
 from atropos_api.wire.groups import Group, Span
 from environments.sdk.reporting import EQUAL_SCORES, GROUP_SIZE, TOO_LONG, Rejection
-from environments.sdk.session.token_sequences import ESTIMATED, SampleLog, SequenceNode
+from environments.sdk.session.tokens_and_masks import ESTIMATED, SampleLog, SequenceNode
 
 Item = Any
 """The type of what `get_next_item` returns: anything that the environment understands."""
@@ -93,7 +93,7 @@ class GroupRules:
     """All sizes that the schedule gives `group_size`: a group may have been started under another one than the current.
     """
 
-    def why_rejected(self, group: Group) -> Rejection | None:
+    def rejection(self, group: Group) -> Rejection | None:
         """Return the reason why a group is not sent, or None when it may be sent."""
         overridden = (group.group_overrides or {}).get("group_size")
         expected = self.group_size if overridden is None else overridden
@@ -158,7 +158,7 @@ def group_items(items: Sequence[ScoredDataItem]) -> ScoredDataGroup:
     return cast("ScoredDataGroup", group)
 
 
-def to_wire(raw: Mapping[str, Any], journal: SampleLog) -> Group:
+def to_wire(raw: Mapping[str, Any], sample_log: SampleLog) -> Group:
     """Convert a group to the wire type; what the environment left out is taken from the sequences it sampled."""
     tokens = raw["tokens"]
     fields = {key: _per_sequence(raw, key, len(tokens)) for key in PER_SEQUENCE_KEYS}
@@ -174,7 +174,7 @@ def to_wire(raw: Mapping[str, Any], journal: SampleLog) -> Group:
     )
     _require_aligned(group)
     if None in (group.inference_logprobs, group.policy_versions, group.generation_params):
-        _complete(group, journal)
+        _complete(group, sample_log)
     return group
 
 
@@ -203,9 +203,9 @@ def _require_aligned(group: Group) -> None:
                 raise ValueError(f"rollout {index} has {len(tokens)} tokens but {len(values)} entries of {key}")
 
 
-def _complete(group: Group, journal: SampleLog) -> None:
+def _complete(group: Group, sample_log: SampleLog) -> None:
     """Add logprobs, policy versions and sampling parameters from the sample log, if it holds every rollout."""
-    nodes = [journal.find(tokens) for tokens in group.tokens]
+    nodes = [sample_log.find(tokens) for tokens in group.tokens]
     found = [node for node in nodes if node is not None]
     if len(found) != len(nodes) or not found:
         return

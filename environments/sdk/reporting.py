@@ -26,7 +26,7 @@ from atropos_api.common.concurrency import Condition
 from atropos_api.common.files import free_path, write_whole
 from atropos_api.wire.groups import Group
 from atropos_api.wire.messages import DropReport
-from environments.sdk.session.token_sequences import NOT_TRAINED
+from environments.sdk.session.tokens_and_masks import NOT_TRAINED
 
 KEPT_TIMINGS = 1000
 
@@ -89,7 +89,7 @@ class WandbTracker:
     def __init__(self, *, name: str, project: str | None, group: str | None, config: Mapping[str, Any]) -> None:
         self._arguments: dict[str, Any] = {"name": name, "project": project, "group": group, "config": dict(config)}
         self._run: Any = None
-        self._given_up = False
+        self._failed = False
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         self.begin()
@@ -102,16 +102,16 @@ class WandbTracker:
 
     def begin(self) -> None:
         """Start the run, unless it was started or starting it failed before."""
-        if self._run is not None or self._given_up:
+        if self._run is not None or self._failed:
             return
         try:
             import wandb
 
             self._run = wandb.init(**self._arguments)
         except Exception as error:  # noqa: BLE001 - W&B fails in many ways; no failure may stop the rollouts
-            self._given_up = True
+            self._failed = True
             logger.warning(
-                "not logging to W&B (%s %s); --env.use_wandb false ends this line", type(error).__name__, error
+                "not logging to W&B (%s %s); --env.use_wandb false hides this warning", type(error).__name__, error
             )
 
 
@@ -131,9 +131,7 @@ def rollout_table(rows: Sequence[Sequence[Any]]) -> Any | None:
 
 
 METRICS_FILE: Final = "metrics.json"
-
 SAMPLES_FILE: Final = "samples.jsonl"
-
 EARLIER_FOLDER: Final = "earlier"
 
 
@@ -187,7 +185,7 @@ class ResultFolders:
         if directory not in self._own and result.step is not None:
             kept = keep_earlier(directory)
             if kept is not None:
-                logger.info("%s held the results of another run, which are in %s now", directory, kept)
+                logger.info("%s held the results of another run, which have been moved to %s", directory, kept)
         self._own.add(directory)
         result.write(directory)
 
@@ -213,9 +211,7 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
 
 
 FIRST_LINE_AFTER: Final = 8
-
 LINE_SECONDS: Final = 30.0
-
 LONGEST_EXAMPLE: Final = 160
 
 EQUAL_SCORES, TOO_LONG, GROUP_SIZE = "equal-scores", "too-long", "group-size"
@@ -227,12 +223,12 @@ REFUSED, UNSENT = "refused", "unsent"
 ADVICE: Final[Mapping[str, str]] = {
     EQUAL_SCORES: "--env.ensure_scores_are_not_same false sends them",
     TOO_LONG: "a smaller --env.max_token_length or a larger --seq-len of the trainer lets them through",
-    GROUP_SIZE: "--env.group_size is what is expected; group_overrides={'group_size': n} says otherwise for a group",
+    GROUP_SIZE: "return --env.group_size rollouts, or set group_overrides={'group_size': n} on a group",
     NO_GROUP: "collect_trajectories or postprocess_histories returned None for them",
-    FAILED: "the warnings above say why; --env.rollout_attempts sets how often an item is tried",
+    FAILED: "the warnings above give the cause; --env.rollout_attempts sets how often an item is tried",
     TIMED_OUT: "--env.worker_timeout sets how long a rollout may take",
-    REFUSED: "the broker refused them, and says which field is wrong",
-    UNSENT: "--env.drain_seconds sets how long the end may take",
+    REFUSED: "the broker refused them; its reply names the field that is wrong",
+    UNSENT: "--env.drain_seconds sets how long the shutdown may take",
 }
 """The advice that is logged for each reason."""
 
@@ -265,8 +261,8 @@ class DroppedGroups:
         self._clock = clock
         self._session = uuid.uuid4().hex
         self._kinds: dict[str, _Kind] = {}
-        self._first_at = self._told_at = float("-inf")
-        self._told = self._sent_when_told = 0
+        self._first_at = self._logged_at = float("-inf")
+        self._logged = self._sent_when_logged = 0
 
     @property
     def total(self) -> int:
@@ -276,10 +272,10 @@ class DroppedGroups:
     def counts(self) -> dict[str, int]:
         return {reason: kind.count for reason, kind in self._kinds.items()}
 
-    def note_sent(self) -> None:
+    def count_sent(self) -> None:
         self.sent += 1
 
-    def note(self, rejection: Rejection, example: Example | None = None, *, count: int = 1) -> None:
+    def record(self, rejection: Rejection, example: Example | None = None, *, count: int = 1) -> None:
         """Count a dropped group; a line is logged after the first eight or half a minute, then at most each half
         minute.
         """
@@ -292,18 +288,18 @@ class DroppedGroups:
         now = self._clock()
         if self.total == count:
             self._first_at = now
-        enough = self._told or self.total >= FIRST_LINE_AFTER
-        if now - self._told_at >= LINE_SECONDS and (enough or now - self._first_at >= LINE_SECONDS):
-            self._told_at = now
-            self.tell()
+        enough = self._logged or self.total >= FIRST_LINE_AFTER
+        if now - self._logged_at >= LINE_SECONDS and (enough or now - self._first_at >= LINE_SECONDS):
+            self._logged_at = now
+            self.log()
 
-    def tell(self) -> None:
+    def log(self) -> None:
         """Log what was dropped, unless nothing was since the last line; a warning if no group was sent since then."""
-        if self.total == self._told:
+        if self.total == self._logged:
             return
-        level = logging.INFO if self.sent > self._sent_when_told else logging.WARNING
+        level = logging.INFO if self.sent > self._sent_when_logged else logging.WARNING
         logger.log(level, "%s", self.explain())
-        self._told, self._sent_when_told = self.total, self.sent
+        self._logged, self._sent_when_logged = self.total, self.sent
 
     def explain(self) -> str:
         """Return a sentence: how many groups, why, the last example of the commonest reason, and what to change."""
@@ -313,10 +309,10 @@ class DroppedGroups:
         ranked = sorted(self._kinds.items(), key=lambda item: -item[1].count)
         commonest, kind = ranked[0]
         groups = "1 group" if scored == 1 else f"{scored} groups"
-        head = f"{self.total} of {groups} dropped" if self.sent else f"{groups} collected, all dropped"
-        whys = ", ".join(f"{one.why} ({one.count})" if len(ranked) > 1 else one.why for _, one in ranked)
+        counted = f"{self.total} of {groups} dropped" if self.sent else f"{groups} collected, all dropped"
+        reasons = ", ".join(f"{one.why} ({one.count})" if len(ranked) > 1 else one.why for _, one in ranked)
         shown = "" if kind.example is None else _shown(kind.example)
-        return f"{head}: {whys}{shown}; {ADVICE[commonest]}"
+        return f"{counted}: {reasons}{shown}; {ADVICE[commonest]}"
 
     def report(self) -> DropReport:
         """Return the counts and the explanation as a report for the broker."""

@@ -19,7 +19,7 @@ from environments.sdk.inference.vllm import VllmServer
 from environments.sdk.session.openai_types import ChatCompletion, Completion, read_openai_chat, read_openai_completion
 from environments.sdk.session.prefix_matching import DriftLog
 from environments.sdk.session.session import ManagedSession, TextSession
-from environments.sdk.session.token_sequences import current_split
+from environments.sdk.session.tokens_and_masks import current_split
 from environments.sdk.tokenizer import Codec
 
 if TYPE_CHECKING:
@@ -109,28 +109,28 @@ class ServerManager:
 
     def open_session(self, tokenizer: Any = None, *, base_url: str | None = None, **options: Any) -> ManagedSession:
         """Open a session that nothing closes; for a server that returns only text the tokens are estimated."""
-        pinned = self.pool.pinned(base_url)
+        server = self.pool.sticky(base_url)
         options = {"tool_parser": self.tool_parser, **options}
         shared: dict[str, Any] = {"allow_truncated_sampling": self._allow_truncated, "drift": self.drift}
-        if pinned.config.server_type == "openai":
+        if server.config.server_type == "openai":
             shared["allow_estimated_tokens"] = self.allow_estimated_tokens
-            return TextSession(pinned, self._codec(tokenizer), **shared, **options)
-        return ManagedSession(pinned, self._codec(tokenizer), **shared, **options)
+            return TextSession(server, self._codec(tokenizer), **shared, **options)
+        return ManagedSession(server, self._codec(tokenizer), **shared, **options)
 
     @asynccontextmanager
     async def dedicated_server(self) -> AsyncIterator[ServerManager]:
         """Yield a copy of this manager with one server only, for calls that must all go to the same one."""
-        narrowed = copy.copy(self)
-        narrowed.pool = self.pool.narrowed()
-        yield narrowed
+        manager = copy.copy(self)
+        manager.pool = self.pool.single()
+        yield manager
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """Answer a chat without keeping its tokens."""
-        return await self._chat(self.pool.pinned(), kwargs)
+        return await self._chat(self.pool.sticky(), kwargs)
 
     async def completion(self, **kwargs: Any) -> Completion:
         """Continue a text without keeping its tokens."""
-        return await self._complete(self.pool.pinned(), kwargs)
+        return await self._complete(self.pool.sticky(), kwargs)
 
     async def tokens_and_logprobs_completion(
         self, **kwargs: Any
@@ -139,15 +139,15 @@ class ServerManager:
         split: Split = kwargs.pop("split", None) or current_split()
         prompt = kwargs.get("input_ids") or self._codec().encode(kwargs.get("prompt", ""))
         sampling = {name: value for name, value in kwargs.items() if name not in {"prompt", "input_ids"}}
-        samples = await self.pool.pinned().generate(prompt, Sampling.from_kwargs(sampling), split)
+        samples = await self.pool.sticky().generate(prompt, Sampling.from_kwargs(sampling), split)
         return prompt, [s.tokens for s in samples], [s.logprobs for s in samples], [s.finish_reason for s in samples]
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
         """Return the logprobs of a given `prompt`, `messages` or `input_ids`: `top_k` at each position."""
-        return await self._untracked(self.pool.pinned()).get_logprobs(**kwargs)
+        return await self._untracked(self.pool.sticky()).get_logprobs(**kwargs)
 
     async def tokenizer_name(self) -> tuple[str, str] | None:
-        """Return address and tokenizer of the first server that reports one; waits for servers that are out."""
+        """Return address and tokenizer of the first server that reports one; waits for unavailable servers."""
         for server in self.servers:
             named = server.config.tokenizer_name
             name = await server.tokenizer_name() if named == "none" else named
@@ -164,7 +164,7 @@ class ServerManager:
     def update_weight(self, weight: float) -> None:
         """Limit each server to this share of the training requests that it may have in flight."""
         for server in self.servers:
-            server.channel.limits["train"].weigh(weight)
+            server.channel.limits["train"].set_share(weight)
 
     def metrics(self) -> dict[str, float]:
         """Return the request timings of all servers, each under its own number, and how many chats had drifted."""
@@ -191,18 +191,18 @@ class ServerManager:
         for server in self.servers:
             await server.aclose()
 
-    async def _chat(self, pinned: StickyServer, kwargs: dict[str, Any]) -> ChatCompletion:
-        if pinned.config.server_type != "openai":
-            return await self._untracked(pinned).chat_completion(**kwargs)
+    async def _chat(self, server: StickyServer, kwargs: dict[str, Any]) -> ChatCompletion:
+        if server.config.server_type != "openai":
+            return await self._untracked(server).chat_completion(**kwargs)
         split: Split = kwargs.pop("split", None) or current_split()
         messages = list(kwargs.pop("messages"))
-        return read_openai_chat(await pinned.chat(messages, kwargs, split))
+        return read_openai_chat(await server.chat(messages, kwargs, split))
 
-    async def _complete(self, pinned: StickyServer, kwargs: dict[str, Any]) -> Completion:
-        if pinned.config.server_type != "openai":
-            return await self._untracked(pinned).completion(**kwargs)
+    async def _complete(self, server: StickyServer, kwargs: dict[str, Any]) -> Completion:
+        if server.config.server_type != "openai":
+            return await self._untracked(server).completion(**kwargs)
         split: Split = kwargs.pop("split", None) or current_split()
-        return read_openai_completion(await pinned.complete(kwargs.pop("prompt"), kwargs, split))
+        return read_openai_completion(await server.complete(kwargs.pop("prompt"), kwargs, split))
 
     def _codec(self, tokenizer: Any = None) -> Codec:
         tokenizer = tokenizer or self._load_tokenizer()
@@ -211,6 +211,6 @@ class ServerManager:
             codec = self._codecs[id(tokenizer)] = Codec(tokenizer)
         return codec
 
-    def _untracked(self, pinned: StickyServer) -> ManagedSession:
+    def _untracked(self, server: StickyServer) -> ManagedSession:
         # Its samples are never trained on, so any sampling is allowed.
-        return ManagedSession(pinned, self._codec(), trainable=False, tool_parser=self.tool_parser, drift=self.drift)
+        return ManagedSession(server, self._codec(), trainable=False, tool_parser=self.tool_parser, drift=self.drift)

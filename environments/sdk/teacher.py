@@ -36,7 +36,9 @@ class TeacherFields(BaseModel):
     """Settings of a teacher: they are added to those of an environment."""
 
     teacher_enabled: bool = Field(False, description="ask the teacher for logprobs of every group")
-    teacher_top_k: int = Field(0, ge=-1, description="its likeliest tokens at each position; 0: the given one alone")
+    teacher_top_k: int = Field(
+        0, ge=-1, description="most likely tokens to keep at each position; 0: only the given token"
+    )
 
 
 class TeacherDistillationConfig(TeacherFields, BaseEnvConfig):
@@ -110,15 +112,17 @@ class TeacherMixin(BaseEnv):
         abort_on_any_max_length_exceeded: bool = True,
     ) -> None:
         """Add the teacher's logprobs to each group, then deliver."""
-        groups = [None if group is None else await self._taught(group) for group in as_groups(scored_data)]
+        groups = [
+            None if group is None else await self._with_teacher_logprobs(group) for group in as_groups(scored_data)
+        ]
         await super().handle_send_to_api(groups, item, do_send_to_api, abort_on_any_max_length_exceeded)
 
-    async def _taught(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    async def _with_teacher_logprobs(self, group: Mapping[str, Any]) -> dict[str, Any]:
         overrides = group.get("group_overrides") or {}
         top_k = int(overrides.get("teacher_top_k", self.config.teacher_top_k))
-        untaught = {**group, "distill_token_ids": None, "distill_logprobs": None}
+        without_teacher = {**group, "distill_token_ids": None, "distill_logprobs": None}
         if not self.config.teacher_enabled or top_k < 0 or overrides.get("skip_teacher_top_k"):
-            return untaught
+            return without_teacher
         tokens = group["tokens"]
         found: list[dict[str, Any]] = [{} for _ in tokens]
 
@@ -132,8 +136,8 @@ class TeacherMixin(BaseEnv):
         except Exception as error:  # a failing teacher costs its logprobs, never the rollout
             if isinstance(mismatch := innermost(error), TokenizerMismatch):
                 raise mismatch from error
-            logger.warning("a group goes without its teacher: %r", error)
-            return untaught
+            logger.warning("a group is sent without teacher logprobs: %r", error)
+            return without_teacher
         ids = [one["prompt_topk_token_ids"] for one in found]
         return {**group, "distill_token_ids": ids, "distill_logprobs": [one["prompt_topk_logprobs"] for one in found]}
 

@@ -73,8 +73,8 @@ class FakeInference:
             return
         path = scope["path"]
         if path == "/bridge/info" and self.ours:
-            told = {"boot_id": "fake", "policy_version": self.version, "model": self.model}
-            await _answer(send, 200, {**told, "vocabulary": self.vocabulary})
+            info = {"boot_id": "fake", "policy_version": self.version, "model": self.model}
+            await _answer(send, 200, {**info, "vocabulary": self.vocabulary})
         elif path == "/generate":
             await self._generate(msgspec.json.decode(await _read(receive)), send)
         else:

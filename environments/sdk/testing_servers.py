@@ -77,13 +77,13 @@ class FakeSglang(FakeProvider):
 
 @dataclass(slots=True, kw_only=True)
 class FakeTrl(FakeProvider):
-    """A fake of TRL's `/generate/`: texts in, ids out; with `tells_logprobs` also `prompt_ids` and `logprobs`, as newer
-    releases have them.
+    """A fake of TRL's `/generate/`: texts in, ids out; `returns_logprobs` adds `prompt_ids` and `logprobs`, as newer
+    releases do.
     """
 
     respond: Responder
     encode: Callable[[str], list[int]]
-    tells_logprobs: bool = False
+    returns_logprobs: bool = False
 
     def answer(self, path: str, request: dict[str, Any]) -> Any:
         if not path.endswith("/generate/"):
@@ -92,7 +92,7 @@ class FakeTrl(FakeProvider):
         ids = self.encode(prompt)
         outputs = [self.respond(ids, index)[: request["max_tokens"]] for index in range(request["n"])]
         reply: dict[str, Any] = {"completion_ids": outputs}
-        if self.tells_logprobs:
+        if self.returns_logprobs:
             reply["prompt_ids"] = [ids]
             reply["logprobs"] = [[logprob_of(token, i) for i, token in enumerate(tokens)] for tokens in outputs]
         return reply
@@ -102,15 +102,15 @@ class FakeTrl(FakeProvider):
 class FakeOpenAI(FakeProvider):
     """A fake provider of chat and text completions: with `ignores_n` it returns one choice whatever `n` is."""
 
-    say: Sequence[str] = ("Hello.",)
+    replies: Sequence[str] = ("Hello.",)
     ignores_n: bool = False
     most_n: int = 128
-    said: int = 0
+    sent_count: int = 0
 
     def answer(self, path: str, request: dict[str, Any]) -> Any:
         count = 1 if self.ignores_n else int(request.get("n") or 1)
         if count > self.most_n:
-            raise ValueError(f"n is {count}, at most {self.most_n} are given")
+            raise ValueError(f"n is {count}; it must be at most {self.most_n}")
         if path.endswith("/chat/completions"):
             return self._completion(count, lambda text: {"message": {"role": "assistant", "content": text}})
         if path.endswith("/completions"):
@@ -118,8 +118,8 @@ class FakeOpenAI(FakeProvider):
         return None
 
     def _completion(self, count: int, choice_of: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-        texts = [self.say[(self.said + index) % len(self.say)] for index in range(count)]
-        self.said += count
+        texts = [self.replies[(self.sent_count + index) % len(self.replies)] for index in range(count)]
+        self.sent_count += count
         choices = [{"index": i, "finish_reason": "stop", **choice_of(text)} for i, text in enumerate(texts)]
         usage = {"prompt_tokens": 3, "completion_tokens": 2 * count, "total_tokens": 3 + 2 * count}
         return {"id": "x", "object": "chat.completion", "model": "fake", "choices": choices, "usage": usage}
@@ -173,9 +173,7 @@ QWEN = (
 )
 
 TEMPLATES = {"chatml": CHATML, "llama": LLAMA, "qwen": QWEN}
-
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|bos|>", "<|start|>", "<|header|>")
-
 MERGES = (("a", "b"), ("ab", "ab"), ("1", "2"), ("l", "l"), ("e", "ll"))
 
 

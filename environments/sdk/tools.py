@@ -164,7 +164,7 @@ def tool_parser(wanted: Any, tokenizer: Any) -> ToolParser:
     except ImportError:
         reason = "parsers of other names are vLLM's, which is not installed here"
     except KeyError:
-        reason = "vLLM has none of that name either"
+        reason = "vLLM has no parser of that name either"
     raise ToolParserUnknown(f"no tool parser {wanted!r}: {reason}; set --env.tool_parser to {' or '.join(OWN_PARSERS)}")
 
 

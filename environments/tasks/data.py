@@ -1,4 +1,4 @@
-"""Questions with reference answers, read from a file, a folder of files, or a Hugging Face data set.
+"""The module reads questions with reference answers from a file, a folder of files, or a Hugging Face data set.
 
 Files are JSON Lines (`.jsonl`), JSON (a list of objects) or Parquet. Several forms of record are read, among them
 `question`/`answer` and `prompt`/`answer`; other columns are ignored. Where no test data is named, a share of the
@@ -14,6 +14,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -39,6 +40,8 @@ SPLIT_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 
 Split = Literal["train", "test"]
+Records = Iterable[tuple[int, Any]]
+"""Records with the number of each, from 1: its line or row."""
 T = TypeVar("T")
 
 
@@ -52,8 +55,14 @@ class Question:
     answer: str
 
 
+def form_of(columns: Iterable[str]) -> tuple[str, str] | None:
+    """Return the names of the question and answer columns; None if there are none."""
+    present = set(columns)
+    return next((form for form in FORMS if present.issuperset(form)), None)
+
+
 class DataFields(BaseModel):
-    """Settings that name the source of an environment's questions."""
+    """These settings name the source of an environment's questions."""
 
     data_path: Path | None = Field(
         None, description="questions to train on: a .jsonl, .json or .parquet file, or a folder of them"
@@ -65,7 +74,7 @@ class DataFields(BaseModel):
         0.05,
         gt=0,
         le=0.5,
-        description="share of data_path kept for evaluation where none of it is test data; 500 at most",
+        description="share of data_path held out for evaluation if it has no test data; at most 500 questions",
     )
     dataset_name: str | None = Field(
         None, description="Hugging Face data set, NAME or NAME:CONFIG, used where no path is given"
@@ -75,18 +84,18 @@ class DataFields(BaseModel):
     def training_questions(self, *, hold_out: bool = False) -> list[Question]:
         """Return all questions to train on; with `hold_out`, without those that are held out for evaluation."""
         if self.data_path is not None:
-            questions = load_questions(self.data_path, "train")
+            questions = self.load(self.data_path, "train")
             return self._split(questions)[0] if hold_out and self._has_no_test_data() else questions
         if self.dataset_name is None:
             raise DataUnusable("there are no questions to train on; set --env.data_path or --env.dataset_name")
-        return load_questions(self.dataset_name, "train")
+        return self.load(self.dataset_name, "train")
 
     def evaluation_questions(self) -> list[Question]:
         if self.val_data_path is not None:
-            return load_questions(self.val_data_path, "test")
+            return self.load(self.val_data_path, "test")
         if self.data_path is not None:
             if self._has_no_test_data():
-                training, held_out = self._split(load_questions(self.data_path, "train"))
+                training, held_out = self._split(self.load(self.data_path, "train"))
                 logger.info(
                     "no test data is named: %d of the %d questions of %s are for evaluation and not trained on; "
                     "--env.val_data_path names others",
@@ -95,18 +104,22 @@ class DataFields(BaseModel):
                     self.data_path,
                 )
                 return held_out
-            return load_questions(self.data_path, "test")
+            return self.load(self.data_path, "test")
         if self.dataset_name is None:
             raise DataUnusable(
                 "there are no questions to evaluate on; set --env.val_data_path, or --env.steps_per_eval 0 for none"
             )
-        return load_questions(self.dataset_name, "test")
+        return self.load(self.dataset_name, "test")
+
+    def load(self, source: str | Path, split: Split) -> list[Question]:
+        """Return all questions of `source` in its order; environments whose records have another form override it."""
+        return load_questions(source, split)
 
     def _has_no_test_data(self) -> bool:
         path = self.data_path
         if self.val_data_path is not None or path is None:
             return False
-        return not path.is_dir() or all(_split_told_by(file.relative_to(path)) != "test" for file in data_files(path))
+        return not path.is_dir() or all(_split_named_by(file.relative_to(path)) != "test" for file in data_files(path))
 
     def _split(self, questions: list[Question]) -> tuple[list[Question], list[Question]]:
         """Return the questions to train on and those held out; the seed of the order does not change the split."""
@@ -143,14 +156,24 @@ class Draws(Generic[T]):
 
 def load_questions(source: str | Path, split: Split) -> list[Question]:
     """Return all questions of `source` in its order: a path, or the name of a Hugging Face data set."""
+    tables = load_records(source, split, columns=form_of)
+    return [question for where, records in tables for question in _collect(records, where)]
+
+
+Choose = Callable[[Iterable[str]], Sequence[str] | None]
+"""A function from the columns there are to those that are needed; None: all of them."""
+
+
+def load_records(source: str | Path, split: Split, *, columns: Choose) -> Iterator[tuple[str, Records]]:
+    """Yield the numbered records of each file of `source`, or of a data set, with the place that errors name."""
     path = Path(source).expanduser()
-    if path.is_dir():
-        return [question for file in files_of_split(path, split) for question in read_questions(file)]
-    if path.is_file():
-        return read_questions(path)
-    if isinstance(source, Path) or _looks_like_path(source):
-        raise DataUnusable(f"{source}: cannot be read, there is no such file or folder")
-    return _read_hub(source, split)
+    if path.is_dir() or path.is_file():
+        for file in files_of_split(path, split) if path.is_dir() else [path]:
+            yield f"{file}:", read_records(file, columns=columns)
+    elif isinstance(source, Path) or _looks_like_path(source):
+        raise DataUnusable(f"{source}: cannot be read, since there is no such file or folder")
+    else:
+        yield _read_hub(source, split, columns)
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -158,11 +181,17 @@ def read_questions(path: Path) -> list[Question]:
     return _collect(read_records(path), f"{path}:")
 
 
-def read_records(path: Path, suffix: str | None = None) -> list[tuple[int, Any]]:
+def read_records(path: Path, suffix: str | None = None, *, columns: Choose = form_of) -> list[tuple[int, Any]]:
     """Return the records of one file, numbered from 1: lines of JSON Lines, else rows; the suffix gives the format."""
-    reader = _READERS.get(suffix or path.suffix)
+    parquet = partial(_read_parquet, columns=columns)
+    readers: Mapping[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
+        ".jsonl": _read_lines,
+        ".json": _read_json,
+        ".parquet": parquet,
+    }
+    reader = readers.get(suffix or path.suffix)
     if reader is None:
-        raise DataUnusable(f"{path}: its kind is not known from its name; readable are {', '.join(SUFFIXES)}")
+        raise DataUnusable(f"{path}: the file type is not supported; supported are {', '.join(SUFFIXES)}")
     try:
         return list(reader(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -177,8 +206,8 @@ def data_files(folder: Path) -> list[Path]:
 def files_of_split(folder: Path, split: Split) -> list[Path]:
     """Return the files named after the split, or in folders named so; all files where no name names any split."""
     files = data_files(folder)
-    named = {path: _split_told_by(path.relative_to(folder)) for path in files}
-    chosen = [path for path, told in named.items() if told == split]
+    named = {path: _split_named_by(path.relative_to(folder)) for path in files}
+    chosen = [path for path, named_split in named.items() if named_split == split]
     if not chosen and not any(named.values()):
         chosen = files
     if not chosen:
@@ -189,7 +218,7 @@ def files_of_split(folder: Path, split: Split) -> list[Path]:
     return chosen
 
 
-def _split_told_by(path: Path) -> str | None:
+def _split_named_by(path: Path) -> str | None:
     for part in reversed((*path.parent.parts, path.stem)):
         first = re.split(r"[-_.]", part.lower())[0]
         for split, names in SPLIT_NAMES.items():
@@ -225,32 +254,25 @@ def _parse(line: str, where: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataUnusable(f"{where}: no JSON object ({error})") from None
+        raise DataUnusable(f"{where}: not a JSON object ({error})") from None
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+def _read_parquet(path: Path, columns: Choose) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     try:
         with pq.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            wanted = form_of(columns) or tuple(columns)
+            names = file.schema_arrow.names
+            wanted = columns(names) or names
             rows = file.read(columns=list(wanted)).to_pylist()
     except pa.ArrowInvalid as error:
-        raise DataUnusable(f"{path}: no Parquet file ({error})") from error
+        raise DataUnusable(f"{path}: not a Parquet file ({error})") from error
     return iter(enumerate(rows, 1))
 
 
-_READERS: Mapping[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
-    ".jsonl": _read_lines,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-}
-
-
-def _read_hub(name: str, split: Split) -> list[Question]:
-    """Read a data set of the Hugging Face hub or its local cache; takes the first split whose name fits."""
+def _read_hub(name: str, split: Split, columns: Choose) -> tuple[str, Records]:
+    """Read a data set of the Hugging Face hub or its local cache; take the first split whose name fits."""
     repository, _, configuration = name.partition(":")
     try:
         import datasets
@@ -272,17 +294,11 @@ def _read_hub(name: str, split: Split) -> list[Question]:
     if found is None:
         raise DataUnusable(f"data set {name!r} has no {split} split; it has {', '.join(splits)}")
     rows = splits[found]
-    form = form_of(rows.column_names)
-    return _collect(enumerate(rows.select_columns(list(form)) if form else rows, 1), f"{name}/{found} row ")
+    wanted = columns(rows.column_names)
+    return f"{name}/{found} row ", enumerate(rows.select_columns(list(wanted)) if wanted else rows, 1)
 
 
-def form_of(columns: Iterable[str]) -> tuple[str, str] | None:
-    """Return the names of the question and answer columns; None if there are none."""
-    present = set(columns)
-    return next((form for form in FORMS if present.issuperset(form)), None)
-
-
-def _collect(records: Iterable[tuple[int, Any]], where: str) -> list[Question]:
+def _collect(records: Records, where: str) -> list[Question]:
     """Convert numbered records to questions; records without a question or an answer are left out and counted."""
     questions: list[Question] = []
     unanswered = 0
@@ -298,7 +314,7 @@ def _collect(records: Iterable[tuple[int, Any]], where: str) -> list[Question]:
     if unanswered:
         logger.warning("%s %d records without a question or an answer are left out", where.rstrip(": "), unanswered)
     if not questions:
-        raise DataUnusable(f"{where.rstrip(': ')}: it holds no question; a record needs question and answer")
+        raise DataUnusable(f"{where.rstrip(': ')}: it has no question; a record needs question and answer")
     return questions
 
 

@@ -1,4 +1,4 @@
-"""The base class of environments with a list of questions, and their prompt templates.
+"""The module has the base class of environments with a list of questions, and their prompt templates.
 
 `QuestionEnv` loads and draws the questions, continues their order after a resume, and evaluates on all held-out
 questions. A subclass defines how a question is put to the model and how an answer is scored; see `gsm8k_server` for a
@@ -26,16 +26,15 @@ from environments.rewards.gold_check import GoldItem
 from environments.rewards.math import reference
 from environments.rewards.protocol import GoldUnparsable
 from environments.sdk import BaseEnv, BaseEnvConfig, ItemDropped, ScoredDataGroup, SequenceNode
-from environments.sdk.session.token_sequences import current_split
+from environments.sdk.session.tokens_and_masks import current_split
 from environments.tasks.data import DataFields, Draws, Question
 
 SHIPPED = Path(__file__).resolve().parent.parent / "prompts"
-
 PLACE = "{question}"
 
 
 class PromptTemplateUnusable(AtroposError):
-    """A template file that does not exist or has no `{question}`."""
+    """The template file does not exist or has no `{question}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ def load_template(name: str) -> PromptTemplate:
             f"prompt template {name}: cannot be read ({error}); give a file, or one of {', '.join(sorted(shipped))}"
         ) from error
     if PLACE not in text:
-        raise PromptTemplateUnusable(f"prompt template {name}: it has no {PLACE}, the place of the question")
+        raise PromptTemplateUnusable(f"prompt template {name}: it has no {PLACE}; put it where the question belongs")
     return PromptTemplate(text)
 
 
@@ -82,7 +81,7 @@ class QuestionEnvConfig(DataFields, BaseEnvConfig):
 
 
 class QuestionEnv(BaseEnv):
-    """An environment that draws each question once per epoch, in an order that a resumed run continues."""
+    """The environment draws each question once per epoch, in an order that a resumed run continues."""
 
     env_config_cls = QuestionEnvConfig
     config: QuestionEnvConfig

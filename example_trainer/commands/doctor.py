@@ -24,9 +24,7 @@ from example_trainer.processes.ports import holder
 from example_trainer.processes.tree import describe
 
 DOCUMENTED_PORTS = {8000: "run-api", 9001: "vLLM"}
-
 MINIMUM_SHARED_MEMORY_BYTES = 1 << 30
-
 NEEDED_FOR_TRAINING = ("torch", "transformers", "matplotlib")
 
 
@@ -63,7 +61,7 @@ def _examine_machine() -> Iterator[Finding]:
     yield Finding("ok", "machine", f"{os.cpu_count()} cores, {memory.total / 2**30:.0f} GiB of memory")
     size = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
     enough = size >= MINIMUM_SHARED_MEMORY_BYTES
-    advice = "" if enough else "; shared weights live there: give a container --shm-size=8g"
+    advice = "" if enough else "; shared weights are stored there: give a container --shm-size=8g"
     yield Finding("ok" if enough else "fault", "shared memory", f"{SHARED_MEMORY} {size / 2**30:.1f} GiB{advice}")
 
 
@@ -75,7 +73,6 @@ def _examine_ports() -> Iterator[Finding]:
 
 
 PRESETS = ("top-25%", "top-50%", "last-12")
-
 _COUNTS = ("num_hidden_layers", "n_layer")
 
 
@@ -100,5 +97,5 @@ def layer_count(name: str) -> int:
         return int(next(text[field] for field in _COUNTS if text.get(field)))
     except (OSError, ValueError, AttributeError, StopIteration) as error:
         raise ModelNotFound(
-            f"--layers {name}: {path} names no number of layers ({type(error).__name__}); is it a language model's?"
+            f"--layers {name}: {path} has no number of layers ({type(error).__name__}); name a language model"
         ) from None

@@ -29,10 +29,10 @@ CLI_INTRODUCTION = """\
 `python -m example_trainer.commands.generate_docs cli` prints this page; the options' own declarations are its source.
 
 An option is given as a flag (`--clip-eps 0.2`, `--clip_eps 0.2` and `--clip-eps=0.2` are the same), or as a key of a
-YAML file (`--config FILE`, repeatable, later files over earlier ones) in its `trainer:` section or bare. Flags win over
-files, files over a preset, a preset over the defaults below. A switch stands bare or takes `true` or `false`;
-`--no-...` turns it off. `None` clears what may be unset. A mistake is one line on standard error that names the value,
-and for a misspelt flag or key the nearest right one; the exit code is 2.
+YAML file (`--config FILE`, repeatable, later files override earlier ones) in its `trainer:` section or at top level.
+Flags override files, files override a preset, and a preset overrides the defaults below. A switch takes no value,
+`true` or `false`; `--no-...` turns it off. `None` clears an option that may be unset. A mistake ends the program with
+exit code 2 and one line on standard error that names the value, and for a misspelt flag or key the nearest valid one.
 
 """
 
@@ -46,12 +46,12 @@ that speak of `example_trainer/configs/` mean these.
 EXIT_CODES = """\
 ## Exit codes
 
-Of `atropos-grpo`; `atropos-grpo-run` hands 2 and 3 on, and ends with 1 where a program crashed.
+These are the codes of `atropos-grpo`; `atropos-grpo-run` returns its 2 and 3, and exits with 1 if a program crashed.
 
 | code | meaning |
 |---|---|
 | 0 | the last step was reached |
-| 2 | it cannot begin or go on; one line says why and what to change |
+| 2 | it cannot start or continue; one line says why and what to change |
 | 3 | a sign of trouble ended the run (`--stop-on`); a checkpoint was written |
 | 128 + n | signal n ended it; after SIGTERM or SIGINT a checkpoint was written for `--resume auto` |
 """
@@ -61,28 +61,28 @@ METRICS_INTRODUCTION = """\
 
 `python -m example_trainer.commands.generate_docs metrics` prints this page; the names' own declarations are its source.
 
-A step is a line of `metrics.jsonl` in the run directory, with `step`, `timestamp` (Unix time) and what of the metrics
-below the step has; W&B and TensorBoard get the same names, Prometheus has `_` for `/`. A value that is not finite is
-left out. A resumed run drops the lines of steps that it trains anew. Two runs of the same seed over the same batches
-have the same values, but for `time/*`, `perf/*`, `policy_version` and timestamps.
+A step is a line of `metrics.jsonl` in the run directory, with `step`, `timestamp` (Unix time) and those metrics
+below that the step has; W&B and TensorBoard get the same names, Prometheus has `_` for `/`. Values that are not finite
+are left out. A resumed run drops the lines of steps that it trains again. Two runs of the same seed over the same
+batches have the same values except for `time/*`, `perf/*`, `policy_version` and timestamps.
 """
 
 EVENTS_INTRODUCTION = """\
 ## Signs of trouble
 
 A sign that appears is a line of `events.jsonl` with `event` (`health`), `sign`, `step`, `value`, `message`, `advice`
-and `timestamp`, and a warning in the log. It is told once, and again only after it has gone. `--stop-on health` ends
-the run at any of them, `--stop-on kl loss` at those named.
+and `timestamp`, and a warning in the log. A sign is reported when it appears, and again only after it has disappeared.
+`--stop-on health` ends the run at any of them, `--stop-on kl loss` at those named.
 
 | sign | message | advice |
 |---|---|---|
 """
 
 LIMITS_INTRODUCTION = """\
-`--health-limits` sets other limits than these, by name: `--health-limits mean_ratio=0.7-1.3 reward_drop=inf`.
+`--health-limits` overrides these limits by name: `--health-limits mean_ratio=0.7-1.3 reward_drop=inf`.
 `reward_drop` counts in standard deviations of a batch's rewards, `rate_drop` is a share of the median rate of up to 100
-steps before; both look at the last `window_steps` steps. What the signs remember lies in the checkpoints, so a resumed
-run is judged as one that was left alone.
+steps before; both look at the last `window_steps` steps. Checkpoints contain the state of the signs, so a resumed run
+is judged like an uninterrupted one.
 
 | limit | usual |
 |---|---|
@@ -97,7 +97,7 @@ def run(argv: Sequence[str]) -> int:
     """Print the page that is asked for."""
     if len(argv) != 1 or argv[0] not in PAGES:
         asked = argv[0] if argv else ""
-        raise ConfigError(f"which page? One of {', '.join(PAGES)}{nearest(asked, PAGES)}")
+        raise ConfigError(f"unknown page {asked!r}{nearest(asked, PAGES)}; name one of {', '.join(PAGES)}")
     sys.stdout.write(PAGES[argv[0]]())
     return 0
 
@@ -109,7 +109,7 @@ def cli_page() -> str:
         CLI_INTRODUCTION.rstrip() + "\n",
         "## `atropos-grpo`: the trainer\n",
         *_sections(),
-        "### What only the command line knows\n",
+        "### Options of the command line only\n",
         option_table(option for option in list_options(TrainerCommand) if option.path == "dry_run"),
         _preset_block(),
         _environment_block(),
@@ -191,8 +191,8 @@ def _assignments(settings: Mapping[str, object]) -> str:
 def _environment_block() -> str:
     rows = "".join(f"| `--{name.replace('_', '-')}` | `--{owner}` |\n" for name, owner in ENVIRONMENT_OPTIONS.items())
     return (
-        "### The environment's, by short names\n\n"
-        "The launcher hands these on; the trainer alone says whose they are.\n\n"
+        "### Options of the environment, by short names\n\n"
+        "The launcher passes these on to the environment; the trainer refuses them and names their owner.\n\n"
         f"| option | the environment's |\n|---|---|\n{rows}"
     )
 

@@ -258,16 +258,16 @@ class MemoryOptions(BaseModel):
 
     memory: str | None = Field(
         None,
-        description="Say which settings fit for this model: 8B, 14B, 24B, the directory of a model or its Hugging "
-        "Face id; table: the documented rows.",
+        description="Show the settings that fit for this model: 8B, 14B, 24B, a model directory or a Hugging Face id; "
+        "table: the documented rows.",
     )
     layers: str | None = Field(
         None,
-        description="Say which numbers --train-layer-indices and --lora-layer-indices take for this model: its "
-        "directory or its Hugging Face id.",
+        description="Show the numbers that --train-layer-indices and --lora-layer-indices take for this model: a "
+        "directory or a Hugging Face id.",
     )
     gpu_gb: float = Field(80.0, gt=0.0, description="Memory of the GPU in GB (10^9 bytes).")
-    cached_tokens: int = Field(Load().cached_tokens, ge=1, description="Tokens that vLLM's cache is to hold at once.")
+    cached_tokens: int = Field(Load().cached_tokens, ge=1, description="Tokens that vLLM's cache must hold at once.")
     batch_size: int = Field(2, ge=1, description="Sequences of a micro-batch.")
     seq_len: int = Field(2048, ge=2, description="Longest sequence in tokens.")
 
@@ -347,8 +347,8 @@ def _line(shape: ModelShape, setting: Setting, gpu_gb: float, load: Load) -> Ite
 
 def _advise_row(row: DocumentedRow, load: Load) -> Iterator[str]:
     shape = REFERENCE_SHAPES[row.model]
-    asked = next(setting for setting in SETTINGS if setting.optimizer == row.optimizer)
-    needed = budget(shape, asked, load)
+    documented_setting = next(setting for setting in SETTINGS if setting.optimizer == row.optimizer)
+    needed = budget(shape, documented_setting, load)
     yield from _advise_model(shape, row.gpu_gb, load)
     documented = (
         f"documented: {row.model} on {row.gpu_gb:g} GB with {row.optimizer} and --gpu-memory-utilization "
@@ -358,7 +358,7 @@ def _advise_row(row: DocumentedRow, load: Load) -> Iterator[str]:
         yield f"{documented}: fits with fp32 masters"
         return
     over = needed.total / 1e9 - row.gpu_gb
-    yield f"{documented}: with fp32 masters for all layers it is {over:.0f} GB over; the nearest that fits stands above"
+    yield f"{documented}: with fp32 masters for all layers it is {over:.0f} GB over; the nearest fit is shown above"
 
 
 def _cached_config(name: str, flag: str) -> Path:
@@ -368,7 +368,7 @@ def _cached_config(name: str, flag: str) -> Path:
     try:
         found = try_to_load_from_cache(name, "config.json")
     except HFValidationError as error:
-        raise ModelNotFound(f"{flag} {name}: not a directory, not a Hugging Face id ({error})") from None
+        raise ModelNotFound(f"{flag} {name}: neither a directory nor a Hugging Face id ({error})") from None
     if not isinstance(found, str):
         sizes = f"not one of the sizes {', '.join(REFERENCE_SHAPES)}, " if flag == "--memory" else ""
         raise ModelNotFound(

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 PROG = "atropos replay BATCH_FILE"
 
 DESCRIPTION = (
-    "Train one batch that --save-batches wrote once more, from the checkpoint before it, and print the step's metrics. "
-    "All of the trainer's options are accepted, over those of the run that the file lies in."
+    "Repeat the training of one saved batch (--save-batches) from the checkpoint before it; print the step's metrics. "
+    "All of the trainer's options are accepted; they override those of the run that the file belongs to."
 )
 
 VARYING = ("time/", "perf/")
@@ -43,7 +43,7 @@ class ReplayOptions(TrainingConfig):
 
     checkpoint: str | None = Field(
         None,
-        description="Checkpoint to begin with, or none: the model itself. Unset: the run's checkpoint of the step "
+        description="Checkpoint to start from, or none for the model itself. Unset: the run's checkpoint of the step "
         "before, or the model itself for batch 1.",
     )
 
@@ -92,7 +92,7 @@ def choose_checkpoint(options: ReplayOptions, root: Path, number: int) -> Path |
     before = root / f"{PREFIX}{number - 1}"
     if not before.is_dir():
         raise ConfigError(
-            f"batch {number} was trained from the weights of step {number - 1}, and {before} is not there; name "
+            f"batch {number} was trained from the weights of step {number - 1}, but {before} does not exist; name "
             "another with --checkpoint PATH, or --checkpoint none for the model itself"
         )
     return before

@@ -77,8 +77,8 @@ def step_of(status: Mapping[str, Any]) -> int | None:
 
 def describe_event(event: ServerEvent) -> str:
     """Return an event as one line: its type, and its data as name=value."""
-    said = (f"{name}={_plain(value)}" for name, value in event.data.items() if name != "time")
-    return "  ".join((event.type, *said))
+    pairs = (f"{name}={_plain(value)}" for name, value in event.data.items() if name != "time")
+    return "  ".join((event.type, *pairs))
 
 
 def render(
@@ -136,15 +136,10 @@ def _or_dash(value: object) -> str:
 
 
 DESCRIPTION: Final = "Watch a broker: atropos top URL, where URL is that of run-api, such as http://127.0.0.1:8000."
-
 RECONNECT_SECONDS: Final = 1.0
-
 PLAIN_INTERVAL_SECONDS: Final = 10.0
-
 KEPT_EVENTS: Final = 8
-
 KEPT_RATES: Final = 60
-
 TRUTH_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0", "t", "f", "y", "n"})
 """Values that an option of type bool takes."""
 
@@ -158,9 +153,9 @@ class TopConfig(BaseModel):
         None, description="Bearer token of the broker; default: $ATROPOS_TOKEN", json_schema_extra=SECRET
     )
     token_file: Path | None = Field(
-        None, description="File with that token, read again when it is refused; default: $ATROPOS_TOKEN_FILE"
+        None, description="File with that token, read again if the broker refuses it; default: $ATROPOS_TOKEN_FILE"
     )
-    once: bool = Field(False, description="Print the state as lines of name and value, and end")
+    once: bool = Field(False, description="Print the state as lines of name and value, and exit")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -37,27 +37,27 @@ class RankedSession(BrokerSession):
         self._sees_whole = all_see_whole or ranks.is_main
 
     def refuse_unknown_host(self) -> None:
-        self._ranks.lead(super().refuse_unknown_host)
+        self._ranks.on_main(super().refuse_unknown_host)
 
     def wait_until_ready(self, timeout_seconds: float) -> None:
-        self._ranks.lead(partial(super().wait_until_ready, timeout_seconds))
+        self._ranks.on_main(partial(super().wait_until_ready, timeout_seconds))
 
     def begin(self, request: RunRequest) -> RunInfo:
         begin = super().begin
-        self._info = RunInfo(**self._ranks.lead(lambda: msgspec.structs.asdict(begin(request))))
+        self._info = RunInfo(**self._ranks.on_main(lambda: msgspec.structs.asdict(begin(request))))
         return self._info
 
     def announce_policy(self, version: int, step: int, policy_name: str | None = None) -> None:
-        self._ranks.lead(partial(super().announce_policy, version, step, policy_name))
+        self._ranks.on_main(partial(super().announce_policy, version, step, policy_name))
 
     def held_seconds(self, wait_seconds: float = 0.0) -> float:
-        return self._ranks.lead(partial(super().held_seconds, wait_seconds))
+        return self._ranks.on_main(partial(super().held_seconds, wait_seconds))
 
     def commit(self, number: int) -> None:
-        self._ranks.lead(partial(super().commit, number))
+        self._ranks.on_main(partial(super().commit, number))
 
     def finish(self) -> None:
-        self._ranks.lead(super().finish)
+        self._ranks.on_main(super().finish)
 
     def whole_batch(self, batch: Batch) -> Batch:
         """Return the whole batch of which `batch` is this rank's slice; the slice itself if this rank needs no more."""
@@ -95,13 +95,13 @@ class RankedBridge(WeightBridge):
         """Publish at rank 0; the other ranks send it their shards of the weights and wait."""
         assert self._policy is not None, "prepare() comes first"
         with self._policy.gathered():
-            return PublishReport(**self._led(lambda bridge: asdict(bridge.publish(version))))
+            return PublishReport(**self._call_main(lambda bridge: asdict(bridge.publish(version))))
 
     def highest_version(self) -> int:
-        return self._led(lambda bridge: bridge.highest_version())
+        return self._call_main(lambda bridge: bridge.highest_version())
 
     def should_publish(self, steps_since_publish: int) -> bool:
-        return self._led(lambda bridge: bridge.should_publish(steps_since_publish))
+        return self._call_main(lambda bridge: bridge.should_publish(steps_since_publish))
 
     def needs_publish(self) -> bool:
         """Return the answer of rank 0's bridge; called on rank 0 only, while the other ranks wait for a message."""
@@ -111,8 +111,8 @@ class RankedBridge(WeightBridge):
         if self._inner is not None:
             self._inner.close()
 
-    def _led(self, ask: Callable[[WeightBridge], AnswerT]) -> AnswerT:
-        return self._ranks.lead(lambda: ask(self._main))
+    def _call_main(self, call: Callable[[WeightBridge], AnswerT]) -> AnswerT:
+        return self._ranks.on_main(lambda: call(self._main))
 
     @property
     def _main(self) -> WeightBridge:

@@ -36,7 +36,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Unit:
-    """Rows that stay in one mini-batch: sorted by falling cost, then by content, so independently of rank order."""
+    """Rows that stay in one mini-batch; sorted by descending cost, then content, so that rank order has no effect."""
 
     falling_cost: int
     digest: bytes
@@ -57,13 +57,13 @@ def plan_mini_batches(rows: Sequence[Row], parts: int, ranks: Ranks) -> list[lis
     groups = [_Unit(*unit) for share in shares for unit in share]
     units = groups if len(groups) >= parts else [piece for unit in groups for piece in _cut(unit)]
     parts = min(parts, len(units))
-    loads, mine = [0] * parts, [list[int]() for _ in range(parts)]
+    loads, own_rows = [0] * parts, [list[int]() for _ in range(parts)]
     for unit in sorted(units):
         lightest = loads.index(min(loads))
         loads[lightest] -= unit.falling_cost
         if unit.rank == ranks.rank:
-            mine[lightest] += unit.rows
-    return [[rows[at] for at in sorted(chosen)] for chosen in mine]
+            own_rows[lightest] += unit.rows
+    return [[rows[at] for at in sorted(chosen)] for chosen in own_rows]
 
 
 def step_weights(
@@ -76,10 +76,10 @@ def step_weights(
     """Return `[total]` loss weights of one optimizer step, 0 outside `rows`; denominators count all ranks' rows."""
     shares = ranks.gather([len(row.targets) for row in rows])
     counts = torch.tensor([count for share in shares for count in share], dtype=torch.long)
-    everyone = torch.split(token_weights(counts, aggregation, constant_length), counts.tolist())
+    weights_by_sequence = torch.split(token_weights(counts, aggregation, constant_length), counts.tolist())
     before = sum(len(share) for share in shares[: ranks.rank])
     weights = torch.zeros(total)
-    for row, values in zip(rows, everyone[before : before + len(rows)], strict=True):
+    for row, values in zip(rows, weights_by_sequence[before : before + len(rows)], strict=True):
         weights[row.first_target : row.first_target + len(row.targets)] = values
     return weights
 
@@ -88,12 +88,12 @@ def seen_by_all(own: Seen, ranks: Ranks) -> Seen:
     """Return the values of all ranks joined, without the teacher's columns, which only the loss needs."""
     if ranks.world_size == 1:
         return own
-    lean = replace(own.targets, teacher_ids=None, teacher_logprobs=None)
+    without_teacher = replace(own.targets, teacher_ids=None, teacher_logprobs=None)
     host = torch.device("cpu")
     arrays = (own.logprobs.to(host), own.entropies.to(host), own.first_logprobs.to(host))
-    shares = ranks.gather((_tensors_of(lean.to(host)), arrays))
+    shares = ranks.gather((_tensors_of(without_teacher.to(host)), arrays))
     logprobs, entropies, first = (torch.cat(pieces) for pieces in zip(*(arrays for _, arrays in shares), strict=True))
-    targets = _join([type(lean)(**tensors) for tensors, _ in shares])
+    targets = _join([type(without_teacher)(**tensors) for tensors, _ in shares])
     return Seen(targets=targets, logprobs=logprobs, entropies=entropies, first_logprobs=first)
 
 

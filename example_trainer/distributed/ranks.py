@@ -29,7 +29,6 @@ from example_trainer.errors import RanksFailed
 from example_trainer.weight_protocol.transfer import default_group_on_loopback, make_store
 
 _KIND: Final = "$kind"
-
 _HEAD: Final = struct.Struct("<Q")
 
 
@@ -92,7 +91,7 @@ def _tag(value: Any) -> dict[str, str]:
         return {_KIND: "path", "text": str(value)}
     if isinstance(value, bytes):
         return {_KIND: "bytes", "hex": value.hex()}
-    raise TypeError(f"a {type(value).__name__} is no message between ranks; send its fields")
+    raise TypeError(f"a {type(value).__name__} cannot be sent between ranks; send its fields")
 
 
 def _unpack(content: Any, blob: _Blob) -> Any:
@@ -111,7 +110,6 @@ def _unpack(content: Any, blob: _Blob) -> Any:
 
 
 ValueT = TypeVar("ValueT")
-
 _TORCHRUN_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 
@@ -130,7 +128,7 @@ class Ranks:
         """Return every rank's value, in rank order; only small values of types that `encode` supports."""
         return [value]
 
-    def lead(self, action: Callable[[], ValueT]) -> ValueT:
+    def on_main(self, action: Callable[[], ValueT]) -> ValueT:
         """Run `action` on rank 0 only and return its result on every rank; its error is raised on every rank."""
         return action()
 
@@ -144,7 +142,7 @@ class Ranks:
         """Return the elementwise sum over ranks of a small tensor on the CPU."""
         return values
 
-    def most(self, count: int) -> int:
+    def max(self, count: int) -> int:
         """Return the largest of the ranks' counts."""
         return count
 
@@ -170,26 +168,26 @@ class GroupRanks(Ranks):
         dist.all_gather(found, torch.nn.functional.pad(own, (0, longest - len(own))), group=self._control)
         return [decode(message[: int(size)].numpy().tobytes()) for message, size in zip(found, sizes, strict=True)]
 
-    def lead(self, action: Callable[[], ValueT]) -> ValueT:
+    def on_main(self, action: Callable[[], ValueT]) -> ValueT:
         if not self.is_main:
-            value, failure = decode(self._hear_main())
+            value, failure = decode(self._receive_from_main())
             if failure is not None:
-                raise RanksFailed(f"rank 0 cannot go on, so rank {self.rank} ends as well: {failure}")
+                raise RanksFailed(f"rank 0 has failed, so rank {self.rank} stops too: {failure}")
             return cast("ValueT", value)
         try:
             led = action()
             message = encode((led, None))
         except Exception as error:
-            self._tell_others(encode((None, f"{type(error).__name__}: {error}")))
+            self._send_to_others(encode((None, f"{type(error).__name__}: {error}")))
             raise
-        self._tell_others(message)
+        self._send_to_others(message)
         return led
 
-    def _tell_others(self, message: bytes) -> None:
+    def _send_to_others(self, message: bytes) -> None:
         dist.broadcast(torch.tensor([len(message)]), src=0, group=self._control)
         dist.broadcast(_as_tensor(message), src=0, group=self._control)
 
-    def _hear_main(self) -> bytes:
+    def _receive_from_main(self) -> bytes:
         size = torch.zeros(1, dtype=torch.long)
         dist.broadcast(size, src=0, group=self._control)
         message = torch.empty(int(size), dtype=torch.uint8)
@@ -211,13 +209,13 @@ class GroupRanks(Ranks):
         dist.all_reduce(total, group=self._control)
         return total
 
-    def most(self, count: int) -> int:
+    def max(self, count: int) -> int:
         largest = torch.tensor([count])
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._control)
         return int(largest)
 
     def any(self, flag: bool) -> bool:
-        return bool(self.most(int(flag)))
+        return bool(self.max(int(flag)))
 
 
 @contextmanager
@@ -250,8 +248,8 @@ def joined_ranks(
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         except (RuntimeError, ValueError, OSError) as error:
             raise RanksFailed(
-                f"rank {rank} of {world_size} did not meet the others at --init-method {init_method}: {error}; start "
-                "as many processes as --world-size says, each with a --trainer-rank of its own"
+                f"rank {rank} of {world_size} could not connect to the others at --init-method {init_method}: {error}; "
+                "start as many processes as --world-size says, each with a --trainer-rank of its own"
             ) from error
         control = dist.new_group(backend="gloo", timeout=timeout)
     try:
@@ -269,7 +267,9 @@ def _meeting_point(init_method: str) -> tuple[str, int | None]:
             return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) if own else None
         parts = urlsplit(init_method)
         if parts.scheme == "file" and not Path(parts.path).parent.is_dir():
-            raise RanksFailed(f"--init-method {init_method}: there is no directory {Path(parts.path).parent}")
+            raise RanksFailed(
+                f"--init-method {init_method}: there is no directory {Path(parts.path).parent}; create it"
+            )
         return parts.hostname or "", parts.port if parts.scheme == "tcp" else None
     except ValueError as error:
         place = f"$MASTER_PORT {os.environ['MASTER_PORT']}" if init_method.startswith("env://") else init_method

@@ -51,10 +51,10 @@ def require_model(model_name: str) -> str:
     path = Path(model_name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelNotFound(f"--model-name {model_name}: the directory holds no config.json, so it is no model")
+            raise ModelNotFound(f"--model-name {model_name}: the directory has no config.json, so it is not a model")
         return str(path.absolute())
     if model_name.startswith(("/", ".", "~")) or model_name.count("/") > 1:
-        raise ModelNotFound(f"--model-name {model_name}: no such directory, and not the form of a Hugging Face id")
+        raise ModelNotFound(f"--model-name {model_name}: no such directory, and not a valid Hugging Face id")
     return model_name
 
 
@@ -73,12 +73,12 @@ def require_on_hub(name: str) -> None:
         raise ModelNotFound(f"--model-name {name}: not a directory and not a Hugging Face id: {error}") from None
     if constants.HF_HUB_OFFLINE:
         raise ModelNotFound(
-            f"--model-name {name}: not in the local Hugging Face cache, and HF_HUB_OFFLINE forbids to download it"
+            f"--model-name {name}: not in the local Hugging Face cache, and HF_HUB_OFFLINE forbids downloading it"
         )
-    _ask_hub(name)
+    _query_hub(name)
 
 
-def _ask_hub(name: str) -> None:
+def _query_hub(name: str) -> None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 

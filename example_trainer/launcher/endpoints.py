@@ -53,12 +53,9 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
 def remote_servers(config: RunConfig) -> tuple[str, ...]:
     """Return the addresses of the inference servers that the launcher does not start; none if it starts its own."""
     count = config.num_inference_nodes
-    if not config.broadcasts:
-        return (f"http://{config.vllm_host}:{config.vllm_port}",) if count else ()
-    if config.inference_urls:
-        return tuple(config.inference_urls)
-    ports = range(config.vllm_port, config.vllm_port + count)
-    return () if config.vllm_host in THIS_HOST else tuple(f"http://{config.vllm_host}:{port}" for port in ports)
+    if not count or (config.broadcasts and not config.inference_urls and config.vllm_host in THIS_HOST):
+        return ()
+    return config.server_urls
 
 
 def _broker_port(settings: RunSettings, held: ExitStack | None) -> int:

@@ -20,7 +20,7 @@ from example_trainer.launcher.base_model import BASE_MODEL, LocalBase, local_bas
 from example_trainer.launcher.endpoints import Endpoints, broker_token, settle_endpoints
 from example_trainer.launcher.plan import BROKER, FINAL_SERVER, TRAINER, VLLM, Plan, Programs, make_plan
 from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, View, make_view
-from example_trainer.launcher.run_dir import RunDir, plan_run_dir, telling, write_json, write_yaml
+from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_flag, write_json, write_yaml
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
 from example_trainer.launcher.supervisor import Supervisor
@@ -29,7 +29,6 @@ from example_trainer.processes.child import ChildFailed, ChildSpec
 from example_trainer.processes.tree import adopt_orphans, is_alive, python_path
 
 TICK_SECONDS = 0.1
-
 CACHE_LOOKUP_SECONDS = 2.0
 
 # Environments contact the broker at least every ten seconds.
@@ -37,7 +36,6 @@ SILENCE_SECONDS = 60.0
 
 # After the environments have ended, the trainer may still write its last checkpoint; beyond this it waits in vain.
 TRAINER_LAG_SECONDS = 120.0
-
 SETTLED_HERE = ("model_name", "atropos_url", "vllm_port", "inference_urls")
 """Settings of the trainer whose values the launcher determines."""
 
@@ -52,7 +50,7 @@ class Interrupted(TrainerError):
 
 @dataclass(slots=True)
 class StopRequest:
-    """Remembers the first signal that asks the launch to stop; `obey` acts on it between two checks of the children."""
+    """Remembers the first signal that asks the launch to stop; `raise_if_requested` is called between checks."""
 
     number: int | None = None
 
@@ -73,7 +71,7 @@ class StopRequest:
         if self.number is None:
             self.number = number
 
-    def obey(self) -> None:
+    def raise_if_requested(self) -> None:
         if self.number is not None:
             raise Interrupted(self.number)
 
@@ -140,7 +138,7 @@ class Launch:
         begun = time.monotonic()
 
         def tick() -> None:
-            stop.obey()
+            stop.raise_if_requested()
             making = time.monotonic() - begun > CACHE_LOOKUP_SECONDS
             snapshot.phase = "making the base model (about a minute, once)" if making else "looking for the base model"
             view.update(snapshot, ())
@@ -158,7 +156,7 @@ class Launch:
             if entry.written_for is not None:
                 log = self.run.logs / f"{entry.name}.log"
                 self.notes.append(
-                    f"{entry.server} has run on settings for {entry.written_for}; {log} names those it passed over"
+                    f"{entry.server} used settings written for {entry.written_for}; {log} names those that it ignored"
                 )
         snapshot.milestones |= dict.fromkeys(_milestones(plan))
         snapshot.phase = "starting"
@@ -179,8 +177,8 @@ class Launch:
         waiting = {TRAINER, *plan.environments}
         trainer_alone, environments_alone = Stopwatch(), Stopwatch()
         while waiting:
-            stop.obey()
-            self._revive(supervisor, snapshot, view)
+            stop.raise_if_requested()
+            self._restart_failed(supervisor, snapshot, view)
             supervisor.check()
             still = {name for name in waiting if supervisor[name].exit_code is None}
             if plan.final_server is not None and TRAINER in waiting - still and still:
@@ -196,13 +194,13 @@ class Launch:
                 break
             time.sleep(TICK_SECONDS)
 
-    def _revive(self, supervisor: Supervisor, snapshot: Snapshot, view: View) -> None:
-        """Restart failed programs that may be restarted, once all servers have been up; the others go on meanwhile."""
+    def _restart_failed(self, supervisor: Supervisor, snapshot: Snapshot, view: View) -> None:
+        """Restart failed programs that may be restarted, once all servers have been ready; the others keep running."""
         if snapshot.milestones.get(VLLM) is None:
             return
-        for told in supervisor.revive():
-            snapshot.phase = f"{told}; starting it again"
-            self.notes.append(f"{told} and was started again")
+        for failure in supervisor.restart_failed():
+            snapshot.phase = f"{failure}; starting it again"
+            self.notes.append(f"{failure} and was started again")
             view.update(snapshot, ())
 
     def _conclude(
@@ -216,7 +214,7 @@ class Launch:
             if name in supervisor:
                 supervisor.stop(name)
         try:
-            supervisor.wait_for_end(drawing, stop.obey)
+            supervisor.wait_for_end(drawing, stop.raise_if_requested)
         except ChildFailed as error:
             self.notes.append(f"reward.png could not be drawn: {error}")
         timeline = {"start": self.started_at, "end": time.time(), **_reached(snapshot), **snapshot.marks}
@@ -227,7 +225,7 @@ class Launch:
         return summary
 
     def _record(self, plan: Plan) -> None:
-        with telling(self.run.configs, "--run-dir"):
+        with reporting_flag(self.run.configs, "--run-dir"):
             for path, content in plan.files.items():
                 write_yaml(path, content)
         self.run.write_record(resolved(self.settings, plan))
@@ -278,7 +276,7 @@ def _phase(snapshot: Snapshot, waiting: set[str]) -> str:
     if TRAINER not in waiting:
         return "final evaluation" if waiting else "ending"
     if silent := silent_environments(snapshot):
-        return f"not heard of for over {SILENCE_SECONDS:.0f} s: {', '.join(silent)}"
+        return f"silent for over {SILENCE_SECONDS:.0f} s: {', '.join(silent)}"
     if snapshot.rows:
         return "training" if snapshot.step < snapshot.total_steps else "last checkpoint"
     missing = [name for name, reached_at in snapshot.milestones.items() if reached_at is None]
@@ -286,7 +284,7 @@ def _phase(snapshot: Snapshot, waiting: set[str]) -> str:
 
 
 def silent_environments(snapshot: Snapshot) -> list[str]:
-    """Return the registered environments that the broker has not heard from for long: they run, but may be stuck."""
+    """Return the registered environments that have not called the broker for long: they run, but may be stuck."""
     known = [entry for entry in snapshot.status.get("environments", ()) if isinstance(entry, dict)]
     return [str(entry.get("name")) for entry in known if (entry.get("quiet_seconds") or 0.0) > SILENCE_SECONDS]
 
@@ -294,16 +292,16 @@ def silent_environments(snapshot: Snapshot) -> list[str]:
 def _note_engine_start(snapshot: Snapshot, supervisor: Supervisor, plan: Plan) -> None:
     """Record when the server's imports ended: it starts its engine's process then; the time after is the engine's."""
     if snapshot.milestones.get("vllm") and "imports" not in snapshot.marks and plan.child(VLLM):
-        born = [process.create_time() for process in supervisor[VLLM].descendants if is_alive(process)]
-        if born:
-            snapshot.marks["imports"] = min(born)
+        start_times = [process.create_time() for process in supervisor[VLLM].descendants if is_alive(process)]
+        if start_times:
+            snapshot.marks["imports"] = min(start_times)
 
 
 def _with_version(server: ChildSpec, snapshot: Snapshot) -> ChildSpec:
     """Add to `server`'s command the policy version of the checkpoint it serves, as the trainer last reported it."""
     version = snapshot.rows[-1].get(metric_names.POLICY_VERSION) if snapshot.rows else None
-    told = () if version is None else ("--policy-version", str(int(version)))
-    return replace(server, command=(*server.command, *told))
+    version_flag = () if version is None else ("--policy-version", str(int(version)))
+    return replace(server, command=(*server.command, *version_flag))
 
 
 def _reached(snapshot: Snapshot) -> dict[str, float]:

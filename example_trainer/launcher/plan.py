@@ -1,6 +1,8 @@
 """Makes the plan of a launch from its settings: ports, paths, and the command line and settings of each program.
 
-Nothing here starts or writes anything, so that `--dry-run` shows exactly what a launch would do.
+Nothing here starts or writes anything, so that `--dry-run` shows exactly what a launch would do. The plan has the
+command line of each vLLM server that the launcher starts; `vllm_manager` makes that of a server of the trainer's own,
+and `serving.start` runs in the process itself.
 """
 
 from __future__ import annotations
@@ -33,12 +35,10 @@ from example_trainer.processes.tree import PACKAGE_ROOT, python_path
 BROKER, VLLM, TRAINER, FINAL_SERVER = "broker", "vllm", "trainer", "vllm-final"
 
 LATEST_CHECKPOINT = "latest"
-
 MANIFEST_NAME = "vllm_bridge_config.json"
-
 MANY_CORES = 8
 
-# For each server where there are several; one that fails more often has a fault that a restart does not cure.
+# Restarts per server if there are several; if one fails more often, restarting it does not help.
 SERVER_RESTARTS = 3
 
 # Newest groups of each environment that are kept in the run directory.
@@ -192,12 +192,12 @@ class _Builder:
         }
         if self.places.vllm_ports:
             settled["vllm_port"] = self.places.vllm_ports[0]
-        if config.broadcasts:
+        if config.broadcasts or len(self.places.remote_urls) > 1:
             settled["inference_urls"] = list(self.places.vllm_urls)
         elif config.shares_memory:
             settled["vllm_config_path"] = str(self._manifest)
         outlives = config.mode.server_outlives_publish
-        if outlives:
+        if config.mode.awaits_policy:
             settled["start_vllm"] = "never"
         path = self._write(TRAINER, {TRAINER: asked | settled})
         return self._child(
@@ -205,7 +205,7 @@ class _Builder:
             self._command(self.programs.trainer, path),
             environment=self._environment(),
             ends_by_itself=True,
-            # In the other modes the trainer replaces its server by design, and W&B's service ends before the trainer.
+            # Not a failure: in other modes the trainer replaces its server, and W&B's service exits before the trainer.
             watch_descendants=outlives and not config.use_wandb,
         )
 
@@ -234,6 +234,10 @@ class _Builder:
             options["max_loras"] = versions_kept(config.max_staleness)
         if config.mode.awaits_policy:
             options["await_policy"] = True
+        if config.vllm_quantization is not None:
+            options["quantization"] = config.vllm_quantization
+        if config.vllm_enable_sleep_mode:
+            options["enable_sleep_mode"] = True
         return options
 
     def _environment_defaults(self) -> dict[str, Any]:
@@ -290,7 +294,7 @@ def _with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:
         return servers
     if isinstance(servers, list):
         raise ConfigError(
-            f"--openai.{next(iter(secret))}: openai is a list of {len(servers)} in the file; set it there"
+            f"--openai.{next(iter(secret))}: openai is a list of {len(servers)} servers in the file; set it there"
         )
     return merge(servers, secret)
 

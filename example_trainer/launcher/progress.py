@@ -29,9 +29,7 @@ from atropos_api.common.secrets import TokenSource
 from example_trainer.monitoring.trackers import MetricsTail, read_row
 
 STATUS_INTERVAL_SECONDS = 1.0
-
 READINESS_INTERVAL_SECONDS = 0.25
-
 STALLED_SECONDS = 30.0
 
 
@@ -158,11 +156,8 @@ class Feed:
 
 
 REFRESH_INTERVAL_SECONDS = 0.5
-
 DROPS_INTERVAL_SECONDS = 30.0
-
 SPARKS = "▁▂▃▄▅▆▇█"
-
 SPARKLINE_WIDTH = 60
 
 
@@ -189,7 +184,7 @@ class PlainView:
         self._shown: set[str] = set()
         self._phase = ""
         self._drops: list[str] = []
-        self._drops_told_at = float("-inf")
+        self._drops_shown_at = float("-inf")
 
     def update(self, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
         for name, reached_at in snapshot.milestones.items():
@@ -202,13 +197,13 @@ class PlainView:
         if snapshot.phase != self._phase:
             self._phase = snapshot.phase
             self._line(snapshot.elapsed_seconds, snapshot.phase)
-        self._tell_drops(snapshot)
+        self._print_drops(snapshot)
 
-    def _tell_drops(self, snapshot: Snapshot) -> None:
+    def _print_drops(self, snapshot: Snapshot) -> None:
         """Print why no groups arrive when the reason has changed, at most every `DROPS_INTERVAL_SECONDS`."""
         drops, now = snapshot.drops, time.monotonic()
-        if drops and drops != self._drops and now - self._drops_told_at >= DROPS_INTERVAL_SECONDS:
-            self._drops, self._drops_told_at = drops, now
+        if drops and drops != self._drops and now - self._drops_shown_at >= DROPS_INTERVAL_SECONDS:
+            self._drops, self._drops_shown_at = drops, now
             for line in drops:
                 self._line(snapshot.elapsed_seconds, line)
 

@@ -94,7 +94,7 @@ class RunDir:
         """Make the folders of this attempt and point `logs/latest` at its logs."""
         require_writable(self.root, "--run-dir")
         require_writable(self.log_root, "--log-dir")
-        with telling(self.root, "--run-dir"):
+        with reporting_flag(self.root, "--run-dir"):
             for folder in (self.logs, self.configs, self.bridge):
                 folder.mkdir(parents=True, exist_ok=True)
             link = self.log_root / "latest"
@@ -113,13 +113,13 @@ class RunDir:
             "attempt": self.attempt,
             **provenance(),
         }
-        with telling(self.root, "--run-dir"):
+        with reporting_flag(self.root, "--run-dir"):
             write_json(self.root / "config.json", record)
 
 
 def plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume: bool) -> RunDir:
     """Choose the directory of a run without creating it; refuse one with metrics of a run unless `resume` is set."""
-    with telling(log_dir or root or Path(), "--log-dir" if log_dir else "--run-dir"):
+    with reporting_flag(log_dir or root or Path(), "--log-dir" if log_dir else "--run-dir"):
         return _plan_run_dir(root, name=name, log_dir=log_dir, resume=resume)
 
 
@@ -135,14 +135,14 @@ def _plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume:
 
 def require_writable(directory: Path, flag: str) -> None:
     """Make `directory` if it is missing; raise `DirectoryUnusable` if no file can be created in it."""
-    with telling(directory, flag):
+    with reporting_flag(directory, flag):
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
 
 
 @contextlib.contextmanager
-def telling(directory: Path, flag: str) -> Iterator[None]:
+def reporting_flag(directory: Path, flag: str) -> Iterator[None]:
     """Turn a file system error in the block into a `DirectoryUnusable` of one line that names the flag."""
     try:
         yield
@@ -169,12 +169,12 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a record of the run, whole or not at all, readable by its owner alone."""
+    """Write a record of the run atomically, readable by its owner only."""
     write_private(path, json.dumps(content, indent=2, default=str) + "\n")
 
 
 def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the settings of one program, readable by their owner alone."""
+    """Write the settings of one program, readable by their owner only."""
     write_private(path, yaml.safe_dump(as_plain_data(content), sort_keys=False))
 
 

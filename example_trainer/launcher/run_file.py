@@ -26,11 +26,8 @@ from example_trainer.options.modes import BridgeMode
 from example_trainer.options.presets import environment_settings, hand_on_environment_options
 
 PREFIXED_SECTIONS = ("api", "vllm", "env", "openai")
-
 SECTIONS = ("trainer", *PREFIXED_SECTIONS, "environments", "modes")
-
 PROG = "atropos-grpo-run"
-
 _DEFAULT_MODE: BridgeMode = "shared_vllm"
 
 DESCRIPTION = """Start broker, vLLM, environment and trainer, watch them, and end them together.
@@ -49,7 +46,7 @@ class RunConfig(TrainingConfig):
     )
     dry_run: bool = Field(False, description="Print what would run, and start nothing.")
     progress: Literal["auto", "live", "plain"] = Field(
-        "auto", description="One live view, or one plain line a step; auto: live on a terminal."
+        "auto", description="live: one view that is redrawn; plain: one line per step; auto: live on a terminal."
     )
 
 
@@ -146,14 +143,14 @@ def trainer_settings(argv: Sequence[str], *, default_mode: str = "none") -> tupl
     settings: dict[str, Any] = {}
     for path in paths:
         settings |= read_config_file(TrainingConfig, path, section="trainer")
-    mode = _asked_mode(own) or settings.get("weight_bridge_mode", default_mode)
+    mode = _requested_mode(own) or settings.get("weight_bridge_mode", default_mode)
     for path in paths:
         differing = (read_sections(path).get("modes") or {}).get(mode) or {}
         settings |= check_keys(TrainingConfig, differing, where=f"--config {path}, modes.{mode}")
     return settings, own, paths
 
 
-def _asked_mode(argv: Sequence[str]) -> str | None:
+def _requested_mode(argv: Sequence[str]) -> str | None:
     """Return the value of `--weight-bridge-mode`, the last one if there are several."""
     asked = None
     for index, argument in enumerate(argv):
@@ -166,16 +163,16 @@ def _asked_mode(argv: Sequence[str]) -> str | None:
 def split_section_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, SectionFlags]]:
     """Split the arguments into the launcher's own and those with a section's prefix."""
     own: list[str] = []
-    taken: dict[str, list[list[str]]] = {name: [] for name in PREFIXED_SECTIONS}
+    flags_by_section: dict[str, list[list[str]]] = {name: [] for name in PREFIXED_SECTIONS}
     current: list[str] | None = None
-    for argument in map(_written_out, argv):
+    for argument in map(_expand_env_flag, argv):
         if argument.startswith("--"):
-            current = _section_of(argument, taken)
+            current = _section_of(argument, flags_by_section)
             if current is not None:
                 current.append(argument)
                 continue
         (own if current is None else current).append(argument)
-    return own, {name: _section_flags(groups) for name, groups in taken.items()}
+    return own, {name: _section_flags(groups) for name, groups in flags_by_section.items()}
 
 
 def read_sections(path: str) -> dict[str, Any]:
@@ -234,21 +231,23 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _written_out(argument: str) -> str:
+def _expand_env_flag(argument: str) -> str:
     """Expand `--env`, which is short for `--env.server`."""
     name, equals, value = argument.partition("=")
     return f"--env.server{equals}{value}" if name == "--env" else argument
 
 
-def _section_of(argument: str, taken: Mapping[str, list[list[str]]]) -> list[str] | None:
+def _section_of(argument: str, flags_by_section: Mapping[str, list[list[str]]]) -> list[str] | None:
     """Add a new group for this flag to its section and return it; None for a flag without a section."""
     section, dot, _ = argument[2:].removeprefix("no-").split("=", 1)[0].partition(".")
     if not dot:
         return None
-    if section not in taken:
-        raise ConfigError(f"unknown option {argument}{nearest(section, taken)} (sections: {', '.join(taken)})")
-    taken[section].append([])
-    return taken[section][-1]
+    if section not in flags_by_section:
+        raise ConfigError(
+            f"unknown option {argument}{nearest(section, flags_by_section)} (sections: {', '.join(flags_by_section)})"
+        )
+    flags_by_section[section].append([])
+    return flags_by_section[section][-1]
 
 
 def _section_flags(groups: list[list[str]]) -> SectionFlags:
@@ -317,7 +316,7 @@ def _environment(
     server = flags.get("server") or entry.get("file") or in_file
     if not isinstance(server, str):
         raise ConfigError(
-            f"{name}: which server? Name its file or module as env.server in the run file or with --env.server"
+            f"{name} names no environment server; give its file or module as env.server in it or with --env.server"
         )
     named = entry.get("file") or in_file
     foreign = isinstance(named, str) and server_stem(named) != server_stem(server)

@@ -26,11 +26,8 @@ from example_trainer.launcher.run_dir import TIMELINE_NAME
 from example_trainer.monitoring.trackers import EVENTS_FILE, ROLLOUTS, MetricsTail
 
 WINDOW_STEPS = 5
-
 GOOD_REWARD = 0.9
-
 GOOD_REWARD_WINDOW_STEPS = 3
-
 SUMMARY_NAME = "summary.json"
 
 
@@ -250,7 +247,7 @@ def draw(run_dir: Path) -> Path:
     _draw_accuracies(axes, read_accuracies(run_dir / "evals"))
     axes.legend(loc="lower right")
     path = run_dir / "reward.png"
-    replace_whole(path, lambda beside: figure.savefig(beside, dpi=120))
+    replace_whole(path, lambda partial: figure.savefig(partial, dpi=120))
     return path
 
 

@@ -8,10 +8,8 @@ soon as a program, or a long-lived process of a program, has ended that should b
 from __future__ import annotations
 
 import getpass
-import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 import uuid
@@ -30,8 +28,8 @@ from example_trainer.processes.child import (
     ChildSpec,
     Descendant,
     LostProcess,
-    open_private_log,
     reason,
+    spawn,
 )
 from example_trainer.processes.cleanup import Guardian, SharedMemoryLedger
 from example_trainer.processes.tree import (
@@ -39,7 +37,6 @@ from example_trainer.processes.tree import (
     children_by_parent,
     descendants,
     describe,
-    die_with,
     end_processes,
     find_tree,
     is_alive,
@@ -47,13 +44,11 @@ from example_trainer.processes.tree import (
     reap_adopted,
 )
 
-TOLD_IN_ONE_LINE = frozenset({2, 3})
+EXPLAINED_IN_ONE_LINE = frozenset({2, 3})
 """Exit codes of a program whose last line is enough: 2, a refusal, and 3, the trainer's stop at a sign of trouble."""
 
 STOP_GRACE_SECONDS = 10.0
-
 FAILURE_GRACE_SECONDS = 3.0
-
 OBSERVE_INTERVAL_SECONDS = 1.0
 
 # vLLM appends 37 characters for a socket, whose whole path the kernel limits to 107.
@@ -96,16 +91,7 @@ class Supervisor:
     def start(self, spec: ChildSpec) -> Child:
         """Start a program; its output goes to `<log dir>/<name>.log`."""
         log_path = self._log_dir / f"{spec.name}.log"
-        with open_private_log(log_path) as log:
-            process = subprocess.Popen(
-                self._command(spec),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._environment(spec),
-                start_new_session=True,
-                preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 - the launcher has no other threads
-            )
+        process = spawn(self._command(spec), environment=self._environment(spec), log_path=log_path)
         child = Child(
             spec=spec,
             process=process,
@@ -129,15 +115,15 @@ class Supervisor:
         if broken := [child for child in self if child.is_broken(now)]:
             raise self._failure(broken)
 
-    def revive(self) -> list[str]:
+    def restart_failed(self) -> list[str]:
         """End what is left of each failed program that may be restarted, and restart it; return how each failed."""
         now = time.monotonic()
         failed = [child for child in self if child.spec.restarts and (child.has_failed or child.is_broken(now))]
-        told = [f"{child.name} {_end_of(child)}" for child in failed]
+        failures = [f"{child.name} {_end_of(child)}" for child in failed]
         for child in failed:
             self.stop(child.name, grace_seconds=FAILURE_GRACE_SECONDS)
             self.start(replace(child.spec, restarts=child.spec.restarts - 1))
-        return told
+        return failures
 
     def wait_for_end(self, child: Child, on_tick: Callable[[], None]) -> None:
         """Wait until a program ends, calling `on_tick` meanwhile; raise `ChildFailed` if it or another one fails."""
@@ -161,9 +147,9 @@ class Supervisor:
     def close(self, *, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
         """End every process of the run, remove what they left and dismiss the guardian; may be called again."""
         self._note_shared_memory()
-        end_processes(self._living, grace_seconds=grace_seconds)
+        end_processes(self._running_processes, grace_seconds=grace_seconds)
         for child in self:
-            child.process.poll()  # reaps one that ended after the last look: `_living` does not return zombies
+            child.process.poll()  # reaps one that ended since: `_running_processes` returns no zombies
         self._children.clear()
         self._shared_memory.sweep()
         shutil.rmtree(self._temporary_dir, ignore_errors=True)
@@ -171,7 +157,7 @@ class Supervisor:
             self._guardian.dismiss()
             self._guardian = None
 
-    def _living(self) -> list[psutil.Process]:
+    def _running_processes(self) -> list[psutil.Process]:
         for child in self:
             child.process.poll()  # collects the exit, so that it does not linger as a zombie
         self._reap(children_by_parent())
@@ -195,7 +181,7 @@ class Supervisor:
             "VLLM_RPC_BASE_PATH": scratch,
             "PYTHONUNBUFFERED": "1",
         }
-        return {**os.environ, **own, **spec.environment}
+        return {**own, **spec.environment}
 
     def _observe(self, now: float) -> None:
         """Look at the children's own processes: note new ones, and record the loss of those that have ended."""
@@ -208,15 +194,15 @@ class Supervisor:
         size_before = len(child.descendants)
         known = {process.pid for process in child.descendants}
         for process in filter(None, map(open_process, set(descendants(child.process.pid, table)) - known)):
-            child.descendants[process] = Descendant(seen_at=now, title="", is_errand=_is_errand(process, child))
+            child.descendants[process] = Descendant(seen_at=now, title="", is_short_task=_is_short_task(process, child))
         for process in list(child.descendants):
             if is_alive(process):
                 child.descendants[process].title = describe(process)
                 continue
-            gone = child.descendants.pop(process)
-            settled = now - gone.seen_at >= SETTLED_AFTER_SECONDS and not gone.is_errand
+            ended = child.descendants.pop(process)
+            settled = now - ended.seen_at >= SETTLED_AFTER_SECONDS and not ended.is_short_task
             if settled and child.spec.watch_descendants and child.loss is None:
-                child.loss = LostProcess(title=gone.title, noticed_at=now, size_before=size_before)
+                child.loss = LostProcess(title=ended.title, noticed_at=now, size_before=size_before)
 
     def _note_shared_memory(self) -> None:
         processes = [process for child in self for process in (child.handle, *child.descendants)]
@@ -229,13 +215,13 @@ class Supervisor:
         reap_adopted([*(child.process.pid for child in self), *guardian], table)
 
     def _failure(self, children: list[Child]) -> ChildFailed:
-        told = [child for child in children if child.exit_code in TOLD_IN_ONE_LINE]
-        if told and len(told) == len(children):
-            return ChildFailed("; ".join(_refusal(child) for child in told), exit_code=told[0].exit_code or 1)
+        refused = [child for child in children if child.exit_code in EXPLAINED_IN_ONE_LINE]
+        if refused and len(refused) == len(children):
+            return ChildFailed("; ".join(_refusal(child) for child in refused), exit_code=refused[0].exit_code or 1)
         return ChildFailed("\n".join(_report(child) for child in children), exit_code=1)
 
 
-def _is_errand(process: psutil.Process, child: Child) -> bool:
+def _is_short_task(process: psutil.Process, child: Child) -> bool:
     try:
         compiles = any("torch/_inductor" in word for word in process.cmdline())
         return compiles or bool(process.exe() != child.handle.exe())
@@ -249,9 +235,9 @@ def _make_scratch() -> str:
     if len(scratch) > LONGEST_SCRATCH:
         Path(scratch).rmdir()
         scratch = tempfile.mkdtemp(prefix="atropos-", dir="/tmp")
-    kept = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    kept.mkdir(exist_ok=True)
-    Path(scratch, kept.name).symlink_to(kept)
+    compile_cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    compile_cache.mkdir(exist_ok=True)
+    Path(scratch, compile_cache.name).symlink_to(compile_cache)
     return scratch
 
 

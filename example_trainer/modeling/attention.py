@@ -20,13 +20,9 @@ import torch
 from torch import Tensor
 
 ATTENTION_NAME = "atropos_packed"
-
 MAX_PADDED_AREA_RATIO = 1.4
-
 SMALL_AREA = 1 << 15  # below this many query-key pairs a bucket's overhead outweighs its padding
-
 MAX_BUCKET_AREA = 1 << 22  # bounds the memory of one bucket's scores
-
 EXPLICIT_SCORES_AREA = 1 << 14  # rows up to this query x key size are faster with explicit scores than in SDPA
 
 
@@ -162,7 +158,7 @@ def _plain_attention(
 def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
-            raise NotImplementedError(f"packed attention does not know {name}")
+            raise NotImplementedError(f"packed attention does not support {name}")
 
 
 def _attend_bucket(rows: list[Tensor], bucket: Bucket, scaling: float, window: int | None) -> Tensor:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from example_trainer.modeling.loading import PolicyOptions
 
 ResultT = TypeVar("ResultT")
-
 FORWARD_METHOD = "atropos_compute"
 
 
@@ -49,13 +48,13 @@ class ShardedPolicy(Policy):
     @torch.no_grad()
     def fill(self, source: nn.Module | None) -> None:
         """Copy the values of rank 0's `source`, freeing its weights one by one; `source` is None on the other ranks."""
-        given = {} if source is None else dict(source.named_parameters())
+        source_parameters = {} if source is None else dict(source.named_parameters())
         for name, parameter in self.module.named_parameters():
             if source is None:
                 tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
             else:
-                tensor = given[name].detach().to(device=self.device, dtype=parameter.dtype)
-                given[name].data = torch.empty(0)
+                tensor = source_parameters[name].detach().to(device=self.device, dtype=parameter.dtype)
+                source_parameters[name].data = torch.empty(0)
             parameter.copy_(_sliced(tensor, parameter, source_rank=0))
         for name, buffer in self.module.named_buffers():
             if source is not None:
@@ -106,7 +105,7 @@ class ShardedPolicy(Policy):
 
     def _stored(self, parameter_name: str, name: str) -> torch.Tensor:
         if self._whole is None:
-            raise RuntimeError(f"{parameter_name} is spread over the ranks; gather the weights first")
+            raise RuntimeError(f"{parameter_name} is sharded over the ranks; gather the weights first")
         return self._whole[name]
 
 
@@ -155,7 +154,7 @@ def load_spread(
     options: PolicyOptions, stored: Any, *, served_dtype: torch.dtype, device: torch.device
 ) -> ShardedPolicy:
     """Load the sharded policy that `options` describe; only rank 0 reads it, into host memory in its stored dtype."""
-    assert options.sharding is not None, "nothing says how it is spread"
+    assert options.sharding is not None, "options.sharding is not set"
     module = load_module(options, stored, torch.float32, torch.device("meta"))
     policy = ShardedPolicy(
         module,
@@ -181,7 +180,7 @@ def _refuse_unfilled(module: nn.Module) -> None:
         for name, value in vars(owner).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 raise UnsupportedModel(
-                    f"{type(module).__name__} keeps {path}.{name} in no parameter and no buffer, so it cannot be "
+                    f"{type(module).__name__} keeps {path}.{name} outside its parameters and buffers, so it cannot be "
                     "given to other ranks; train it with --world-size 1"
                 )
 
@@ -220,7 +219,7 @@ def _layers(module: Any) -> list[nn.Module]:
     found = [each for each in module.modules() if type(each).__name__ in names]
     if not found:
         raise UnsupportedModel(
-            f"{type(module).__name__} does not say which of its modules are layers, so it cannot be spread over "
+            f"{type(module).__name__} does not declare which of its modules are layers, so it cannot be sharded over "
             "several ranks; train it with --world-size 1"
         )
     return found

@@ -14,13 +14,9 @@ from collections.abc import Iterable
 from example_trainer.errors import BadLayerFilter
 
 TRAIN_FLAG = "--train-layer-indices"
-
 _BLOCK = re.compile(r"(?:^|\.)(layers|h)\.(\d+)\.")
-
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-
 _SHARE = re.compile(r"top-(\d{1,3})%")
-
 _LAST = re.compile(r"last-(\d+)")
 
 
@@ -57,7 +53,7 @@ def parse_layer_indices(text: str, layer_count: int, *, flag: str = TRAIN_FLAG) 
         first, last = bounds
         if not 0 <= first <= last < layer_count:
             raise BadLayerFilter(
-                f"{flag} {text!r}: {part!r} lies outside this model's blocks; "
+                f"{flag} {text!r}: {part!r} is outside this model's blocks; "
                 f"the valid range is {valid_range(layer_count)}"
             )
         chosen.update(range(first, last + 1))

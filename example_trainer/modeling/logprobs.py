@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 KEEP_PROBABILITIES_BELOW = 1 << 23  # elements: 32 MiB in fp32
-
 DEFAULT_CHUNK_TOKENS = 1024
-
 MOST_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # 32 MiB in fp32, or 256; two such arrays at a time
 
 

@@ -26,16 +26,12 @@ if TYPE_CHECKING:
     from example_trainer.config import TrainingConfig
 
 ADAPTER_NAME = "default"
-
 DEFAULT_TARGETS = ("q_proj", "v_proj")
-
 PRESETS = ("all-linear", "attention", "mlp")
 """Target sets by role, for any model family's module names; each covers only modules inside the blocks."""
 
 LAYER_FLAG = "--lora-layer-indices"
-
 _PREFIX = "base_model.model."
-
 _MATRICES = ("lora_A", "lora_B")
 
 

@@ -23,9 +23,7 @@ LayoutKind = Literal["shared", "packed", "rows"]
 IntArray = NDArray[np.int64]
 
 MIN_SHARED_PREFIX = 4
-
 ROW_MULTIPLE = 8
-
 PAIRS_PER_TOKEN = 6 * 1024
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROBE_TOLERANCE = {torch.float32: 1e-3}
-
 HALF_PRECISION_TOLERANCE = 5e-2
 
 
@@ -29,12 +28,14 @@ def choose_layout(policy: Policy, *, padded: bool = False) -> LayoutKind:
     if padded:
         return "rows"
     if not attention.install(policy.module):
-        logger.warning("%s cannot attend through packed rows; padding instead", type(policy.module).__name__)
+        logger.warning("%s does not support packed rows; using padded rows", type(policy.module).__name__)
         return "rows"
     wanted: LayoutKind = "packed" if policy.device.type == "cuda" else "shared"
     difference = _packing_difference(policy, wanted)
     if difference > PROBE_TOLERANCE.get(policy.dtype, HALF_PRECISION_TOLERANCE):
-        logger.warning("packed rows differ from padded ones by %.1e of the largest state; padding instead", difference)
+        logger.warning(
+            "packed rows differ from padded ones by %.1e of the largest state; using padded rows", difference
+        )
         return "rows"
     return wanted
 

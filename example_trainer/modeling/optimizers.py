@@ -32,7 +32,6 @@ PIECE_ELEMENTS = 1 << 22
 """Number of weights rounded at one time, which needs about four arrays of that size (64 MiB)."""
 
 _LOW_BITS = 16
-
 _SPREAD = (0x9E3779B1, 0x85EBCA77)
 """Odd numbers that mix seed and step into all 32 bits of the seed that torch's CPU generator uses."""
 

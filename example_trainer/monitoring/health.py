@@ -24,7 +24,7 @@ ANY_SIGN = "health"
 """The value of `--stop-on` that means every sign."""
 
 COMPARED_STEPS = 100
-"""The number of steps before a window whose rates are kept."""
+"""Number of earlier steps whose token rates are kept for comparison with the current window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,13 +39,13 @@ class HealthLimits:
     """Nats between the mean logprobs of sampler and trainer."""
     kl: float = 1.0
     repetition: float = 0.5
-    """Ours: half of all 4-grams are repeats."""
+    """Our own limit: half of all 4-grams are repeats."""
     reward_drop: float = 0.5
-    """Ours: a fall of the reward's mean over a window, in standard deviations of a batch's rewards."""
+    """Our own limit: a fall of the reward's mean over a window, in standard deviations of a batch's rewards."""
     rate_drop: float = 0.5
-    """Ours: tokens per second as a share of the median of up to 100 earlier steps."""
+    """Our own limit: tokens per second as a share of the median of up to 100 earlier steps."""
     left_out: float = 0.5
-    """Ours: share of a step's sequences that are too long or have no token to train."""
+    """Our own limit: share of a step's sequences that are too long or have no token to train."""
     flat_steps: int = 5
     window_steps: int = 5
 
@@ -57,7 +57,7 @@ def parse_limits(given: Sequence[str]) -> HealthLimits:
     for text in given:
         name, equals, value = text.partition("=")
         if name not in known or not equals:
-            raise ValueError(f"{text} is no limit; write name=value with one of {', '.join(known)}")
+            raise ValueError(f"{text} is not a limit; write name=value with one of {', '.join(known)}")
         try:
             chosen[name] = _like(known[name], value)
         except ValueError as error:
@@ -91,7 +91,7 @@ class HealthEvent:
     step: int
     value: float
     message: str
-    """The finding, in the words that people search for."""
+    """The finding, in commonly searched terms."""
     advice: str
 
     def fields(self) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def _policy_signs(limits: HealthLimits) -> tuple[_Sign, ...]:
         _Sign(
             name="mean_ratio",
             check=_outside(names.MEAN_RATIO, low, high),
-            message=f"mean_ratio {{value:.3f}} is outside {low:g}-{high:g}: the policy has left the one that sampled",
+            message=f"mean_ratio {{value:.3f}} is outside {low:g}-{high:g}: the policy is far from the sampler's",
             advice="keep --clip-eps 0.2, lower --lr, add --warmup-steps 20, bound the age with --max-staleness",
         ),
         _Sign(
@@ -339,7 +339,7 @@ def _outcome_signs(limits: HealthLimits) -> tuple[_Sign, ...]:
         _Sign(
             name="flat_reward",
             check=_FlatReward(limits.flat_steps),
-            message="{value:.0f} batches in a row had nothing to learn: every group's rewards are alike (flat reward)",
+            message="{value:.0f} batches in a row gave no learning signal: each group has equal rewards (flat reward)",
             advice="look at the task's difficulty and its reward function; a larger --env.group_size finds differences",
         ),
         _Sign(

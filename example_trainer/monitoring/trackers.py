@@ -24,7 +24,6 @@ from example_trainer.monitoring.health import HealthEvent
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-
 EVENTS_FILE = "events.jsonl"
 
 
@@ -110,9 +109,9 @@ class WandbTracker:
                 config=dict(config),
             )
         except Exception as error:  # wandb raises many kinds of errors here, all before its run has begun
-            told = " ".join(str(error).split()).rstrip(".")
+            cause = " ".join(str(error).split()).rstrip(".")
             raise TrainerError(
-                f"--use-wandb: W&B begins no run ({told}); run wandb login, set WANDB_MODE=offline, or leave it out"
+                f"--use-wandb: W&B did not start a run ({cause}); run wandb login, set WANDB_MODE=offline, or omit it"
             ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -209,7 +208,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError:
-            logger.debug("an incomplete line in %s was left out", path)
+            logger.debug("ignored an incomplete line in %s", path)
     return found
 
 

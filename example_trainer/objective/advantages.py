@@ -1,7 +1,7 @@
 """Advantages from rewards (a baseline per group; a scale per group, per batch or none) and length penalties.
 
 A group is all answers to one prompt. Its mean is the baseline; groups whose rewards are all equal carry
-no signal and are left out before the forward, so that they cost nothing and dilute no denominator.
+no signal and are left out before the forward, so that they cost nothing and are not counted in any denominator.
 
 Overlong answers follow DAPO (Yu et al. 2025, section 3.4): a truncated answer says little about its reasoning, so it is
 left out of the loss, or its reward gets a penalty that grows with length as the answer nears the limit.
@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 SAMPLE_STD_EPS = 1e-4
-
 POPULATION_STD_FLOOR = 1e-8
-
 EQUAL_REWARDS_TOLERANCE = 1e-6
 
 

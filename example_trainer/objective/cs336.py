@@ -66,13 +66,13 @@ def compute_group_normalized_rewards(
     if normalize_by_std:
         spread = groups.std(1, keepdim=True) if group_size > 1 else torch.zeros_like(advantages)
         advantages = advantages / (spread + advantage_eps)
-    facts = {
+    metadata = {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std(correction=0)),
         "reward_min": float(rewards.min()),
         "reward_max": float(rewards.max()),
     }
-    return advantages.reshape(-1), rewards, facts
+    return advantages.reshape(-1), rewards, metadata
 
 
 def compute_entropy(logits: Tensor) -> Tensor:
@@ -120,14 +120,16 @@ def compute_policy_gradient_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss `loss_type`, `[batch, length]`, and its metadata; arguments that it does not need may be None."""
     if loss_type == "no_baseline":
-        return compute_naive_policy_gradient_loss(_given(raw_rewards, "raw_rewards", loss_type), policy_log_probs), {}
-    wanted = _given(advantages, "advantages", loss_type)
+        return compute_naive_policy_gradient_loss(
+            _required(raw_rewards, "raw_rewards", loss_type), policy_log_probs
+        ), {}
+    checked = _required(advantages, "advantages", loss_type)
     if loss_type == "reinforce_with_baseline":
-        return compute_naive_policy_gradient_loss(wanted, policy_log_probs), {}
+        return compute_naive_policy_gradient_loss(checked, policy_log_probs), {}
     if loss_type == "grpo_clip":
-        old = _given(old_log_probs, "old_log_probs", loss_type)
-        return compute_grpo_clip_loss(wanted, policy_log_probs, old, _given(cliprange, "cliprange", loss_type))
-    raise ValueError(f"loss_type {loss_type!r} is none of no_baseline, reinforce_with_baseline, grpo_clip")
+        old = _required(old_log_probs, "old_log_probs", loss_type)
+        return compute_grpo_clip_loss(checked, policy_log_probs, old, _required(cliprange, "cliprange", loss_type))
+    raise ValueError(f"loss_type {loss_type!r} is not one of no_baseline, reinforce_with_baseline, grpo_clip")
 
 
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -158,15 +160,15 @@ def grpo_microbatch_train_step(
 
     Returns the loss that was back-propagated, as a detached scalar, and the metadata of its loss type.
     """
-    losses, facts = compute_policy_gradient_loss(
+    losses, metadata = compute_policy_gradient_loss(
         policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange
     )
     loss = masked_mean(losses, response_mask, dim=1).mean() / gradient_accumulation_steps
     loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach(), facts
+    return loss.detach(), metadata
 
 
-def _given(value: T | None, name: str, loss_type: str) -> T:
+def _required(value: T | None, name: str, loss_type: str) -> T:
     if value is None:
         raise ValueError(f"loss_type {loss_type!r} needs {name}")
     return value

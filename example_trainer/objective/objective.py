@@ -64,12 +64,12 @@ def _try(name: str, loss: OwnLoss) -> None:
         values = loss(inputs, LossSettings(loss_type=name))
     except Exception as error:
         raise UnusableLoss(
-            f"--loss-type {name} fails on three tokens: {error!r}; the signature is that of own_loss's example"
+            f"--loss-type {name} fails on three tokens: {error!r}; give it the signature of own_loss's example"
         ) from error
     if not isinstance(values, torch.Tensor) or values.shape != logprobs.shape or not values.requires_grad:
         found = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
         raise UnusableLoss(
-            f"--loss-type {name} gave {found} for 3 tokens; it has to give a tensor of 3 losses, with gradient"
+            f"--loss-type {name} returned {found} for 3 tokens; it must return a tensor of 3 losses with gradient"
         )
 
 

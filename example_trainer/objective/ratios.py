@@ -87,7 +87,6 @@ def off_policy_mask(
 KlEstimator = Literal["k1", "k3"]
 
 MAX_RELATIVE_ERROR = 0.2
-
 LARGEST_FACTOR = 100.0
 
 

@@ -42,14 +42,14 @@ class Reference:
 
     def logprobs(self, rows: Sequence[Row], targets: Targets, score: Score) -> Tensor:
         """Return `[N]` reference logprobs: those from the environment, and computed ones for rows without them."""
-        given = targets.reference_logprobs
-        if given is None:
-            given = torch.full((len(targets),), torch.nan, device=targets.labels.device)
-        missing = [row for row in rows if bool(given[row.first_target].isnan())]
+        supplied = targets.reference_logprobs
+        if supplied is None:
+            supplied = torch.full((len(targets),), torch.nan, device=targets.labels.device)
+        missing = [row for row in rows if bool(supplied[row.first_target].isnan())]
         # Called even if nothing is missing here: with sharded weights the other ranks' forwards need this rank.
         with self._in_place(), torch.no_grad():
             scored = score(missing, targets)
-        return torch.where(given.isnan(), scored, given)
+        return torch.where(supplied.isnan(), scored, supplied)
 
     def after_step(self, step: int) -> None:
         """Make the policy the new reference if the update interval ends at this step."""

@@ -95,7 +95,7 @@ _NO_ADAPTERS = "this mode trains full weights, adapters are for --weight-bridge-
 SHARED_VLLM_REFUSES = {
     "vllm_tensor_parallel_size": "it splits the tensors that the trainer maps",
     "vllm_quantization": "quantised weights cannot be trained in place",
-    "vllm_enable_sleep_mode": "it moves the weights away under the trainer",
+    "vllm_enable_sleep_mode": "it removes the weights while the trainer uses them",
     "lora_r": _NO_ADAPTERS,
     "lora_alpha": _NO_ADAPTERS,
     "lora_dropout": _NO_ADAPTERS,
@@ -147,13 +147,13 @@ def _refuse_ranks(config: TrainingOptions) -> str | None:
         (config.mode.shares_memory, "the served weights are one unsharded copy; use --world-size 1"),
         (
             sharded and config.optimizer != "adamw",
-            f"--optimizer {config.optimizer} cannot step weights that are spread over ranks; use --optimizer adamw",
+            f"--optimizer {config.optimizer} cannot step weights that are sharded over ranks; use --optimizer adamw",
         ),
         (
             sharded and config.master_weights != "fp32",
             f"--master-weights {config.master_weights} is for one process; use fp32, of which each rank holds a part",
         ),
-        (config.overlap_publish, "--overlap-publish would gather weights beside a forward that gathers them as well"),
+        (config.overlap_publish, "--overlap-publish would gather weights during a forward that also gathers them"),
         (config.keep_versions > 0, f"--keep-versions {config.keep_versions} keeps older weights in one process only"),
     )
     cause = next((text for holds, text in causes if holds), None)
@@ -200,8 +200,8 @@ def _refuse_adapter_settings(config: TrainingOptions) -> str | None:
 def _refuse_remote_restart(config: TrainingOptions) -> str | None:
     if config.num_inference_nodes and not config.mode.server_outlives_publish:
         return (
-            f"--num-inference-nodes {config.num_inference_nodes}: mode {config.weight_bridge_mode} starts its servers "
-            "anew, which it can on this host only; use --weight-bridge-mode lora_only with --vllm-host"
+            f"--num-inference-nodes {config.num_inference_nodes}: mode {config.weight_bridge_mode} restarts its "
+            "servers, which is possible on this host only; use --weight-bridge-mode lora_only with --vllm-host"
         )
     return None
 
@@ -225,9 +225,42 @@ def _refuse_lora(config: TrainingOptions) -> str | None:
         return f"--lora-r {config.lora_r}: vLLM serves adapters up to rank {SERVED_RANKS[-1]}; use less"
     if config.weight_bridge_mode == "lora_restart" and config.restart_method == "reload":
         return "--restart-method reload is for whole checkpoints; use --weight-bridge-mode lora_only for adapters"
+    if config.weight_bridge_mode == "lora_only" and config.vllm_tensor_parallel_size > 1:
+        return (
+            f"lora_only refuses --vllm-tensor-parallel-size {config.vllm_tensor_parallel_size}: adapters are sent "
+            "whole, and a server that splits its layers has no place for them; use --weight-bridge-mode lora_restart"
+        )
     if config.weight_bridge_mode == "lora_only" and config.load_in_4bit:
         return (
-            "lora_only refuses --load-in-4bit: the running server computes with the base as it was before it was cut "
-            "to 4 bits; use --weight-bridge-mode lora_restart, which serves what the trainer computes with"
+            "lora_only refuses --load-in-4bit: the running server computes with the unquantised base; "
+            "use --weight-bridge-mode lora_restart, which serves the values that the trainer computes with"
         )
     return None
+
+
+def settings_without_effect(config: TrainingOptions) -> list[str]:
+    """Return a sentence for each setting that was changed and does nothing in this weight sync mode."""
+    mode, several = config.mode, config.num_inference_nodes > 0
+    rules = (
+        ("vllm_restart_interval", not mode.server_outlives_publish or mode.interval_if_set, "each step is published"),
+        ("in_flight", mode.shares_memory, "requests end under the weights that they began with, or are restarted"),
+        (
+            "sync_budget",
+            mode.shares_memory and config.forwards_from_masters,
+            "it spaces publishes where a forward reads the masters",
+        ),
+        ("forward_weights", mode.shares_memory, "the forward reads the trainer's own weights"),
+        ("drain_seconds", mode.name != "lora_only", "an adapter is swapped while requests go on"),
+        ("vllm_config_path", config.shares_memory, "no memory is shared"),
+        ("restart_method", not mode.server_outlives_publish, "the server is not restarted"),
+        ("start_vllm", mode.name == "lora_only" and not several, "only lora_only starts a server where none answers"),
+        ("broadcast_backend", config.broadcasts, "weights are broadcast in shared_vllm with --num-inference-nodes"),
+    )
+    changed = [
+        (field, why)
+        for field, counts, why in rules
+        if not counts and getattr(config, field) != type(config).model_fields[field].default
+    ]
+    return [
+        f"{flag(field)} {getattr(config, field)} has no effect in mode {mode.name}: {why}" for field, why in changed
+    ]

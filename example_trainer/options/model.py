@@ -28,12 +28,12 @@ class ModelOptions(BaseModel):
     )
     master_weights: Literal["fp32", "host", "none"] = Field(
         "fp32",
-        description="Where the optimizer's weights live: fp32 beside the model, fp32 in host "
-        "memory, or none (update the served weights themselves, in bf16 with stochastic rounding: a true single copy).",
+        description="Place of the optimizer's weights: fp32 on the model's device, fp32 in host "
+        "memory, or none (the optimizer updates the served weights themselves, in bf16 with stochastic rounding).",
     )
     forward_weights: Literal["auto", "views", "masters"] = Field(
         "auto",
-        description="What the forward reads in shared_vllm mode: the served tensors (views) or the "
+        description="Weights that the forward reads in shared_vllm mode: the served tensors (views) or the "
         "fp32 masters. auto: masters when publishes overlap or a batch has several steps.",
     )
     train_layer_indices: str | None = Field(
@@ -49,13 +49,13 @@ class LoraOptions(BaseModel):
     """Adapters, for the lora_only and lora_restart modes."""
 
     lora_r: int = Field(16, ge=1, description="LoRA rank.")
-    lora_alpha: int = Field(32, ge=1, description="LoRA scaling factor; the adapter counts alpha / r times.")
+    lora_alpha: int = Field(32, ge=1, description="LoRA scaling factor: the adapter is multiplied by alpha / r.")
     lora_dropout: float = Field(
         0.05,
         ge=0.0,
         lt=1.0,
-        description="LoRA dropout probability, in forwards with gradients only. The sampler has none, so ratios are "
-        "exactly 1 at staleness 0 only with 0.",
+        description="LoRA dropout probability, in forwards with gradients only. The sampler uses no dropout, so ratios "
+        "at staleness 0 are exactly 1 only if this is 0.",
     )
     lora_target_modules: list[str] | None = Field(
         None,
@@ -88,18 +88,19 @@ class BatchOptions(BaseModel):
     seq_len: int = Field(
         2048,
         ge=2,
-        description="Maximum sequence length in tokens. A longer one keeps its place in the group's baseline and is "
-        "counted; --overlong says what else.",
+        description="Maximum sequence length in tokens. A longer sequence still counts in its group's baseline; "
+        "--overlong decides if it is trained.",
     )
     overlong: Literal["drop", "mask"] = Field(
         "drop",
-        description="What becomes of a sequence longer than --seq-len: it is not trained on, or it is as far as that.",
+        description="Treatment of a sequence longer than --seq-len: drop does not train on it, mask trains on its "
+        "first --seq-len tokens.",
     )
     pad_to: int | None = Field(
         None,
         ge=1,
-        description="Lay sequences out as rows padded to a multiple of this (64 in the published trainer), for models "
-        "that cannot pack; unset: packed where the model computes that right.",
+        description="Pad sequences to rows of a multiple of this length (64 in the published trainer), for models "
+        "that cannot pack; unset: pack them if the model computes packed rows correctly.",
     )
     token_budget: int | None = Field(
         None, ge=1, description="Tokens per packed micro-batch; unset: batch-size x seq-len."
@@ -113,8 +114,8 @@ class BatchOptions(BaseModel):
     mini_batches: int = Field(1, ge=1, description="Optimizer steps per pass over a batch.")
     reshard_after_forward: bool = Field(
         True,
-        description="With several ranks: let go of a layer's gathered weights between forward and backward; less "
-        "memory, one more gathering.",
+        description="With several ranks: free a layer's gathered weights between forward and backward; this takes less "
+        "memory and one more all-gather.",
     )
     prefetch: bool = Field(True, description="Fetch batch n+1 while batch n trains.")
     logprob_chunk_tokens: int = Field(
@@ -135,13 +136,14 @@ class OptimizerOptions(BaseModel):
     adam_beta2: float = Field(0.999, ge=0.0, lt=1.0, description="Second-moment decay.")
     adam_eps: float = Field(1e-8, gt=0.0, description="Added to the root of the second moment.")
     weight_decay: float = Field(
-        0.01, ge=0.0, description="Decoupled weight decay; of matrices, not of norms and biases."
+        0.01, ge=0.0, description="Decoupled weight decay; applies to matrices, not to norms and biases."
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="How the rate falls to 0 after the warmup, over the run's optimizer steps."
+        "constant",
+        description="Schedule of the rate after the warmup; linear and cosine end at 0 with the run's last step.",
     )
-    warmup_steps: int = Field(0, ge=0, description="Linear warmup of the rate; 0 turns it off.")
-    max_grad_norm: float = Field(1.0, ge=0.0, description="Clip the global gradient norm; 0 only measures it.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warmup of the rate; 0 turns it off.")
+    max_grad_norm: float = Field(1.0, ge=0.0, description="Clip the global gradient norm to this; 0 only measures it.")
     max_nonfinite_steps: int = Field(
         3, ge=1, description="Stop after this many steps in a row without a finite gradient."
     )

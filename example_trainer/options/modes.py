@@ -1,4 +1,4 @@
-"""The weight sync modes: a row for each says what the mode is, and all other code asks that row.
+"""The weight sync modes: a row describes each mode, and all other code reads that row.
 
 A further mode is a row here and a bridge in `weights/`, which `weights/factory.py` names. `shared_vllm` with
 `--num-inference-nodes` is the broadcast of `weights/broadcast.py`: the same mode, with servers that share no memory.
@@ -23,11 +23,13 @@ class Mode:
     trains_adapter: bool = False
     """True if an adapter is trained next to a frozen base; else the weights themselves are."""
     shares_memory: bool = False
-    """True if the trainer writes into the memory that vLLM reads; not where servers are addressed by broadcast."""
+    """True if the trainer writes into the memory that vLLM reads; not if servers are addressed by broadcast."""
     server_outlives_publish: bool = False
     """True if one server takes every publish, at each step if asked; else a publish replaces or reloads the server."""
     refuses_adapter_settings: bool = False
-    """True if settings of adapters are refused, for nothing would be trained by them."""
+    """True if settings of adapters are refused because the mode does not train any."""
+    interval_if_set: bool = False
+    """True if `--vllm-restart-interval` counts where it is set, though the server could take each step."""
     awaits_policy: bool = False
     """True if the launcher's server answers only once a policy has been published to it."""
 
@@ -37,7 +39,13 @@ MODES: Mapping[str, Mode] = MappingProxyType(
         mode.name: mode
         for mode in (
             Mode(name="shared_vllm", shares_memory=True, server_outlives_publish=True),
-            Mode(name="lora_only", trains_adapter=True, server_outlives_publish=True, awaits_policy=True),
+            Mode(
+                name="lora_only",
+                trains_adapter=True,
+                server_outlives_publish=True,
+                interval_if_set=True,
+                awaits_policy=True,
+            ),
             Mode(name="lora_restart", trains_adapter=True),
             Mode(name="none", refuses_adapter_settings=True),
         )

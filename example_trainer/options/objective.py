@@ -18,7 +18,7 @@ PUBLISHED_FORMS: Mapping[str, Mapping[str, object]] = {
     "gspo": {"loss_aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
     "cispo": {"loss_aggregation": "token"},
 }
-"""Settings that a loss type changes besides its surrogate, unless the user sets them: the forms of its paper."""
+"""Settings, besides the surrogate, that a loss type takes from its paper unless the user sets them."""
 
 _OWN_LOSS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -28,13 +28,14 @@ class ObjectiveOptions(BaseModel):
 
     loss_type: LossType | str = Field(
         "grpo",
-        description="The policy-gradient loss. dr_grpo, dapo, gspo and cispo also set, where nothing else is said, "
-        "the aggregation, norm and clip of their papers. package.module:function is a loss of your own.",
+        description="The policy-gradient loss. dr_grpo, dapo, gspo and cispo also set the aggregation, norm and clip "
+        "of their papers, unless these are given. package.module:function is a loss of your own.",
     )
     importance_sampling: Literal["clip", "truncated", "masked"] = Field(
         "clip",
         description="Correction for the age of the rollouts by one ratio, policy to sampler: PPO's pessimistic clip, "
-        "or importance weights cut at --tis-cap, or 0 beyond it (both keep learning when batches are steps old).",
+        "or importance weights truncated at --tis-cap, or set to 0 beyond it (both also learn from batches some "
+        "steps old).",
     )
     clip_eps: float = Field(
         0.2,
@@ -51,11 +52,11 @@ class ObjectiveOptions(BaseModel):
     dual_clip: float | None = Field(
         3.0, gt=1.0, description="Bound on the ratio where the advantage is negative; None: off."
     )
-    cispo_cap: float = Field(5.0, gt=0.0, description="Where --loss-type cispo cuts its weights.")
+    cispo_cap: float = Field(5.0, gt=0.0, description="Upper bound of the weights of --loss-type cispo.")
     tis_cap: float = Field(
         2.0, gt=0.0, description="Upper bound of importance weights: of --importance-sampling or --mismatch-correction."
     )
-    tis_floor: float = Field(0.0, ge=0.0, description="Their lower bound; 0: none.")
+    tis_floor: float = Field(0.0, ge=0.0, description="Lower bound of those importance weights; 0: none.")
     log_ratio_clamp: float = Field(20.0, gt=0.0, description="Log-ratios are clamped to this before exp.")
     old_logprobs: Literal["rollout", "recomputed"] = Field(
         "rollout",
@@ -64,35 +65,38 @@ class ObjectiveOptions(BaseModel):
     )
     mismatch_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         "none",
-        description="With --old-logprobs recomputed: weight the loss by trainer to sampler, per token or by a "
-        "sequence's geometric mean, and cut it to --tis-floor and --tis-cap or silence what is outside.",
+        description="With --old-logprobs recomputed: weight the loss by the ratio of trainer to sampler, per token or "
+        "as a sequence's geometric mean, and clamp the weight to --tis-floor and --tis-cap or mask values outside.",
     )
     off_policy_mask: float | None = Field(
         None,
         ge=0.0,
-        description="Silence tokens of negative advantage in sequences whose mean log-ratio, sampler to policy, is "
+        description="Mask tokens of negative advantage in sequences whose mean log-ratio, sampler to policy, is "
         "above this; None: off.",
     )
     kl_coef: float = Field(
         0.0,
         ge=0.0,
-        description="Weight of the divergence from a reference policy; 0: none, and none is kept.",
+        description="Weight of the KL divergence from a reference policy; 0: none, and no reference is kept.",
         json_schema_extra=aliases("beta", "kl_beta"),
     )
-    kl_estimator: Literal["k1", "k3"] = Field("k3", description="How that divergence is estimated from a token.")
+    kl_estimator: Literal["k1", "k3"] = Field("k3", description="Estimator of that divergence at a sampled token.")
     target_kl: float | None = Field(
-        None, gt=0.0, description="Adapt --kl-coef, from batch to batch, so that the divergence comes to this."
+        None, gt=0.0, description="Adapt --kl-coef after each batch so that the divergence approaches this value."
     )
     kl_adapt_rate: float = Field(
-        0.1, gt=0.0, le=1.0, description="How fast: the share of the relative error, bounded to a fifth, per batch."
+        0.1,
+        gt=0.0,
+        le=1.0,
+        description="Rate of that adaptation per batch: the factor on the relative error, which is bounded to 0.2.",
     )
     ref_model: str | None = Field(
         None,
         description="Reference policy: a model directory of the same architecture; unset: the policy at the run's "
-        "start, or the base alone where adapters are trained.",
+        "start, or the base without the adapter in adapter modes.",
     )
     ref_update_interval: int = Field(
-        0, ge=0, description="Take the policy itself as the new reference every so many steps; 0: never."
+        0, ge=0, description="Make the current policy the new reference every N steps; 0: never."
     )
     entropy_coef: float = Field(
         0.0,
@@ -104,7 +108,7 @@ class ObjectiveOptions(BaseModel):
         description="Learn from a teacher's logprobs where groups carry them: pull the distribution towards the "
         "teacher's, or credit each sampled token with log teacher - log sampler.",
     )
-    distill_coef: float = Field(1.0, gt=0.0, description="Weight of what --distill adds.")
+    distill_coef: float = Field(1.0, gt=0.0, description="Weight of the term that --distill adds.")
     distill_temperature: float = Field(1.0, gt=0.0, description="Temperature of the teacher's probabilities.")
     loss_aggregation: Literal["token", "sequence", "constant"] = Field(
         "token",
@@ -112,7 +116,7 @@ class ObjectiveOptions(BaseModel):
         "or over sequences of token sums divided by --seq-len.",
     )
     advantage_norm: Literal["none", "group", "batch"] = Field(
-        "group", description="Divide centred rewards by the std of the group, the batch, or not."
+        "group", description="Divide centred rewards by the std of the group or of the batch; none: do not divide."
     )
     advantage_std: Literal["sample", "population"] = Field(
         "sample",
@@ -122,11 +126,13 @@ class ObjectiveOptions(BaseModel):
         None, ge=1, description="Longest answer the environments allow, in tokens; at this length it was cut off."
     )
     overlong_buffer: int = Field(
-        0, ge=0, description="Tokens before that limit over which --overlong-penalty grows from nothing."
+        0, ge=0, description="Tokens before that limit over which --overlong-penalty grows from 0."
     )
-    overlong_penalty: float = Field(0.0, ge=0.0, description="Taken from the reward of an answer at the limit.")
+    overlong_penalty: float = Field(
+        0.0, ge=0.0, description="Penalty subtracted from the reward of an answer at the limit."
+    )
     mask_overlong: bool = Field(
-        False, description="Do not train on answers that were cut off; they keep their place in the baseline."
+        False, description="Do not train on answers that were cut off; they still count in the baseline."
     )
     shuffle_advantages: bool = Field(
         False,
@@ -147,13 +153,8 @@ class ObjectiveOptions(BaseModel):
         known = get_args(LossType)
         if value in known or _OWN_LOSS.fullmatch(value):
             return value
-        raise ValueError(f"{value} is none of {', '.join(known)}, nor package.module:function")
+        raise ValueError(f"{value} is not a loss type; use one of {', '.join(known)}, or package.module:function")
 
     @property
     def has_own_loss(self) -> bool:
         return ":" in self.loss_type
-
-    @property
-    def optimizes_towards_reference(self) -> bool:
-        """True if the loss needs a reference policy."""
-        return self.kl_coef > 0.0

@@ -51,7 +51,7 @@ _COURSE_BATCH = {"batch_size": 2, "gradient_accumulation_steps": 128}
 
 PRESETS: Mapping[str, Preset] = {
     "recommended": Preset(
-        about="what recent systems have settled on: a low rate over fp32 masters, clip-higher, no division by the std",
+        about="choices that recent systems share: a low rate over fp32 masters, clip-higher, no division by the std",
         settings={
             "lr": 1e-6,
             "warmup_steps": 10,
@@ -157,7 +157,7 @@ PRESETS: Mapping[str, Preset] = {
 class PresetOptions(BaseModel):
     """The preset; it sets the options that are given nowhere else, before any other validation."""
 
-    preset: PresetName | None = Field(None, description="Defaults by name, under files and flags.")
+    preset: PresetName | None = Field(None, description="Named set of defaults; files and flags override it.")
 
     @model_validator(mode="before")
     @classmethod
@@ -211,7 +211,7 @@ class CourseOptions(BaseModel):
         None,
         ge=1,
         exclude=True,
-        description="Sequences in one optimizer step; its micro-batches are --gradient-accumulation-steps in number.",
+        description="Sequences in one optimizer step, which has --gradient-accumulation-steps micro-batches.",
     )
     use_std_normalization: bool | None = Field(
         None, exclude=True, description="true: --advantage-norm group; false: --advantage-norm none."

@@ -30,36 +30,39 @@ class PublishOptions(BaseModel):
     vllm_config_path: str = Field(
         "auto",
         description="vllm_bridge_config.json of the server (shared_vllm); auto looks in "
-        "$LOGDIR, at the server's /bridge/info and here.",
+        "$LOGDIR, at the server's /bridge/info and in the current directory.",
     )
-    vllm_restart_interval: int = Field(3, ge=1, description="Publish every N steps (none, lora_restart).")
+    vllm_restart_interval: int = Field(
+        3, ge=1, description="Publish every N steps: in none and lora_restart, and in lora_only if it is set."
+    )
     restart_method: Literal["restart", "reload"] = Field(
         "restart",
-        description="How mode none gets a checkpoint served: by a new server, or read in place by the running one.",
+        description="How mode none serves a checkpoint: by a new server, or by making the running one read it.",
     )
     start_vllm: Literal["auto", "never"] = Field(
-        "auto", description="lora_only: start a vLLM server where none answers at --vllm-port, or wait for one."
+        "auto", description="lora_only: if no server answers at --vllm-port, auto starts one, never waits for one."
     )
     inference_urls: list[Address] | None = Field(
         None,
         description="Addresses of the servers of --num-inference-nodes; unset: --vllm-host, from --vllm-port upwards.",
     )
     broadcast_backend: Literal["gloo", "nccl"] = Field(
-        "gloo", description="How weights reach the servers of --num-inference-nodes (MASTER_ADDR, MASTER_PORT)."
+        "gloo",
+        description="Backend that sends weights to the servers of --num-inference-nodes (MASTER_ADDR, MASTER_PORT).",
     )
     sync_check: str = Field(
         "off",
-        description="Prove that trainer and server agree, by checksums and logprobs: after every publish, after each "
-        "Nth, or after the first alone (off).",
+        description="Check by checksums and logprobs that trainer and server agree: after every publish, after every "
+        "Nth, or only after the first (off).",
     )
     gpu_memory_utilization: float = Field(0.45, gt=0.0, le=1.0, description="vLLM's share of GPU memory.")
     vllm_gpu: int | None = Field(
-        None, ge=0, description="GPU of vLLM, the first of several servers'; unset: the trainer's."
+        None, ge=0, description="GPU of vLLM (of the first server, if there are several); unset: the trainer's."
     )
     max_model_len: int = Field(4096, ge=1, description="Maximum context length of the server.")
     vllm_tensor_parallel_size: int = Field(1, ge=1, description="Tensor-parallel ranks of vLLM.")
     vllm_quantization: str | None = Field(None, description="Quantisation of the served model.")
-    vllm_enable_sleep_mode: bool = Field(False, description="vLLM's sleep mode.")
+    vllm_enable_sleep_mode: bool = Field(False, description="Enable vLLM's sleep mode.")
     bridge_token: str | None = Field(
         None,
         description="Token for the server's state-changing routes; unset: the manifest's or $ATROPOS_BRIDGE_TOKEN.",
@@ -67,19 +70,19 @@ class PublishOptions(BaseModel):
         json_schema_extra=SECRET,
     )
     drain_seconds: float = Field(
-        DRAIN_SECONDS, ge=0.0, description="Time that running requests get to end under the old weights."
+        DRAIN_SECONDS, ge=0.0, description="Seconds that running requests get to end under the old weights."
     )
-    in_flight: InFlight = Field("drain", description="What a publish does with requests that are running.")
+    in_flight: InFlight = Field("drain", description="Treatment of running requests in a publish.")
     sync_budget: float = Field(
         0.2,
         gt=0.0,
         description="Publish less often while recomputed tokens exceed this share of those "
         "generated (forward from the masters only).",
     )
-    overlap_publish: bool = Field(False, description="Publish beside the next batch's forward and backward.")
+    overlap_publish: bool = Field(False, description="Publish during the next batch's forward and backward.")
     keep_versions: int = Field(0, ge=0, description="Keep this many older policy versions for the alignment metrics.")
     alignment_sample_sequences: int = Field(
-        16, ge=0, description="Sequences sampled per step to compare logprobs with older versions."
+        16, ge=0, description="Sequences sampled per step for comparing logprobs with older versions."
     )
 
     @property
@@ -90,10 +93,10 @@ class PublishOptions(BaseModel):
     @field_validator("sync_check", mode="before")
     @classmethod
     def _check_sync_check(cls, value: object) -> str:
-        asked = str(value).lower()
-        if asked not in _SYNC_CHECKS and not (asked.isdigit() and int(asked) > 0):
-            raise ValueError(f"{value}: every, off, or a number of publishes of at least 1")
-        return asked
+        text = str(value).lower()
+        if text not in _SYNC_CHECKS and not (text.isdigit() and int(text) > 0):
+            raise ValueError(f"{value} is not valid; use every, off, or a number of publishes of at least 1")
+        return text
 
     @property
     def sync_check_every(self) -> int:

@@ -1,19 +1,131 @@
 """`TrainingOptions`: all sections of the trainer's options in one flat model, and the values derived from them.
 
+`RunOptions` (addresses, directories, checkpoints) and `TrackingOptions` (reporting of metrics) are defined here.
+
 `conflicts.py` checks these options; `config.TrainingConfig` is this model with that check. It loads no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from atropos_api.common.identity import Address
+from atropos_api.common.option_flags import aliases
+from atropos_api.common.secrets import SECRET
+from example_trainer.monitoring.health import ANY_SIGN, parse_limits, sign_names
+from example_trainer.options.conflicts import settings_without_effect
 from example_trainer.options.model import BatchOptions, LoraOptions, ModelOptions, OptimizerOptions
 from example_trainer.options.objective import ObjectiveOptions
 from example_trainer.options.presets import CourseOptions, PresetOptions
 from example_trainer.options.publish import PublishOptions
-from example_trainer.options.run import RunOptions, TrackingOptions
+
+MOST_SERVERS = 512
+LARGEST_SEED = 2**32 - 1
+"""The largest seed that every library accepts."""
+
+
+class RunOptions(BaseModel):
+    """The run: its name, directories, connections and checkpoints."""
+
+    name: str = Field("grpo", min_length=1, description="Name of the run.")
+    run_dir: Path | None = Field(
+        None, description="Run directory; unset: runs/<name>-<time>. Holds metrics and checkpoints."
+    )
+    save_path: Path | None = Field(
+        None,
+        description="Checkpoint directory; unset: the run directory.",
+        json_schema_extra=aliases("save_dir"),
+    )
+    log_dir: Path | None = Field(None, description="Log directory; unset: logs in the run directory.")
+    seed: int = Field(0, ge=0, le=LARGEST_SEED, description="Seed of everything random in the trainer.")
+    checkpoint_interval: int = Field(3, ge=0, description="Checkpoint every N steps; 0: at the end only.")
+    checkpoint_names: Literal["plain", "cs336"] = Field(
+        "plain",
+        description="cs336: also link the checkpoints as checkpoint_step_N and final_model, the course's names.",
+    )
+    save_batches: bool = Field(
+        False,
+        description="Save each received batch as rollouts/batch-N.atb in the run directory, for atropos replay.",
+    )
+    keep_last: int = Field(0, ge=0, description="Keep the last K checkpoints; 0 keeps all.")
+    resume: str | None = Field(None, description="auto (newest checkpoint, if any) or the path of a checkpoint.")
+    atropos_url: Address = Field("http://localhost:8000", description="URL of the broker (run-api).")
+    atropos_token: str | None = Field(
+        None,
+        description="Bearer token of the broker; default: $ATROPOS_TOKEN.",
+        repr=False,
+        json_schema_extra=SECRET,
+    )
+    atropos_token_file: Path | None = Field(
+        None,
+        description="File with that token, read again when it is refused; default: $ATROPOS_TOKEN_FILE.",
+        json_schema_extra=aliases("token_file"),
+    )
+    take_over: bool = Field(False, description="Begin even if another trainer uses the broker; its run is closed.")
+    max_staleness: int | None = Field(
+        None, ge=0, description="Refuse rollouts older than this many steps; unset: the broker's."
+    )
+    wait_timeout: float = Field(600.0, gt=0.0, description="Seconds to wait for the broker or vLLM to come up.")
+    batch_timeout: float = Field(3600.0, gt=0.0, description="Seconds to wait for environments to fill one batch.")
+    trainer_rank: int = Field(0, ge=0, description="Rank of this trainer process.")
+    world_size: int = Field(1, ge=1, description="Number of trainer processes.")
+    init_method: str = Field(
+        "env://", description="Address at which the trainer processes meet, as torch.distributed takes it."
+    )
+    num_inference_nodes: int = Field(
+        0,
+        ge=0,
+        le=MOST_SERVERS,
+        description="Number of servers that the weights (shared_vllm) or adapters (lora_only) are sent to; 0: one "
+        "server on this host. In shared_vllm atropos-grpo-run starts them here unless --vllm-host names another host "
+        "or --inference-urls is set; in lora_only they run already.",
+    )
+
+
+class TrackingOptions(BaseModel):
+    """The reporting of metrics; metrics.jsonl is always written."""
+
+    use_wandb: bool = Field(False, description="Log to Weights & Biases.")
+    wandb_project: str | None = Field(None, description="W&B project.")
+    wandb_group: str | None = Field(None, description="W&B group; unset: derived from --name.")
+    wandb_run_name: str | None = Field(None, description="W&B run name; unset: --name.")
+    tensorboard: bool = Field(False, description="Write TensorBoard event files into the run directory.")
+    stop_on: list[str] | None = Field(
+        None,
+        description="End the run, with a checkpoint and exit code 3, when a sign of trouble appears: health for any, "
+        "or the names of some (docs/reference/metrics.md lists them).",
+    )
+    health_limits: list[str] | None = Field(
+        None,
+        description="Other limits of those signs, as name=value: mean_ratio=0.7-1.3 kl=2 reward_drop=inf "
+        "(docs/reference/metrics.md lists them); a mapping in a file.",
+    )
+    benchmark: bool = Field(False, description="Log a summary of times and rates at the end.")
+
+    @field_validator("stop_on")
+    @classmethod
+    def _check_signs(cls, value: list[str] | None) -> list[str] | None:
+        known = [ANY_SIGN, *sign_names()]
+        for name in value or ():
+            if name not in known:
+                raise ValueError(f"{name} is not a health sign; use one of {', '.join(known)}")
+        return value
+
+    @field_validator("health_limits", mode="before")
+    @classmethod
+    def _take_mapping(cls, value: object) -> object:
+        return [f"{name}={limit}" for name, limit in value.items()] if isinstance(value, Mapping) else value
+
+    @field_validator("health_limits")
+    @classmethod
+    def _check_limits(cls, value: list[str] | None) -> list[str] | None:
+        parse_limits(value or ())
+        return value
+
 
 USUAL_LR_OF_LARGE_MODELS = 6e-6
 
@@ -57,6 +169,13 @@ class TrainingOptions(
         return self.mode.shares_memory and self.num_inference_nodes > 0
 
     @property
+    def server_urls(self) -> tuple[str, ...]:
+        """The addresses of the servers of `--num-inference-nodes`, or of the one at `--vllm-port`."""
+        count = max(1, self.num_inference_nodes)
+        ports = range(self.vllm_port, self.vllm_port + count)
+        return tuple(self.inference_urls or (f"http://{self.vllm_host}:{port}" for port in ports))
+
+    @property
     def shares_memory(self) -> bool:
         """True if the served weights are one copy, in memory that trainer and server both map."""
         return self.mode.shares_memory and not self.broadcasts
@@ -69,7 +188,8 @@ class TrainingOptions(
     @property
     def publish_interval(self) -> int:
         """Number of steps between publishes, which `sync_budget` may increase."""
-        return 1 if self.mode.server_outlives_publish else self.vllm_restart_interval
+        is_set = self.mode.interval_if_set and "vllm_restart_interval" in self.model_fields_set
+        return self.vllm_restart_interval if is_set or not self.mode.server_outlives_publish else 1
 
     @property
     def forwards_from_masters(self) -> bool:
@@ -89,7 +209,7 @@ class TrainingOptions(
     def required_run_dir(self) -> Path:
         """The run directory; raises if the command has not set it yet."""
         if self.run_dir is None:
-            raise ValueError("run_dir is not settled; call cli.settle_run_dir first")
+            raise ValueError("run_dir is not set; call cli.settle_run_dir first")
         return self.run_dir
 
     @property
@@ -98,13 +218,14 @@ class TrainingOptions(
         return self.save_path or self.required_run_dir
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each setting that works but is often a mistake."""
+        """Return a sentence for each setting that has no effect in this mode, or is valid but often a mistake."""
+        idle = settings_without_effect(self)
         full = not self.trains_adapter
-        # Not at the documented default: a warning that stands in every log is read in none.
+        # No warning at the documented default: a warning in every log would be ignored.
         if full and self.master_weights != "none" and self.lr > type(self).model_fields["lr"].default:
             text = (
                 f"--lr {self.lr:g} is high for full fine-tuning with fp32 masters (rounded bf16 weights used to "
                 f"hide that); large models do better at {USUAL_LR_OF_LARGE_MODELS:g} or below"
             )
-            return [text]
-        return []
+            return [*idle, text]
+        return idle

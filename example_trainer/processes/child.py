@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +17,10 @@ from typing import Any, BinaryIO
 import psutil
 
 from example_trainer.errors import TrainerError
+from example_trainer.processes import die_with_parent
 
 SHOWN_LINES = 20
-
 _BYTES_A_LINE = 800
-
 _SAYS_WHY = re.compile(r": error: |\b\w*(Error|Exception): ")
 
 
@@ -42,6 +42,23 @@ def last_lines(path: Path, count: int = SHOWN_LINES) -> list[str]:
 def reason(lines: Sequence[str]) -> str:
     """Return the last line that reports an error, after a colon; "" if there is none."""
     return next((f": {line.strip()}" for line in reversed(lines) if _SAYS_WHY.search(line)), "")
+
+
+def spawn(
+    command: Sequence[str], *, environment: Mapping[str, str], log_path: Path, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a program in a session of its own, with its output in a log; it is killed when the calling thread ends."""
+    guarded = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *command]
+    with open_private_log(log_path) as log:
+        return subprocess.Popen(
+            guarded,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )
 
 
 # A child that exits because it lost one of its processes explains the loss better than the launcher could.
@@ -80,7 +97,7 @@ class Descendant:
 
     seen_at: float
     title: str
-    is_errand: bool
+    is_short_task: bool
     """True for another program, such as a compiler, which may run long and then exit."""
 
 

@@ -24,7 +24,6 @@ from example_trainer.errors import CannotServe, TrainerError
 from example_trainer.processes.tree import describe
 
 LOOPBACK = "127.0.0.1"
-
 LAST_PORT = 65535
 
 
@@ -86,7 +85,7 @@ def as_port(given: object, flag: str) -> int:
     except ValueError:
         port = 0
     if not 1 <= port <= LAST_PORT:
-        raise NoPort(f"{flag} {given}: no port; ports are 1 to {LAST_PORT}")
+        raise NoPort(f"{flag} {given}: not a port; ports are 1 to {LAST_PORT}")
     return port
 
 
@@ -111,9 +110,7 @@ def _by(port: int) -> str:
 
 
 INHERITED_SOCKETS = "ATROPOS_SERVER_SOCKETS"
-
 BACKLOG = 2048
-
 BEGUN_ANSWERS_SECONDS = 30.0
 """The time that a replaced server gives to answers that have begun, after the time for running requests is over."""
 
@@ -160,19 +157,19 @@ class HandoverChannel:
     """A socket pair from one server to the next; the starter keeps both ends, so that either may exit first."""
 
     def __init__(self) -> None:
-        self.gives, self.takes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sender, self.receiver = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def end(self) -> None:
         """Send the last message for a server that has exited for any reason."""
         try:
-            self.gives.send(DONE, socket.MSG_DONTWAIT)
+            self.sender.send(DONE, socket.MSG_DONTWAIT)
         except OSError as error:
-            logger.debug("nobody waits for connections: %s", error)
+            logger.debug("no server waits for connections: %s", error)
 
     def close(self) -> None:
         """Close both ends here: with no successor, the server's handover fails before it sends any connection."""
-        self.gives.close()
-        self.takes.close()
+        self.sender.close()
+        self.receiver.close()
 
 
 def listen(host: str, port: int, *, flag: str = "--port") -> socket.socket:

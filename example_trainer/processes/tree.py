@@ -22,27 +22,12 @@ import example_trainer
 from atropos_api.common.secrets import program_words
 
 MARK_VARIABLE = "ATROPOS_RUN_TREE"
-
 ORPHAN_GRACE_SECONDS = 1.5
-
 _PR_SET_PDEATHSIG = 1
-
 _PR_SET_CHILD_SUBREAPER = 36
-
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with(parent_pid: int) -> Callable[[], None]:
-    """Return a `preexec_fn` by which the kernel kills the new process when its parent exits for any reason."""
-
-    def arm() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent_pid:  # the parent ended before the line above took effect
-            os._exit(1)
-
-    return arm
 
 
 def adopt_orphans() -> None:
@@ -196,40 +181,38 @@ def python_path() -> str:
 
 
 _SPARE = 1.25
-
 _SPARE_BYTES = 1 << 30
+_QUERY_SECONDS = 10.0
 
-_ASK_SECONDS = 10.0
 
-
-def has_room(beside: Iterable[psutil.Process], *, gpu: int | None, gpu_share: float | None) -> bool:
+def has_room(running: Iterable[psutil.Process], *, gpu: int | None, gpu_share: float | None) -> bool:
     """Return True if a server like the one of these processes could run next to it, in host memory and on its GPU."""
-    needed_bytes = _resident_bytes(beside) * _SPARE + _SPARE_BYTES
+    needed_bytes = _resident_bytes(running) * _SPARE + _SPARE_BYTES
     return needed_bytes < psutil.virtual_memory().available and _gpu_has_room(gpu, gpu_share or 1.0)
 
 
 def holds_gpu_memory(pids: Iterable[int], gpu: int | None) -> bool:
     """Return True if the driver still counts GPU memory of one of these processes; False without a GPU."""
-    users = {int(line) for line in _ask_driver("--query-compute-apps=pid", gpu) if line.isdigit()}
+    users = {int(line) for line in _query_driver("--query-compute-apps=pid", gpu) if line.isdigit()}
     return not users.isdisjoint(pids)
 
 
 def _gpu_has_room(gpu: int | None, share: float) -> bool:
-    lines = _ask_driver("--query-gpu=memory.free,memory.total", gpu)
+    lines = _query_driver("--query-gpu=memory.free,memory.total", gpu)
     if not lines:
         return True  # a machine without a GPU
     free, total = (float(part) for part in lines[0].split(","))
     return free > share * total
 
 
-def _ask_driver(query: str, gpu: int | None) -> list[str]:
+def _query_driver(query: str, gpu: int | None) -> list[str]:
     """Return the lines of nvidia-smi's output; none if there is no such program or GPU."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-i", str(gpu or 0)]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=True)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in told.stdout.splitlines()]
+    return [line.strip() for line in answer.stdout.splitlines()]
 
 
 def _resident_bytes(processes: Iterable[psutil.Process]) -> int:

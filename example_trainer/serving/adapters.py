@@ -80,7 +80,7 @@ class Adapters:
             engine.serves_adapter = self._loaded.__contains__
 
     def status(self) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        status: dict[str, Any] = {
             "enabled": self.enabled,
             "active": self.active.name if self.active else None,
             "adapters": [
@@ -91,8 +91,8 @@ class Adapters:
             "versions_kept": self._keep,
         }
         if not self.enabled:
-            told["how_to_enable"] = "start the server with --enable-lora (not together with --share-weights)"
-        return told
+            status["how_to_enable"] = "start the server with --enable-lora (not together with --share-weights)"
+        return status
 
     def named(self, model: str | None) -> Adapter | None:
         """Return the adapter to answer with: the named one, or the active one for the model's own name or no name."""
@@ -120,14 +120,14 @@ class Adapters:
         async with self._lock:
             self._check(name, version)
             if not (Path(path) / "adapter_config.json").is_file():
-                raise Problem(422, "bad-adapter", f"{path} holds no adapter_config.json, so it is no PEFT adapter")
+                raise Problem(422, "bad-adapter", f"{path} holds no adapter_config.json, so it is not a PEFT adapter")
             request = self._request(name, path)
             await self._try(self._engine.async_llm.add_lora(request), f"the adapter at {path}")
             self._register(Adapter(name, path, version, request), activate=activate)
         return self.status()
 
     async def upload(self, name: str, body: bytes, version: PolicyVersion, *, activate: bool) -> dict[str, Any]:
-        """Serve an adapter sent as a safetensors body. Sent again, because the answer was lost, it is taken once."""
+        """Serve an adapter sent as a safetensors body; a body that is sent again after a lost answer is loaded once."""
         async with self._lock:
             try:
                 digest = AdapterPayload.read(body).digest()
@@ -139,9 +139,9 @@ class Adapters:
             self._check(name, version)
             request = self._request(name, f"{MEMORY_PATH}{self._boot_id}/{name}")
             adding = self._engine.call_worker("atropos_add_adapter", name, request.adapter_id, request.path, body)
-            told = await self._try(adding, f"adapter {name}")
-            self._register(Adapter(name, request.path, version, request, told["digest"]), activate=activate)
-        return self.status() | {"digest": told["digest"], "boot_id": self._boot_id}
+            loaded = await self._try(adding, f"adapter {name}")
+            self._register(Adapter(name, request.path, version, request, loaded["digest"]), activate=activate)
+        return self.status() | {"digest": loaded["digest"], "boot_id": self._boot_id}
 
     async def unload(self, name: str) -> dict[str, Any]:
         """Stop serving an adapter; it is dropped when its last request has ended."""
@@ -167,8 +167,8 @@ class Adapters:
         adapter = self._loaded.get(name)
         if adapter is None or adapter.digest is None:
             raise Problem(404, "unknown-adapter", f"no adapter {name!r} was sent; GET /lora/status lists them")
-        told = await self._engine.call_worker("atropos_check_adapter", adapter.request.adapter_id, adapter.path)
-        return dict(told)
+        found = await self._engine.call_worker("atropos_check_adapter", adapter.request.adapter_id, adapter.path)
+        return dict(found)
 
     async def counters(self) -> dict[str, Any]:
         return dict(await self._engine.call_worker("atropos_adapter_counters")) if self.enabled else {}
@@ -178,7 +178,7 @@ class Adapters:
             return await adding
         except Exception as error:
             cause = str(error).rpartition("failed: ")[2]
-            raise Problem(422, "bad-adapter", f"vLLM does not take {what}: {cause}") from error
+            raise Problem(422, "bad-adapter", f"vLLM does not accept {what}: {cause}") from error
 
     def _request(self, name: str, path: str) -> Any:
         from vllm.lora.request import LoRARequest
@@ -226,7 +226,7 @@ class Adapters:
         try:
             await self._engine.call_worker("atropos_drop_adapter", adapter.request.adapter_id, adapter.path)
         except Exception as error:  # noqa: BLE001  it costs a slot of memory; serving continues
-            logger.warning("adapter %s could not be dropped: %s", adapter.name, error)
+            logger.warning("adapter %s could not be unloaded: %s", adapter.name, error)
         self._engine.forget_adapter(adapter.name)
         return_freed_memory()
         del self._retired[adapter.name]

@@ -35,14 +35,13 @@ from example_trainer.serving.bridge_routes import (
     make_health_router,
     make_lora_router,
 )
-from example_trainer.serving.checkpoint_shapes import shapes_if_told
-from example_trainer.serving.client_errors import list_served_names, refuse_malformed_bodies, tell_unknown_routes
+from example_trainer.serving.checkpoint_shapes import declared_shapes
 from example_trainer.serving.config import ServerConfig
 from example_trainer.serving.engine import EngineAdapter
 from example_trainer.serving.fence import AdmissionGate, Fence
 from example_trainer.serving.generate import GenerateHandler, Receive, Scope, Send
 from example_trainer.serving.handover import HandoverServer, hand_over, take_over
-from example_trainer.serving.problems import Problem
+from example_trainer.serving.problems import Problem, list_served_names, refuse_malformed_bodies, tell_unknown_routes
 from example_trainer.serving.responses import Replies
 from example_trainer.serving.startup import StartingAnswers
 from example_trainer.serving.state import ServerState, warm_up
@@ -58,14 +57,13 @@ from example_trainer.weight_protocol.manifest import (
 from example_trainer.weight_protocol.shm_header import SegmentHeader
 
 _GENERATING = ("/v1/", "/v2/", "/inference/", "/invocations", "/generative_scoring", "/cohere/")
-
 _OPEN = frozenset({"/health", "/readyz", "/ping"})
 
 _LEFT_OUT = {
     "/scale_elastic_ep": "this server has one engine",
     "/is_scaling_elastic_ep": "this server has one engine",
-    "/inference/v1/abort_requests": "a client ends its own requests by closing their connections, and nobody else's",
-    "/abort_requests": "a client ends its own requests by closing their connections, and nobody else's",
+    "/inference/v1/abort_requests": "a client can end only its own requests, by closing their connections",
+    "/abort_requests": "a client can end only its own requests, by closing their connections",
 }
 """Routes of vLLM's that are not served, each with the reason."""
 
@@ -85,7 +83,7 @@ class Front:
         self,
         app: Application,
         generate: GenerateHandler,
-        door: AdmissionGate,
+        gate: AdmissionGate,
         *,
         root_path: str,
         keys: list[bytes],
@@ -93,7 +91,7 @@ class Front:
     ) -> None:
         self._app = app
         self._generate = generate
-        self._door = door
+        self._gate = gate
         self._root_path = root_path.rstrip("/")
         self._keys = keys
         self._sites = sites
@@ -125,16 +123,16 @@ class Front:
         elif path in _TAKEN_OVER:
             await self._app({**scope, "path": self._root_path + _TAKEN_OVER[path]}, receive, send)
         elif posted and path.startswith(_GENERATING):
-            await self._through_door(scope, receive, send)
+            await self._answer_admitted(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    async def _through_door(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._door.enter()
+    async def _answer_admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._gate.enter()
         try:
             await self._app(scope, receive, send)
         finally:
-            self._door.leave()
+            self._gate.leave()
 
 
 def with_cors(front: Application, args: Any) -> Application:
@@ -163,7 +161,6 @@ def keys_of(args: Any, *, bridge_token: str) -> list[bytes]:
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 2
-
 _WATCH_SECONDS = 0.5
 
 
@@ -215,9 +212,9 @@ class Serving:
         token = self._config.token(os.environ) or secrets.token_urlsafe(24)
         manifest = await self._share(engine, token) if self._config.shares(os.environ) else None
         await warm_up(engine)
-        door = AdmissionGate()
+        gate = AdmissionGate()
         header = SegmentHeader(Path(manifest.header_path)) if manifest else None
-        fence = Fence(engine, door, header=header, awaits_adapter=self._config.awaits_policy(os.environ))
+        fence = Fence(engine, gate, header=header, awaits_adapter=self._config.awaits_policy(os.environ))
         adapters = self._make_adapters(app, engine, fence)
         if self._config.adapter_path is not None:
             await self._serve_first(adapters, self._config.adapter_path)
@@ -231,14 +228,14 @@ class Serving:
             vllm_version=str(startup.installed_vllm()),
             engine=engine,
             fence=fence,
-            door=door,
+            gate=gate,
             adapters=adapters,
             manifest=manifest,
-            checkpoint_shapes=shapes_if_told(self._config.model, engine.async_llm.model_config.revision),
+            checkpoint_shapes=declared_shapes(self._config.model, engine.async_llm.model_config.revision),
         )
         if manifest is not None:
             state.manifest_path = write_manifest(manifest, self._config.manifest_directory(os.environ))
-            logger.info("weights are shared; %s tells a trainer how", state.manifest_path)
+            logger.info("weights are shared; trainers find them through %s", state.manifest_path)
         elif self._config.enable_lora or self._config.awaits_policy(os.environ):
             state.token_path = write_token(self._config.manifest_directory(os.environ), token)
             self._token = token
@@ -257,12 +254,12 @@ class Serving:
         model_config = engine.async_llm.model_config
         startup.check_quantised_checkpoint(model_config.quantization)
         startup.check_shareable(model_config.hf_config.to_dict())
-        told = await engine.call_worker("atropos_share", self._boot_id, model_config.model, model_config.revision)
-        if told["unmapped"]:
-            listed = "; ".join(told["unmapped"][:3]) + (" ..." if len(told["unmapped"]) > 3 else "")
+        shared = await engine.call_worker("atropos_share", self._boot_id, model_config.model, model_config.revision)
+        if shared["unmapped"]:
+            listed = "; ".join(shared["unmapped"][:3]) + (" ..." if len(shared["unmapped"]) > 3 else "")
             raise CannotServe(
-                f"{self._config.model} cannot be shared, {len(told['unmapped'])} tensors do not map exactly: {listed}; "
-                "serve it without --share-weights and train it with --weight-bridge-mode none"
+                f"{self._config.model} cannot be shared, {len(shared['unmapped'])} tensors do not map exactly: "
+                f"{listed}; serve it without --share-weights and train it with --weight-bridge-mode none"
             )
         return BridgeManifest(
             model=self._config.model,
@@ -274,7 +271,7 @@ class Serving:
             dtype=str(model_config.dtype).removeprefix("torch."),
             vllm_version=str(startup.installed_vllm()),
             created_at=time.time(),
-            **told,
+            **shared,
         )
 
     def _make_adapters(self, app: FastAPI, engine: EngineAdapter, fence: Fence) -> Adapters:
@@ -303,12 +300,12 @@ class Serving:
     def _make_front(self, app: FastAPI, state: ServerState) -> Application:
         tokenizer = state.engine.async_llm.tokenizer
         replies = Replies(boot_id=self._boot_id, tokenizer=tokenizer)
-        generate = GenerateHandler(state.engine, state.fence, state.door, state.adapters, replies, tokenizer)
+        generate = GenerateHandler(state.engine, state.fence, state.gate, state.adapters, replies, tokenizer)
         args: Namespace = app.state.args
         keys = keys_of(args, bridge_token=state.bridge_token)
         names = [state.hostname, *self._config.allowed_hosts]
         sites = Sites(host=self._config.host, names=names, origins=args.allowed_origins, has_keys=bool(keys))
-        front = Front(app, generate, state.door, root_path=args.root_path or "", keys=keys, sites=sites)
+        front = Front(app, generate, state.gate, root_path=args.root_path or "", keys=keys, sites=sites)
         return with_cors(front, args)
 
 
@@ -327,17 +324,17 @@ def _make_server(front: Application, options: dict[str, Any]) -> HandoverServer:
 
 async def _watch(serving: asyncio.Future[None], stop: asyncio.Event, state: ServerState) -> str | None:
     """Return when told to stop, when the HTTP server has ended, or, with the cause, when the engine has failed."""
-    died = None
+    failure = None
     stopping = asyncio.ensure_future(stop.wait())
     awaited: set[asyncio.Future[Any]] = {serving, stopping}
     while not (serving.done() or stopping.done()):
         await asyncio.wait(awaited, timeout=_WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if state.engine.async_llm.errored:
-            died = how_ended(engine_processes(state.engine.async_llm))
-            logger.error("vLLM's engine has died (%s); the server stops", died)
+            failure = how_ended(engine_processes(state.engine.async_llm))
+            logger.error("vLLM's engine has failed (%s); the server stops", failure)
             break
     stopping.cancel()
-    return died
+    return failure
 
 
 async def _stop(
@@ -347,20 +344,20 @@ async def _stop(
     server.stop_accepting()
     drain_seconds = 0.0 if state.engine.async_llm.errored else state.config.drain_seconds
     state.fence.stop(refuse=False)
-    given = successor is not None and await hand_over(
+    handed_over = successor is not None and await hand_over(
         server.server_state.connections,
         successor,
         drain_seconds=drain_seconds,
-        is_drained=lambda: state.door.inside == 0,
+        is_drained=lambda: state.gate.inside == 0,
     )
     state.fence.stop()
-    if not given:
-        await state.door.wait_until_empty(drain_seconds)
+    if not handed_over:
+        await state.gate.wait_until_empty(drain_seconds)
     if not state.engine.async_llm.errored:
         ended = await state.engine.abort_all()
         if ended:
             logger.info("ended %d requests in flight", ended)
-        await state.door.wait_until_empty(_GRACE_SECONDS)
+        await state.gate.wait_until_empty(_GRACE_SECONDS)
     server.should_exit = True
     await asyncio.wait({serving}, timeout=_GRACE_SECONDS + 1)
     if not serving.done():

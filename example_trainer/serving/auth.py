@@ -15,11 +15,8 @@ from example_trainer.serving.state import ServerState, State
 Headers = Iterable[tuple[bytes, bytes]]
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-
 _COSTLY_GETS = frozenset({"/bridge/debug", "/health_generate"})
-
 _OWN_SITES = frozenset({b"same-origin", b"none"})
-
 _PAGE_HEADERS = frozenset({b"origin", b"referer", b"sec-fetch-site"})
 """Headers that browsers add and programs do not."""
 
@@ -92,10 +89,8 @@ def _refuse_foreign_page(shown: dict[bytes, bytes]) -> None:
 
 
 def _foreign_page(name: bytes, value: bytes) -> Problem:
-    said = f"{name.decode().title()}: {_text(value)}"
-    detail = (
-        f"requests from pages of another site ({said}) are not answered; --allowed-origins names those that may ask"
-    )
+    header = f"{name.decode().title()}: {_text(value)}"
+    detail = f"requests from pages of another site ({header}) are refused; permit a site with --allowed-origins"
     return Problem(403, "foreign-origin", detail)
 
 
@@ -131,7 +126,9 @@ def refuse_without_key(headers: Headers, keys: Sequence[bytes]) -> None:
         return
     given = bearer(headers)
     if not any(secrets.compare_digest(given, key) for key in keys):
-        detail = "this server was started with --api-key; send 'Authorization: Bearer <key>', or the bridge token so"
+        detail = (
+            "this server was started with --api-key; send 'Authorization: Bearer <key>' with it or the bridge token"
+        )
         raise Problem(401, "key-needed", detail)
 
 
@@ -151,7 +148,7 @@ def require_token(request: Request, state: State) -> None:
     if not holds_token(request, state):
         detail = (
             "changing weights needs 'Authorization: Bearer <bridge token>': "
-            "bridge_token in the manifest, or what --bridge-token was given"
+            "bridge_token in the manifest, or the value of --bridge-token"
         )
         raise Problem(401, "token-needed", detail)
 

@@ -75,7 +75,7 @@ def make_health_router() -> APIRouter:
     @router.get("/readyz")
     async def readyz(state: State) -> dict[str, Any]:
         """Answer 200 if a request for tokens would be accepted now, else 503: no publish yet, paused or torn."""
-        state.door.check()
+        state.gate.check()
         return {"status": "ready", "policy_version": state.policy_version}
 
     @router.get("/health_generate")
@@ -126,9 +126,9 @@ def _add_publish(router: APIRouter) -> None:
     guarded = [Depends(require_token)]
 
     @router.post("/publish/begin", dependencies=guarded)
-    async def begin(wanted: BeginPublish, state: State) -> dict[str, Any]:
+    async def begin(body: BeginPublish, state: State) -> dict[str, Any]:
         state.check_awake()
-        return await state.fence.begin(**wanted.model_dump())
+        return await state.fence.begin(**body.model_dump())
 
     @router.post("/publish/renew", dependencies=guarded)
     async def renew(publish: PublishId, state: State) -> dict[str, Any]:
@@ -145,8 +145,8 @@ def _add_publish(router: APIRouter) -> None:
 
 def _add_reload(router: APIRouter) -> None:
     @router.post("/reload", dependencies=[Depends(require_token)])
-    async def reload(wanted: Reload, state: State) -> dict[str, Any]:
-        return dict(await state.reload(wanted.path, wanted.version, drain_seconds=wanted.drain_seconds))
+    async def reload(body: Reload, state: State) -> dict[str, Any]:
+        return dict(await state.reload(body.path, body.version, drain_seconds=body.drain_seconds))
 
 
 def _add_switches(router: APIRouter) -> None:
@@ -205,17 +205,17 @@ def make_broadcast_router() -> APIRouter:
     guarded = [Depends(require_token)]
 
     @router.post("/join", dependencies=guarded)
-    async def join(wanted: Join, state: State) -> dict[str, Any]:
-        place = (wanted.address, wanted.port, wanted.rank, wanted.world_size, wanted.backend)
-        return await _exchange(state, "atropos_join_broadcast", wanted.group_id, *place)
+    async def join(body: Join, state: State) -> dict[str, Any]:
+        place = (body.address, body.port, body.rank, body.world_size, body.backend)
+        return await _exchange(state, "atropos_join_broadcast", body.group_id, *place)
 
     @router.post("/receive", dependencies=guarded)
-    async def receive(wanted: Receive, state: State) -> dict[str, Any]:
-        return await _exchange(state, "atropos_receive_broadcast", wanted.transfer_id, wanted.tensors)
+    async def receive(body: Receive, state: State) -> dict[str, Any]:
+        return await _exchange(state, "atropos_receive_broadcast", body.transfer_id, body.tensors)
 
     @router.post("/load", dependencies=guarded)
-    async def load(wanted: Load, state: State) -> dict[str, Any]:
-        state.fence.overwrite(wanted.publish_id, wanted.version, LoadedWeights(state))
+    async def load(body: Load, state: State) -> dict[str, Any]:
+        state.fence.overwrite(body.publish_id, body.version, LoadedWeights(state))
         return await _call(state, "atropos_load_broadcast")
 
     @router.post("/leave", dependencies=guarded)
@@ -234,7 +234,7 @@ class LoadedWeights:
     async def keep(self) -> None:
         await self._settle(keep=True)
 
-    async def take_back(self) -> bool:
+    async def restore(self) -> bool:
         return await self._settle(keep=False)
 
     async def _settle(self, *, keep: bool) -> bool:
@@ -250,19 +250,21 @@ async def _exchange(state: ServerState, method: str, *arguments: object) -> dict
     """Begin an exchange that waits for other processes, and return its result once it has ended."""
     await _call(state, method, *arguments)
     while True:
-        told = await _call(state, "atropos_broadcast_progress")
-        if not told.get("running"):
-            return told
+        progress = await _call(state, "atropos_broadcast_progress")
+        if not progress.get("running"):
+            return progress
         await asyncio.sleep(_POLL_SECONDS)
 
 
 async def _call(state: ServerState, method: str, *arguments: object) -> dict[str, Any]:
     if state.manifest is not None or state.config.enable_lora:
-        raise Problem(409, "cannot-receive", "a server that shares its weights or serves adapters takes no broadcast")
+        raise Problem(
+            409, "cannot-receive", "a server that shares its weights or serves adapters cannot receive a broadcast"
+        )
     try:
         return dict(await state.engine.call_worker(method, *arguments))
     except Exception as error:
-        raise Problem(503, "broadcast-failed", f"the broadcast did not succeed here: {error}", 1) from error
+        raise Problem(503, "broadcast-failed", f"the broadcast failed on this server: {error}", 1) from error
 
 
 _MEBIBYTE = 1 << 20
@@ -317,30 +319,30 @@ def make_lora_router() -> APIRouter:
         return await state.adapters.upload(name or f"policy-v{version}", body, version, activate=activate)
 
     @router.post("/load", dependencies=guarded)
-    async def load(wanted: LoadAdapter, state: State) -> dict[str, Any]:
-        return await state.adapters.load(wanted.name, wanted.path, wanted.version, activate=wanted.activate)
+    async def load(body: LoadAdapter, state: State) -> dict[str, Any]:
+        return await state.adapters.load(body.name, body.path, body.version, activate=body.activate)
 
     @router.post("/activate", dependencies=guarded)
-    async def activate(wanted: NamedAdapter, state: State) -> dict[str, Any]:
-        return await state.adapters.activate(wanted.name)
+    async def activate(body: NamedAdapter, state: State) -> dict[str, Any]:
+        return await state.adapters.activate(body.name)
 
     @router.post("/check", dependencies=guarded)
-    async def check(wanted: NamedAdapter, state: State) -> dict[str, Any]:
-        return await state.adapters.check(wanted.name)
+    async def check(body: NamedAdapter, state: State) -> dict[str, Any]:
+        return await state.adapters.check(body.name)
 
     @router.post("/unload", dependencies=guarded)
-    async def unload(wanted: NamedAdapter, state: State) -> dict[str, Any]:
-        return await state.adapters.unload(wanted.name)
+    async def unload(body: NamedAdapter, state: State) -> dict[str, Any]:
+        return await state.adapters.unload(body.name)
 
     @router.post("/load_lora_adapter", dependencies=guarded, include_in_schema=False)
-    async def load_by_path(wanted: LoadByPath, state: State) -> PlainTextResponse:
-        await state.adapters.load(wanted.lora_name, wanted.lora_path, None, activate=False)
-        return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' added successfully.")
+    async def load_by_path(body: LoadByPath, state: State) -> PlainTextResponse:
+        await state.adapters.load(body.lora_name, body.lora_path, None, activate=False)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/unload_lora_adapter", dependencies=guarded, include_in_schema=False)
-    async def unload_by_name(wanted: UnloadByName, state: State) -> PlainTextResponse:
-        await state.adapters.unload(wanted.lora_name)
-        return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.")
+    async def unload_by_name(body: UnloadByName, state: State) -> PlainTextResponse:
+        await state.adapters.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return router
 

@@ -41,22 +41,22 @@ def check_replacement(path: str, served: Shapes) -> None:
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise CheckpointUnreadable(f"{path!r} is no directory on the server's machine")
+        raise CheckpointUnreadable(f"{path!r} is not a directory on the server's machine")
     if not any(directory.glob("*.safetensors")):
         if any(directory.glob("*.bin")):
             return
-        raise CheckpointUnreadable(f"{path} holds neither *.safetensors nor *.bin files, so it is no checkpoint")
+        raise CheckpointUnreadable(f"{path} holds neither *.safetensors nor *.bin files, so it is not a checkpoint")
     found = read_checkpoint_shapes(path)
     common = found.keys() & served.keys()
     if served and not common:
-        raise CheckpointUnreadable(f"{path} holds none of the model's tensors, but {', '.join(sorted(found)[:3])}")
+        raise CheckpointUnreadable(f"{path} holds none of the model's tensors; it holds {', '.join(sorted(found)[:3])}")
     for name in sorted(common):
         if found[name] != served[name]:
             detail = f"its {name} has shape {list(found[name])}, the model's {list(served[name])}"
             raise CheckpointUnreadable(f"{path} is a checkpoint of another model: {detail}")
 
 
-def shapes_if_told(model: str, revision: str | None) -> Shapes:
+def declared_shapes(model: str, revision: str | None) -> Shapes:
     """Return the tensors of a model, or nothing if its files cannot be read."""
     try:
         return read_checkpoint_shapes(model, revision)
@@ -72,13 +72,13 @@ def _read_header(file: Path) -> Shapes:
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     except (OSError, ValueError, struct.error, AttributeError, LookupError, TypeError) as error:
-        raise CheckpointUnreadable(f"{file} is no safetensors file: {error}") from error
+        raise CheckpointUnreadable(f"{file} is not a safetensors file: {error}") from error
     if file.stat().st_size < end:
-        raise CheckpointUnreadable(f"{file} has {file.stat().st_size} bytes of {end}: it has been cut off")
+        raise CheckpointUnreadable(f"{file} has {file.stat().st_size} of {end} bytes: it is truncated")
     unknown = {entry["dtype"] for entry in tensors.values()} - _PLAIN_DTYPES
     if unknown:
         raise CheckpointUnreadable(
-            f"{file} holds tensors of type {', '.join(sorted(unknown))}: weights stored so are quantised"
+            f"{file} holds tensors of type {', '.join(sorted(unknown))}: such weights are quantised"
         )
     return {name: tuple(entry["shape"]) for name, entry in tensors.items()}
 

@@ -18,14 +18,12 @@ from atropos_api.common.cliconfig import load_config_with_rest
 from atropos_api.common.secrets import SECRET
 
 NVIDIA_DEVICE = Path("/dev/nvidia0")
-
 PROG = "vllm_api_server"
 DESCRIPTION = """\
 Serve a model with vLLM: its OpenAI API under /v1, token-exact generation under /generate with the policy version of
 every token, and /bridge for a trainer that shares the weights. Every other option of vLLM is accepted too."""
 
 SHARING_HOW_TO = "start the server with --share-weights, VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES=0"
-
 _GIBIBYTE = 1 << 30
 _MEBIBYTE = 1 << 20
 _ADAPTER_SLOTS = 4
@@ -49,7 +47,7 @@ _OWN_FIELDS = frozenset(
 
 
 class ServerConfig(BaseModel):
-    """The inference server's start options. Keys it does not know are vLLM's."""
+    """The inference server's start options; all other keys are vLLM's."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -59,11 +57,11 @@ class ServerConfig(BaseModel):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(9001, description="port to listen on", ge=0, le=65535)
     drain_seconds: float = Field(
-        0.0, description="time that running requests get to end when the server is told to stop", ge=0
+        0.0, description="seconds that running requests get to end when the server is stopped", ge=0
     )
     share_weights: bool | None = Field(
         None,
-        description="let a trainer here share the weights; also VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES=0",
+        description="share weights with a local trainer; also VLLM_ENABLE_SHARED_WEIGHTS=1 or NUM_INFERENCE_NODES=0",
     )
     policy_version: int | None = Field(
         None, description="version to stamp on replies, for a server whose weights do not change", ge=0
@@ -76,34 +74,38 @@ class ServerConfig(BaseModel):
         None, description="directory of a LoRA adapter to serve from the start, as --policy-version"
     )
     max_adapter_mib: int = Field(1024, description="largest adapter that may be sent, in MiB", ge=1)
-    bridge_dir: Path | None = Field(None, description="where vllm_bridge_config.json goes; else $LOGDIR, else here")
+    bridge_dir: Path | None = Field(
+        None, description="directory for vllm_bridge_config.json; else $LOGDIR, else the current one"
+    )
     bridge_token: str | None = Field(
         None,
-        description="token that allows to change weights; else $ATROPOS_BRIDGE_TOKEN, else random",
+        description="token that permits changing the weights; else $ATROPOS_BRIDGE_TOKEN, else random",
         json_schema_extra=SECRET,
     )
     allowed_hosts: list[str] = Field(
         [],
-        description="public host names under which the server may be asked, besides this machine's; * for any",
+        description="public host names under which the server accepts requests, besides this machine's; * for any",
     )
     gpu_memory_utilization: float | None = Field(
         None, description="share of the GPU's memory to use; on a CPU, share of one GiB for the KV cache", gt=0, le=1
     )
     kv_cache_memory_bytes: int | None = Field(None, description="size of the KV cache, instead of a share", gt=0)
     dtype: str = Field("auto", description="type of weights and activations")
-    max_model_len: int | None = Field(None, description="longest prompt and output together", gt=0)
-    max_num_seqs: int | None = Field(None, description="most sequences decoded at once", gt=0)
-    seed: int = Field(0, description="seed of the engine, for requests that bring none")
-    enforce_eager: bool | None = Field(None, description="no compilation; on a CPU the default")
-    tensor_parallel_size: int = Field(1, description="GPUs a layer is split over", ge=1)
-    pipeline_parallel_size: int = Field(1, description="GPUs the layers are split over", ge=1)
+    max_model_len: int | None = Field(None, description="maximum length of prompt and output together, in tokens", gt=0)
+    max_num_seqs: int | None = Field(None, description="maximum number of sequences decoded at once", gt=0)
+    seed: int = Field(0, description="seed of the engine, for requests without one")
+    enforce_eager: bool | None = Field(None, description="do not compile the model; the default on a CPU")
+    tensor_parallel_size: int = Field(1, description="GPUs that each layer is split over", ge=1)
+    pipeline_parallel_size: int = Field(1, description="GPUs that the layers are distributed over", ge=1)
     quantization: str | None = Field(None, description="quantisation method of the weights")
     enable_lora: bool = Field(False, description="serve adapters")
     max_loras: int | None = Field(
-        None, description="most adapters in one batch, and newest versions kept; 4 where adapters are served", ge=1
+        None,
+        description="maximum adapters in one batch, and number of newest versions kept; 4 if adapters are served",
+        ge=1,
     )
     max_lora_rank: int | None = Field(None, description="largest rank of an adapter", ge=1)
-    enable_sleep_mode: bool = Field(False, description="allow the server to give its memory back")
+    enable_sleep_mode: bool = Field(False, description="allow the server to release its memory on request")
     served_model_name: list[str] | None = Field(None, description="names under which /v1 serves the model")
     tokenizer: str | None = Field(None, description="tokenizer directory or name, if not the model's")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")

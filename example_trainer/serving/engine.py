@@ -19,9 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 _INSTALLED = "atropos_installed"
-
 _INCOMPLETE = "�"
-
 _LOOK_BACK = 8
 """Number of last tokens decoded to see if the prompt ends in a complete character."""
 
@@ -99,7 +97,9 @@ def refuse_what_cannot_be_sent(async_llm: Any) -> None:
         try:
             await send(request)
         except (OverflowError, UnicodeEncodeError) as error:
-            raise VLLMValidationError(f"the request holds what cannot be passed on: {error}") from error
+            raise VLLMValidationError(
+                f"the request has a value that cannot be passed to the engine: {error}"
+            ) from error
 
     async def adding(request: Any, *args: Any) -> None:
         try:
@@ -128,13 +128,13 @@ async def _without_errors(outputs: Any) -> AsyncIterator[Any]:
     from vllm.exceptions import VLLMValidationError
 
     try:
-        async for told in outputs:
-            if any(output.finish_reason == "error" for output in told.outputs):
+        async for output_so_far in outputs:
+            if any(output.finish_reason == "error" for output in output_so_far.outputs):
                 raise VLLMValidationError(
-                    "structured_outputs: the grammar does not compile, or nothing satisfies it together with the other "
+                    "structured_outputs: the grammar does not compile, or no output satisfies it and the other "
                     "limits of the request"
                 )
-            yield told
+            yield output_so_far
     finally:
         await outputs.aclose()
 
@@ -195,8 +195,8 @@ class EngineAdapter:
             if gauge is None:
                 continue
             for sample in gauge.collect()[0].samples:
-                told = [sample.labels["running_lora_adapters"], sample.labels["waiting_lora_adapters"]]
-                if any(name in names.split(",") for names in told):
+                labels = [sample.labels["running_lora_adapters"], sample.labels["waiting_lora_adapters"]]
+                if any(name in names.split(",") for names in labels):
                     gauge.remove_by_labels(sample.labels)
 
     async def abort_all(self) -> int:
@@ -230,7 +230,9 @@ class EngineAdapter:
             try:
                 request = process(*args, **kwargs)
             except (OverflowError, UnicodeEncodeError, TypeError) as error:
-                raise VLLMValidationError(f"the request holds what is no text or number: {error}") from error
+                raise VLLMValidationError(
+                    f"the request has a value that is neither text nor number: {error}"
+                ) from error
             if request.sampling_params is not None:
                 check_sampling(request.sampling_params, vocabulary)
             adapter = request.lora_request

@@ -105,10 +105,10 @@ class Fence:
     """The served version and the publish under way. `header` is None if no weights are shared."""
 
     def __init__(
-        self, engine: Engine, door: AdmissionGate, *, header: SegmentHeader | None, awaits_adapter: bool = False
+        self, engine: Engine, gate: AdmissionGate, *, header: SegmentHeader | None, awaits_adapter: bool = False
     ) -> None:
         self._engine = engine
-        self._door = door
+        self._gate = gate
         self._header = header
         self._awaits_adapter = awaits_adapter
         self._allow_writes(False)
@@ -121,7 +121,7 @@ class Fence:
         self.policy_version: PolicyVersion | None = None
         self.torn = False
         self.publishes_keeping_kv = 0
-        self._refresh_door()
+        self._update_gate()
 
     @property
     def paused(self) -> bool:
@@ -135,12 +135,12 @@ class Fence:
         """Stamp the version that a server with unchanging weights was started with."""
         await self._engine.stamp(str(version))
         self.policy_version = version
-        self._refresh_door()
+        self._update_gate()
 
     def serve_adapters(self) -> None:
         """Open the gate once the first adapter is loaded; from then on requests have their adapter's version."""
         self._awaits_adapter = False
-        self._refresh_door()
+        self._update_gate()
 
     async def begin(
         self, *, lease_seconds: float, drain_seconds: float, in_flight: InFlight, publish_id: str | None = None
@@ -155,17 +155,17 @@ class Fence:
             return await asyncio.shield(self._current(publish_id).begun)
         if publish_id is not None and publish_id in self._past:
             raise lapsed(publish_id)
-        if current is not None and not current.given_up:
-            raise current.in_the_way()
+        if current is not None and not current.abandoned:
+            raise current.refusal_of_others()
         if current is not None:
             self._close(current, None)
-        named = publish_id or uuid.uuid4().hex
-        publish = Publish(named, in_flight, Lease(lease_seconds, partial(self._on_lapse, named)), time.monotonic())
+        new_id = publish_id or uuid.uuid4().hex
+        publish = Publish(new_id, in_flight, Lease(lease_seconds, partial(self._on_lapse, new_id)), time.monotonic())
         self._publish = publish
-        self._refresh_door()
+        self._update_gate()
         if publish_id is not None:
             publish.lease.begin()
-        publish.begun = asyncio.ensure_future(self._stand_still(publish, drain_seconds))
+        publish.begun = asyncio.ensure_future(self._drain_and_pause(publish, drain_seconds))
         return await asyncio.shield(publish.begun)
 
     def overwrite(self, publish_id: str, version: PolicyVersion, change: Change | None = None) -> None:
@@ -174,7 +174,7 @@ class Fence:
         An abort restores the old weights through `change`. A lapse does not: if several servers change together, the
         others may have resumed under the new version by then.
         """
-        publish = self._standing(publish_id)
+        publish = self._paused_publish(publish_id)
         self._check_new(version)
         publish.change, publish.was_torn = change, self._overwriting
         self._overwriting = True
@@ -187,13 +187,13 @@ class Fence:
     async def end(self, publish_id: str, version: PolicyVersion) -> Answer:
         """Stamp `version`, resume, open the gate: the weights are whole. Repeating it gives the same answer."""
         async with self._busy:
-            told = self._past.answer(publish_id)
-            if told is not None and told["version"] == version:
-                return told
-            publish = self._standing(publish_id)
+            past = self._past.answer(publish_id)
+            if past is not None and past["version"] == version:
+                return past
+            publish = self._paused_publish(publish_id)
             self._check_complete(version)
             self._allow_writes(False)
-            answer = await self._go_on(publish, version)
+            answer = await self._resume_under(publish, version)
         if publish.change is not None:
             await publish.change.keep()
         return answer
@@ -205,10 +205,10 @@ class Fence:
         """
         if publish_id not in self._past:
             publish = self._current(publish_id)
-            publish.given_up = True
+            publish.abandoned = True
             publish.lease.stop()  # restoring weights may take longer than the lease
             try:
-                if publish.change is not None and not publish.was_torn and await publish.change.take_back():
+                if publish.change is not None and not publish.was_torn and await publish.change.restore():
                     self._overwriting = False
             finally:
                 publish.lease.begin()
@@ -218,18 +218,18 @@ class Fence:
     async def hold(self) -> None:
         """Pause by hand: new requests are refused and running ones are paused, until `release`."""
         self._held = True
-        self._refresh_door()
+        self._update_gate()
         async with self._busy:
             await self._engine.pause(discard=False)
 
     async def release(self) -> None:
         """End `hold`. A publish under way is not touched, and torn weights stay refused."""
         async with self._busy:
-            stands = self._publish is not None and self._publish.standing
-            if not stands and not self.torn:
+            engine_paused = self._publish is not None and self._publish.engine_paused
+            if not engine_paused and not self.torn:
                 await self._engine.resume(None)
             self._held = False
-            self._refresh_door()
+            self._update_gate()
 
     def stop(self, *, refuse: bool = True) -> None:
         """Admit no request from now on: new ones are refused, or wait for the next server."""
@@ -237,25 +237,25 @@ class Fence:
         if self._publish is not None:
             self._publish.lease.stop()
         if refuse:
-            self._door.refuse(problems.stopping())
+            self._gate.refuse(problems.stopping())
         else:
-            self._door.close()
+            self._gate.close()
 
-    async def _stand_still(self, publish: Publish, drain_seconds: float) -> dict[str, object]:
+    async def _drain_and_pause(self, publish: Publish, drain_seconds: float) -> dict[str, object]:
         """Drain and pause the engine; the result is the answer of `begin`."""
         limits = {"drain": drain_seconds, "finish": None}
-        drained = await self._door.wait_until_empty(limits.get(publish.in_flight, 0.0))
+        drained = await self._gate.wait_until_empty(limits.get(publish.in_flight, 0.0))
         pause_began = time.monotonic()
         async with self._busy:
             self._current(publish.publish_id)
             try:
                 counters = await self._engine.pause(discard=publish.in_flight != "keep_kv")
             except BaseException:
-                publish.given_up = True
+                publish.abandoned = True
                 self._settle_soon(publish)
                 raise
             self._current(publish.publish_id)  # the lease may have run out while the engine paused
-            publish.standing, publish.recomputed_tokens = True, counters["discarded_tokens"]
+            publish.engine_paused, publish.recomputed_tokens = True, counters["discarded_tokens"]
             publish.lease.begin()
             self._allow_writes(True)
         return {
@@ -268,13 +268,13 @@ class Fence:
         }
 
     def _current(self, publish_id: str) -> Publish:
-        if self._publish is None or self._publish.publish_id != publish_id or self._publish.given_up:
+        if self._publish is None or self._publish.publish_id != publish_id or self._publish.abandoned:
             raise lapsed(publish_id)
         return self._publish
 
-    def _standing(self, publish_id: str) -> Publish:
+    def _paused_publish(self, publish_id: str) -> Publish:
         publish = self._current(publish_id)
-        if not publish.standing:
+        if not publish.engine_paused:
             raise Problem(409, "publish-not-begun", f"publish {publish_id} still waits for running requests to end", 1)
         return publish
 
@@ -304,8 +304,8 @@ class Fence:
         publish = self._publish
         if publish is not None and publish.publish_id == publish_id:
             seconds = publish.lease.seconds
-            logger.warning("publish %s lapsed after %g s without a sign of its trainer", publish_id, seconds)
-            publish.given_up = True
+            logger.warning("publish %s lapsed: its trainer did not renew it for %g s", publish_id, seconds)
+            publish.abandoned = True
             self._settle_soon(publish)
 
     def _settle_soon(self, publish: Publish) -> None:
@@ -315,7 +315,7 @@ class Fence:
         try:
             await self._settle(publish)
         except Exception:
-            logger.exception("the engine has not gone on after publish %s; it is asked again", publish.publish_id)
+            logger.exception("the engine has not resumed after publish %s; trying again", publish.publish_id)
             publish.lease.begin()
 
     async def _settle(self, publish: Publish) -> None:
@@ -331,13 +331,13 @@ class Fence:
                 self._close(publish, None)
             elif header is not None and header.version not in {NO_VERSION, self.policy_version}:
                 logger.warning("the weights are whole as version %d, which is served from now on", header.version)
-                await self._go_on(publish, header.version)
+                await self._resume_under(publish, header.version)
             else:
                 if not self._held:
                     await self._engine.resume(None)
                 self._close(publish, None)
 
-    async def _go_on(self, publish: Publish, version: PolicyVersion) -> Answer:
+    async def _resume_under(self, publish: Publish, version: PolicyVersion) -> Answer:
         """Resume the engine under a new version; the publish is over after that."""
         if publish.in_flight == "keep_kv":
             self.publishes_keeping_kv += 1
@@ -356,18 +356,18 @@ class Fence:
         self._past.remember(publish.publish_id, outcome)
         if self._publish is publish:
             self._publish = None
-        self._refresh_door()
+        self._update_gate()
 
-    def _refresh_door(self) -> None:
+    def _update_gate(self) -> None:
         if self._stopped:
             return
         if self.torn:
-            self._door.refuse(problems.weights_torn())
+            self._gate.refuse(problems.weights_torn())
         elif self.policy_version is None and (self._awaits_adapter or self._header is not None):
-            self._door.refuse(problems.no_policy())
+            self._gate.refuse(problems.no_policy())
         elif self._held:
-            self._door.refuse(problems.paused())
+            self._gate.refuse(problems.paused())
         elif self._publish is not None:
-            self._door.close()
+            self._gate.close()
         else:
-            self._door.open()
+            self._gate.open()

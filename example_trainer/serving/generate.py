@@ -25,11 +25,8 @@ from example_trainer.serving.problems import Problem, engine_problems
 from example_trainer.serving.responses import Replies, all_finite
 
 _LARGEST_BIAS = 100
-
 _LARGEST_SEED = 2**64 - 1
-
 _INTEGERS = ("n", "max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs")
-
 _UNKNOWN_FIELD = re.compile(r"unknown field `(?P<name>[^`]*)`(?: - at `(?P<where>[^`]*)`)?")
 
 
@@ -96,7 +93,6 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 _OUR_FIELDS = frozenset({"prompt", "stream", "compact", "model", "logprobs", "detokenize"})
-
 _SAMPLING_FIELDS = tuple(name for name in GenerateRequest.__struct_fields__ if name not in _OUR_FIELDS)
 
 
@@ -172,11 +168,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _MAX_BODY_BYTES = 32 << 20
-
 _LONG_TEXT = 4096  # characters; tokenising more in the event loop would delay all other requests
-
 _JSON = (b"content-type", b"application/json")
-
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
@@ -187,7 +180,7 @@ class Exchange:
     request: GenerateRequest
     prompt: list[int]
     params: Any
-    gone: asyncio.Future[None]
+    disconnected: asyncio.Future[None]
     leave: Callable[[], None]
     send: Send
     publishes_keeping_kv: int
@@ -201,14 +194,14 @@ class GenerateHandler:
         self,
         engine: EngineAdapter,
         fence: Fence,
-        door: AdmissionGate,
+        gate: AdmissionGate,
         adapters: Adapters,
         replies: Replies,
         tokenizer: Any,
     ) -> None:
         self._engine = engine
         self._fence = fence
-        self._door = door
+        self._gate = gate
         self._adapters = adapters
         self._replies = replies
         self._tokenizer = tokenizer
@@ -220,30 +213,32 @@ class GenerateHandler:
             prompt = await self._tokens_of(request.prompt)
             params = sampling_params(request)
             self._adapters.named(request.model)
-            await self._door.enter()
+            await self._gate.enter()
         except Problem as problem:
             await problem.response()(scope, receive, send)
             return
-        gone = asyncio.ensure_future(_wait_for_disconnect(receive))
-        leave = _once(self._door.leave)
+        disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
+        leave = _once(self._gate.leave)
         try:
             adapter = self._adapters.named(request.model)  # fixed here: one activated later does not apply
-            kept = self._fence.publishes_keeping_kv
-            await self._see_through(Exchange(request, prompt, params, gone, leave, send, kept, adapter))
+            publishes_keeping_kv = self._fence.publishes_keeping_kv
+            await self._run_exchange(
+                Exchange(request, prompt, params, disconnected, leave, send, publishes_keeping_kv, adapter)
+            )
         except Problem as problem:
             await problem.response()(scope, receive, send)
         finally:
             leave()
-            gone.cancel()
+            disconnected.cancel()
 
-    async def _see_through(self, exchange: Exchange) -> None:
+    async def _run_exchange(self, exchange: Exchange) -> None:
         work = asyncio.ensure_future(self._stream(exchange) if exchange.request.stream else self._answer(exchange))
-        exchange.gone.add_done_callback(lambda _: work.cancel())  # then the engine aborts the request
+        exchange.disconnected.add_done_callback(lambda _: work.cancel())  # then the engine aborts the request
         try:
             with self._adapters.held(exchange.adapter):
                 await work
         except asyncio.CancelledError:
-            if not exchange.gone.done():
+            if not exchange.disconnected.done():
                 raise
         finally:
             work.cancel()
@@ -330,7 +325,7 @@ async def read_body(receive: Receive) -> bytes:
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            raise Problem(400, "disconnected", "the client went away before its request was read")
+            raise Problem(400, "disconnected", "the client disconnected before its request was read")
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > _MAX_BODY_BYTES:

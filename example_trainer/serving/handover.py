@@ -92,17 +92,17 @@ class Connection(HttpToolsProtocol):
         self._forget_if_idle()
 
     @property
-    def can_ever_be_given(self) -> bool:
+    def can_ever_be_passed(self) -> bool:
         """False for an encrypted connection: its keys are in this process."""
         return self.transport is not None and self.transport.get_extra_info("sslcontext") is None
 
-    def can_be_given(self, *, mid_request: bool) -> bool:
+    def can_be_passed(self, *, mid_request: bool) -> bool:
         """Return True if another process can continue it without loss; `mid_request`: or answer its request anew."""
-        if not self.can_ever_be_given or self.transport.is_closing() or self.transport.get_write_buffer_size():
+        if not self.can_ever_be_passed or self.transport.is_closing() or self.transport.get_write_buffer_size():
             return False
         return self._idle or (mid_request and self._repeatable)
 
-    def give_away(self) -> tuple[int, bytes]:
+    def detach(self) -> tuple[int, bytes]:
         """Return a descriptor of the connection and the bytes of its requests, which end here without an answer."""
         received = b"" if self._idle else bytes(self._received)
         descriptor = os.dup(self.transport.get_extra_info("socket").fileno())
@@ -178,22 +178,22 @@ async def hand_over(
     began = time.monotonic()
     try:
         channel.send(_HELLO)
-        while ours := [each for each in connections if isinstance(each, Connection) and each.can_ever_be_given]:
+        while unpassed := [each for each in connections if isinstance(each, Connection) and each.can_ever_be_passed]:
             seconds = time.monotonic() - began
             if seconds > drain_seconds + BEGUN_ANSWERS_SECONDS:
-                logger.warning("%d answers had not ended and are cut off", len(ours))
+                logger.warning("%d answers are cut off: they were not complete after the drain", len(unpassed))
                 break
             mid_request = seconds >= drain_seconds or is_drained()
-            ready = [each for each in ours if each.can_be_given(mid_request=mid_request)]
+            ready = [each for each in unpassed if each.can_be_passed(mid_request=mid_request)]
             for first in range(0, len(ready), _MOST_AT_ONCE):
-                await _send(channel, [each.give_away() for each in ready[first : first + _MOST_AT_ONCE]])
+                await _send(channel, [each.detach() for each in ready[first : first + _MOST_AT_ONCE]])
             await asyncio.sleep(_LOOK_SECONDS)
         await _writable(channel)
         channel.send(DONE)
     except ConnectionError:
         return False  # there is no next server
     except OSError as error:  # descriptors are limited, for this process and for all in flight
-        logger.warning("the clients' connections end here, for they cannot be given to the next server: %s", error)
+        logger.warning("the clients' connections are closed: they cannot be handed to the next server: %s", error)
         return False
     return True
 
@@ -231,22 +231,22 @@ async def arriving(channel: socket.socket) -> list[Arrived]:
             return arrived
         if message == _HELLO:
             continue
-        *given, content = descriptors
+        *passed, content = descriptors
         with os.fdopen(content, "rb") as file:
             file.seek(0)
-            for descriptor, size in zip(given, json.loads(message), strict=True):
+            for descriptor, size in zip(passed, json.loads(message), strict=True):
                 arrived.append(Arrived(socket.socket(fileno=descriptor), file.read(size)))
 
 
-async def _send(channel: socket.socket, given: Iterable[tuple[int, bytes]]) -> None:
+async def _send(channel: socket.socket, passed: Iterable[tuple[int, bytes]]) -> None:
     """Send one message: the number of bytes read on each connection, the connections, and a file with these bytes."""
-    given = list(given)
+    passed = list(passed)
     content = os.memfd_create("requests", os.MFD_CLOEXEC)
-    descriptors = [descriptor for descriptor, _ in given]
+    descriptors = [descriptor for descriptor, _ in passed]
     try:
         with os.fdopen(content, "wb", closefd=False) as file:
-            file.writelines(received for _, received in given)
-        message = json.dumps([len(received) for _, received in given]).encode()
+            file.writelines(received for _, received in passed)
+        message = json.dumps([len(received) for _, received in passed]).encode()
         await _writable(channel)
         socket.send_fds(channel, [message], [*descriptors, content])
     finally:

@@ -1,14 +1,24 @@
-"""Error answers to clients: problem+json with a stable type, the reason and a remedy."""
+"""Error answers to clients: problem+json with a stable type, the reason and a remedy.
+
+The functions at the end answer mistakes of clients that vLLM would answer badly: a name or route that is not served is
+answered with those that are, and a body on which vLLM's own checks raise with 400, where vLLM would answer 500.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import orjson
-from starlette.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 PROBLEM_PREFIX = "urn:atropos:problem:"
 
@@ -24,7 +34,7 @@ class Problem(Exception):
     more: dict[str, Any] = field(default_factory=dict)
     allow: str | None = None
     """The methods that the route takes, for a request with another method."""
-    hang_up: bool = False
+    closes_connection: bool = False
     """Close the connection after the answer, so that the client's next request opens a new connection."""
 
     def response(self) -> Response:
@@ -38,7 +48,7 @@ class Problem(Exception):
         headers = {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
         if self.allow is not None:
             headers["Allow"] = self.allow
-        if self.hang_up:
+        if self.closes_connection:
             headers["Connection"] = "close"
         return Response(orjson.dumps(body), self.status, headers, media_type="application/problem+json")
 
@@ -49,28 +59,26 @@ def no_policy() -> Problem:
 
 
 def weights_torn() -> Problem:
-    detail = (
-        "a change of the weights has not come to its end; they are served again after a trainer's next complete publish"
-    )
+    detail = "a change of the weights was not completed; they are served again after a trainer's next complete publish"
     return Problem(503, "weights-torn", detail, retry_after_seconds=5)
 
 
 def paused() -> Problem:
-    return Problem(503, "paused", "generation is paused; POST /bridge/resume ends that", retry_after_seconds=1)
+    return Problem(503, "paused", "generation is paused; resume it with POST /bridge/resume", retry_after_seconds=1)
 
 
 def starting() -> Problem:
     detail = "the server is still loading its model; ask again"
-    return Problem(503, "starting", detail, retry_after_seconds=1, hang_up=True)
+    return Problem(503, "starting", detail, retry_after_seconds=1, closes_connection=True)
 
 
 def stopping() -> Problem:
-    return Problem(503, "stopping", "the server is stopping", retry_after_seconds=1, hang_up=True)
+    return Problem(503, "stopping", "the server is stopping", retry_after_seconds=1, closes_connection=True)
 
 
 def engine_dead() -> Problem:
     return Problem(
-        503, "engine-dead", "vLLM's engine has died; the server is stopping, see its log", retry_after_seconds=5
+        503, "engine-dead", "vLLM's engine has failed; the server is stopping, see its log", retry_after_seconds=5
     )
 
 
@@ -79,7 +87,7 @@ def nothing_to_sample(*, limited: bool) -> Problem:
     if limited:
         detail = "the request's own limits left no token to sample; allow more tokens, or forbid fewer"
         return Problem(422, "nothing-to-sample", detail)
-    detail = "a sampled token's logprob is no finite number, so the weights served hold some that are none"
+    detail = "a sampled token's logprob is not finite, so the served weights contain values that are not finite"
     return Problem(500, "not-finite", detail)
 
 
@@ -95,3 +103,70 @@ def engine_problems() -> Iterator[None]:
         raise engine_dead() from error
     except (VLLMClientError, UnicodeEncodeError, OverflowError) as error:
         raise Problem(422, "bad-request", " ".join(str(error).split())) from error
+
+
+_INSTALLED = "atropos_installed"
+
+
+def list_served_names() -> None:
+    """Make `/v1` list the served models in its error: vLLM's own message cuts names that look like paths."""
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    if hasattr(BaseServing, _INSTALLED):
+        return
+    setattr(BaseServing, _INSTALLED, True)
+    BaseServing._check_model = _naming(BaseServing._check_model)  # noqa: SLF001  what every route of /v1 asks first
+
+
+def _naming(check: Any) -> Any:
+    async def checking(serving: Any, request: Any) -> Any:
+        refusal = await check(serving, request)
+        if refusal is not None and refusal.error.param == "model":
+            models = serving.models
+            served = {path.name: None for path in models.base_model_paths}
+            served |= {adapter.lora_name: None for adapter in models.lora_requests.values()}
+            refusal.error.message = f"model: {request.model!r} is not served here; there are {', '.join(served)}"
+        return refusal
+
+    return checking
+
+
+def tell_unknown_routes(app: FastAPI) -> None:
+    """Name in a 404 the requested route and the one that lists all others. Call it before the middleware is built."""
+    from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
+
+    async def not_found(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.detail != "Not Found":
+            answer: Response = await http_exception_handler(request, error)
+            return answer
+        detail = f"{request.method} {request.url.path} is not served here; GET /bridge/list_endpoints lists the routes"
+        return Problem(404, "not-served", detail).response()
+
+    app.add_exception_handler(404, not_found)
+
+
+_CHECKS = ".protocol"
+"""Suffix of the names of vLLM's modules that define the bodies of its routes."""
+
+
+def refuse_malformed_bodies(app: FastAPI) -> None:
+    """Answer 400 if the checks of a body raise an error. Call it before the middleware is built."""
+    from vllm.entrypoints.serve import create_error_response
+
+    async def answer(_: Request, error: Exception) -> Response:
+        if not _raised_by_checks(error.__traceback__):
+            raise error
+        answer = create_error_response(f"the body does not have the form that this route takes: {error}")
+        return JSONResponse(answer.model_dump(), 400)
+
+    for kind in (AttributeError, LookupError):
+        app.add_exception_handler(kind, answer)
+
+
+def _raised_by_checks(traceback: TracebackType | None) -> bool:
+    while traceback is not None:
+        if traceback.tb_frame.f_globals.get("__name__", "").endswith(_CHECKS):
+            return True
+        traceback = traceback.tb_next
+    return False

@@ -28,7 +28,7 @@ class Change(Protocol):
     async def keep(self) -> None:
         """Discard the old weights: the new ones are served."""
 
-    async def take_back(self) -> bool:
+    async def restore(self) -> bool:
         """Restore the old weights; return True if they are whole again."""
 
 
@@ -64,16 +64,16 @@ class Publish:
     publish_id: str
     in_flight: InFlight
     lease: Lease
-    door_closed_at: float
+    gate_closed_at: float
     begun: asyncio.Task[dict[str, object]] = field(init=False)
     """The task whose result answers `begin`; a repeated call gets the same answer."""
-    standing: bool = False
+    engine_paused: bool = False
     """True once the engine has been paused for it."""
     recomputed_tokens: int = 0
     change: Change | None = None
     was_torn: bool = False
     """True if the weights that `change` can restore are torn as well."""
-    given_up: bool = False
+    abandoned: bool = False
     """True after an abort, a lapse or a failed pause of the engine: it only waits for the engine to resume."""
 
     def answer(self, version: int) -> Answer:
@@ -81,14 +81,14 @@ class Publish:
         return {
             "version": version,
             "recomputed_tokens": self.recomputed_tokens,
-            "fence_seconds": time.monotonic() - self.door_closed_at,
+            "fence_seconds": time.monotonic() - self.gate_closed_at,
         }
 
-    def in_the_way(self) -> Problem:
+    def refusal_of_others(self) -> Problem:
         """Return the refusal of another publish during this one."""
         seconds = self.lease.left_seconds
         detail = (
-            f"publish {self.publish_id} has not ended; without a sign of its trainer it lapses in {seconds:.0f} s, "
+            f"publish {self.publish_id} is under way; unless its trainer renews it, it lapses in {seconds:.0f} s, "
             "and then another can begin"
         )
         return Problem(409, "publish-in-progress", detail, max(1, math.ceil(seconds)))

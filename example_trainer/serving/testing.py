@@ -117,35 +117,35 @@ class VersionServer:
     """Answers its version: at once, after a while as if it decoded, or in a stream of pieces."""
 
     def __init__(self, version: int | None, *, answer_seconds: float) -> None:
-        self.door = AdmissionGate()
+        self.gate = AdmissionGate()
         self._answer_seconds = answer_seconds
-        self._told = {"policy_version": version, "boot_id": secrets.token_hex(8), "model": "m", "max_model_len": 64}
-        self._told["lora"] = True
+        self._facts = {"policy_version": version, "boot_id": secrets.token_hex(8), "model": "m", "max_model_len": 64}
+        self._facts["lora"] = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if scope["method"] in {"GET", "HEAD"}:
-                await _answer(send, [self._told])
+                await _answer(send, [self._facts])
                 return
             body = await _read_body(receive)
-            told = self._told | {"digest": hashlib.blake2b(body, digest_size=16).hexdigest()}
-            await self.door.enter()
+            answer = self._facts | {"digest": hashlib.blake2b(body, digest_size=16).hexdigest()}
+            await self.gate.enter()
             try:
-                await self._decode(json.loads(body), told, send)
+                await self._decode(json.loads(body), answer, send)
             finally:
-                self.door.leave()
+                self.gate.leave()
         except Problem as problem:
             await problem.response()(scope, receive, send)
 
-    async def _decode(self, asked: dict[str, Any], told: dict[str, Any], send: Send) -> None:
+    async def _decode(self, asked: dict[str, Any], answer: dict[str, Any], send: Send) -> None:
         if not asked.get("stream"):
             await asyncio.sleep(asked.get("seconds", self._answer_seconds))
-            await _answer(send, [told])
+            await _answer(send, [answer])
             return
-        await _answer(send, [told], more=True)
+        await _answer(send, [answer], more=True)
         for _ in range(_PIECES):
             await asyncio.sleep(asked.get("seconds", self._answer_seconds) / _PIECES)
-            await send({"type": "http.response.body", "body": json.dumps(told).encode() + b"\n", "more_body": True})
+            await send({"type": "http.response.body", "body": json.dumps(answer).encode() + b"\n", "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -180,12 +180,12 @@ async def serve(app: VersionServer, sockets: ServerSockets, starting: StartingAn
     serving = asyncio.ensure_future(server.serve(sockets=[sockets.listening]))
     await stop.wait()
     server.stop_accepting()
-    app.door.close()
+    app.gate.close()
     if sockets.successor is not None:
         connections = server.server_state.connections
-        await hand_over(connections, sockets.successor, drain_seconds=drain, is_drained=lambda: app.door.inside == 0)
-    app.door.refuse(problems.stopping())
-    await app.door.wait_until_empty(drain)
+        await hand_over(connections, sockets.successor, drain_seconds=drain, is_drained=lambda: app.gate.inside == 0)
+    app.gate.refuse(problems.stopping())
+    await app.gate.wait_until_empty(drain)
     server.should_exit = True
     await serving
 

@@ -112,7 +112,6 @@ def say(step: int, steps: int, metrics: dict[str, float]) -> None:
 
 
 NGRAM_TOKENS = 4
-
 UNKNOWN_ENVIRONMENT = "unknown"
 
 

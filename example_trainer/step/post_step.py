@@ -77,7 +77,7 @@ class PostStep:
             running.result()
 
     def wait(self) -> None:
-        """Wait until the weights may move: the last publish has ended, and an evaluation that needs these weights.
+        """Wait until the weights may change: the last publish has ended, and so has an evaluation that needs them.
 
         Returns at once when it is called again in the same step: then some of its updates have been applied.
         """
@@ -114,7 +114,7 @@ class PostStep:
         if finished:
             self._session.finish()
         else:
-            logger.info("stopped after step %d; --resume auto goes on from there", step)
+            logger.info("stopped after step %d; continue with --resume auto", step)
 
     def _work(
         self, step: int, publish: bool, state: TrainerState | None, random: RandomState, objective: ObjectiveState
@@ -144,21 +144,23 @@ class PostStep:
     def _is_held(self, step: int) -> bool:
         """Return True if a policy hold postpones the publish; wait for the hold's end if training needs the publish."""
         if self._config.steps_served_weights:
-            return False  # `make_way` waited before the step; since then nothing can be sampled until the publish
+            return False  # `wait` was called before the step; since then nothing can be sampled until the publish
         if self._config.forwards_from_masters and step < self._config.training_steps:
-            return self._says_held()
+            return self._has_hold()
         self._wait_while_held()
         return False
 
     def _wait_while_held(self) -> None:
-        if self._says_held():
+        if self._has_hold():
             while self._session.held_seconds(HOLD_POLL_SECONDS) > 0 and not self._should_stop():
                 pass
 
-    def _says_held(self) -> bool:
+    def _has_hold(self) -> bool:
         seconds = self._session.held_seconds()
         if seconds > 0:
-            logger.info("after step %d: an evaluation holds the policy for %.0f s more", self._progress.step, seconds)
+            logger.info(
+                "after step %d: an evaluation holds the policy for another %.0f s", self._progress.step, seconds
+            )
         return seconds > 0
 
     def _is_checkpoint_due(self, step: int) -> bool:
@@ -170,7 +172,7 @@ class PostStep:
         progress = self._progress
         progress.version += 1
         note = partial(note_begun, self._config, self._session.info.run_id, progress.version)
-        self._learner.ranks.lead(note)
+        self._learner.ranks.on_main(note)
         progress.published_step = progress.weights_step
         progress.steps_by_version[progress.version] = progress.step
         self._alignment.published(progress.version)
@@ -207,7 +209,7 @@ class PostStep:
         if learner.ranks.world_size > 1:
             random = random | {"ranks": learner.ranks.gather(random)}
         with learner.policy.gathered():
-            learner.ranks.lead(partial(self._write, state, optimizer, random, objective))
+            learner.ranks.on_main(partial(self._write, state, optimizer, random, objective))
         self._progress.checkpointed = state.step
 
     def _write(self, state: TrainerState, optimizer: Stateful, random: RandomState, objective: ObjectiveState) -> None:

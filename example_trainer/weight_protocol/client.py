@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from atropos_api.common.concurrency import Wait
 from example_trainer.errors import ServerRefused, ServerUnavailable, WaitTimedOut
 
 if TYPE_CHECKING:
@@ -27,10 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
 _POLL_SECONDS = 0.1
-
-_LINE_SECONDS = 10.0
 
 
 class NotYet(Exception):
@@ -39,22 +37,20 @@ class NotYet(Exception):
 
 def wait_for(poll: Callable[[], T], *, what: str, timeout_seconds: float) -> T:
     """Call `poll` until it returns instead of raising `NotYet`."""
-    started = time.monotonic()
-    next_line = started + _LINE_SECONDS
-    told = ""
+    wait = Wait(timeout_seconds)
+    last_reason = ""
     while True:
         try:
             return poll()
         except NotYet as reason:
-            now = time.monotonic()
-            if now - started >= timeout_seconds:
+            if wait.is_over:
                 raise WaitTimedOut(
-                    f"gave up on {what} after {timeout_seconds:.0f} s: {reason} (--wait-timeout sets the limit)"
+                    f"waited {timeout_seconds:.0f} s for {what}: {reason} (--wait-timeout sets the limit)"
                 ) from reason
-            if now >= next_line:
-                news = "still the same" if str(reason) == told else str(reason)
-                logger.info("waiting for %s (%.0f s): %s", what, now - started, news)
-                next_line, told = next_line + _LINE_SECONDS, str(reason)
+            if wait.has_line():
+                change = "still the same" if str(reason) == last_reason else str(reason)
+                logger.info("waiting for %s (%.0f s): %s", what, wait.seconds, change)
+                last_reason = str(reason)
             time.sleep(_POLL_SECONDS)
 
 
@@ -70,9 +66,7 @@ def check_host(url: str, flag: str) -> None:
 
 
 _QUICK_SECONDS = 5.0
-
 _REPEAT_AFTER_SECONDS = (0.1, 0.4, 1.0)
-
 _SLOW_SECONDS = 600.0  # a fence that waits for requests to finish, a probe on a slow machine
 
 
@@ -246,13 +240,13 @@ class ServerClient:
                     logger.debug("the lease of publish %s was not renewed: %s", publish_id, error)
                     pause_seconds = lease_seconds / 10
 
-        keeper = threading.Thread(target=renew, name="publish-lease", daemon=True)
-        keeper.start()
+        renewer = threading.Thread(target=renew, name="publish-lease", daemon=True)
+        renewer.start()
         try:
             yield
         finally:
             done.set()
-            keeper.join()
+            renewer.join()
 
     def close(self) -> None:
         self._http.close()
@@ -274,7 +268,7 @@ class ServerClient:
             except ServerUnavailable as error:
                 if time.monotonic() - began >= _QUICK_SECONDS:  # the call timed out; the answer was not just lost
                     raise
-                logger.debug("%s; asking again", error)
+                logger.debug("%s; repeating the call", error)
                 time.sleep(pause_seconds)
         return self._call(method, path, body, content=content, timeout_seconds=timeout_seconds)
 
@@ -304,7 +298,7 @@ class ServerClient:
 
 
 def _refusal(url: str, path: str, response: httpx.Response) -> ServerRefused:
-    message = f"the vLLM server at {url} refused {path} ({response.status_code}): {_told(response)}"
+    message = f"the vLLM server at {url} refused {path} ({response.status_code}): {_message_of(response)}"
     after = response.headers.get("Retry-After", "")
     seconds = float(after) if after.isdigit() else None
     return ServerRefused(message, response.status_code, kind=_kind(response), retry_after_seconds=seconds)
@@ -323,7 +317,7 @@ def _reason(error: httpx.HTTPError) -> str:
     return str(error) or type(error).__name__
 
 
-def _told(response: httpx.Response) -> str:
+def _message_of(response: httpx.Response) -> str:
     """Return the detail of a problem document, or the beginning of any other answer."""
     try:
         problem = response.json()

@@ -1,7 +1,7 @@
 """The manifest `vllm_bridge_config.json`, in which an inference server tells a trainer where its weights are stored.
 
 The server writes it once its tensors are exported; the trainer builds a model of views into them from it. The manifest
-holds a token that allows to change the weights, so only its owner can read it, and a reader checks that. A server
+holds a token that allows changing the weights, so only its owner can read it, and a reader checks that. A server
 without a manifest puts its bridge token into a file of the same kind, whose path `/bridge/info` returns, so that a
 trainer of the same user needs no further setting.
 """
@@ -25,19 +25,19 @@ MANIFEST_NAME = "vllm_bridge_config.json"
 
 
 class ManifestMissing(TrainerError):
-    """There is no manifest in any of the places where one may lie."""
+    """No manifest was found in any of the places searched."""
 
 
 class ManifestStale(TrainerError):
-    """The manifest was written by a server that is gone."""
+    """The manifest was written by a server that has exited."""
 
 
 class ManifestUnsafe(TrainerError):
-    """Somebody else could have written or read the manifest."""
+    """Another user could have written or read the manifest."""
 
 
 class BridgeManifest(BaseModel):
-    """Everything a trainer on this machine needs to attach to the server's weights."""
+    """The manifest: it holds everything that a trainer on this machine needs to attach to the server's weights."""
 
     model_config = ConfigDict(protected_namespaces=())
 
@@ -60,7 +60,7 @@ class BridgeManifest(BaseModel):
 
 
 def write_manifest(manifest: BridgeManifest, directory: Path) -> Path:
-    """Put the manifest into `directory`, whole or not at all, readable by this user alone."""
+    """Write the manifest into `directory` atomically, readable by this user only."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / MANIFEST_NAME
     write_private(path, manifest.model_dump_json(indent=1))
@@ -68,7 +68,7 @@ def write_manifest(manifest: BridgeManifest, directory: Path) -> Path:
 
 
 def remove_manifest(directory: Path, boot_id: str) -> None:
-    """At a server's exit: take its manifest away, but not that of a server started since."""
+    """Remove the manifest of a server that exits, but not that of a server started since."""
     path = directory / MANIFEST_NAME
     try:
         ours = json.loads(path.read_bytes()).get("boot_id") == boot_id
@@ -79,7 +79,7 @@ def remove_manifest(directory: Path, boot_id: str) -> None:
 
 
 def load_manifest(path: Path) -> BridgeManifest:
-    """Read a manifest after checking that only this user could have written it and that its server lives."""
+    """Read a manifest after checking that only this user could have written it and that its server still runs."""
     manifest_path = path / MANIFEST_NAME if path.is_dir() else path
     _check_owner(manifest_path)
     try:
@@ -87,16 +87,16 @@ def load_manifest(path: Path) -> BridgeManifest:
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
-        raise ManifestStale(f"{manifest_path} is no manifest of this release ({where}: {problem['msg']})") from error
+        raise ManifestStale(f"{manifest_path} is not a manifest of this release ({where}: {problem['msg']})") from error
     if process_start_time(manifest.pid) != manifest.pid_start_time:
         raise ManifestStale(
-            f"{manifest_path} is of a vLLM server (process {manifest.pid}) that is gone; start the server again"
+            f"{manifest_path} is of a vLLM server (process {manifest.pid}) that has exited; start the server again"
         )
     return manifest
 
 
 def find_manifest(flag: str | None, environ: Mapping[str, str], server_url: str | None) -> Path:
-    """The manifest's path: the flag (unless `auto`), then `$LOGDIR`, then what the server says, then here."""
+    """Return the manifest's path: from the flag unless `auto`, else `$LOGDIR`, the server or the current directory."""
     if flag and flag != "auto":
         given = Path(flag)
         candidate = given / MANIFEST_NAME if given.is_dir() else given
@@ -106,20 +106,20 @@ def find_manifest(flag: str | None, environ: Mapping[str, str], server_url: str 
     places: list[str] = []
     if environ.get("LOGDIR"):
         places.append(str(Path(environ["LOGDIR"]) / MANIFEST_NAME))
-    told, place = _ask_server(server_url)
+    named, place = _query_server(server_url)
     if place:
-        places.append(told or place)
+        places.append(named or place)
     places.append(str(Path.cwd() / MANIFEST_NAME))
     for found in places:
         if Path(found).is_file():
             return Path(found)
-    if place and not told:
+    if place and not named:
         places[places.index(place)] = f"{place} (no answer with a manifest)"
     raise ManifestMissing(_missing(places))
 
 
 def process_start_time(pid: int) -> float | None:
-    """Start of the process in clock ticks since boot, which with the pid names it for good; None if there is none."""
+    """Return a process's start in clock ticks since boot, unique together with its pid; None if it does not run."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
@@ -140,17 +140,17 @@ def _check_owner(path: Path) -> None:
         )
 
 
-def _ask_server(server_url: str | None) -> tuple[str | None, str | None]:
+def _query_server(server_url: str | None) -> tuple[str | None, str | None]:
     """Return the path of the manifest that `/bridge/info` names, and the address that was asked."""
     if not server_url:
         return None, None
     address = f"{server_url.rstrip('/')}/bridge/info"
     try:
         with urllib.request.urlopen(address, timeout=5) as answer:  # noqa: S310  the user's own server
-            told = json.load(answer).get("manifest_path")
+            named = json.load(answer).get("manifest_path")
     except (OSError, ValueError, urllib.error.URLError):
         return None, address
-    return (str(told) if told else None), address
+    return (str(named) if named else None), address
 
 
 def _missing(places: list[str]) -> str:
@@ -164,7 +164,7 @@ TOKEN_NAME = "vllm_bridge_token"  # noqa: S105  a file's name
 
 
 def write_token(directory: Path, token: str) -> Path:
-    """Put the token into `directory`, whole or not at all, readable by this user alone."""
+    """Write the token into `directory` atomically, readable by this user only."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / TOKEN_NAME
     write_private(path, token)
@@ -172,19 +172,21 @@ def write_token(directory: Path, token: str) -> Path:
 
 
 def read_token(path: str) -> str | None:
-    """The token, or None where there is none to be read; refuses a file that another user may have written."""
+    """Return the token, or None if there is no readable file; refuse a file that another user may have written."""
     try:
         status = Path(path).stat()
         token = Path(path).read_text(encoding="utf-8").strip()
     except OSError:
         return None
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ManifestUnsafe(f"{path} is not yours alone (mode {status.st_mode & 0o777:o}); chmod 600 it or remove it")
+        raise ManifestUnsafe(
+            f"{path} is accessible to other users (mode {status.st_mode & 0o777:o}); chmod 600 it or remove it"
+        )
     return token
 
 
 def remove_token(directory: Path, token: str) -> None:
-    """At a server's exit: take its token away, but not that of a server started since."""
+    """Remove the token of a server that exits, but not that of a server started since."""
     path = directory / TOKEN_NAME
     try:
         if path.read_text(encoding="utf-8") == token:

@@ -161,7 +161,9 @@ def _map_file(path: Path, nbytes: int) -> torch.UntypedStorage:
     """Map an existing file after checking its size; torch would create a missing file or extend a short one."""
     try:
         if path.stat().st_size != nbytes:
-            raise SharedMemoryError(f"{path} does not hold {nbytes} bytes, so it is not the segment the manifest means")
+            raise SharedMemoryError(
+                f"{path} does not hold {nbytes} bytes, so it is not the segment that the manifest names"
+            )
         mapped = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=nbytes)
     except (OSError, RuntimeError) as error:
         raise SharedMemoryError(

@@ -24,15 +24,10 @@ from example_trainer.errors import TrainerError
 PolicyVersion = int
 
 SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108  POSIX shared memory lives there
-
 FILE_PREFIX = "atropos-"
-
 NO_VERSION: PolicyVersion = -1
-
 _LAYOUT = struct.Struct("<8sqqqq")
-
 _FILE_NAME = re.compile(rf"{FILE_PREFIX}[0-9a-f]{{16}}-(header|weights)")
-
 _MAGIC = b"ATROPOS1"
 
 

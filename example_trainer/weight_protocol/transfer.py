@@ -34,7 +34,6 @@ MEMORY_PATH = "memory:"
 """Prefix of the path of an adapter that is kept in memory and not in a file."""
 
 _CONFIG = "adapter_config"
-
 _LENGTH_BYTES = 8
 
 
@@ -63,13 +62,13 @@ class AdapterPayload:
         """Parse a body; raise `ValueError` with the reason if it is not an adapter in this format."""
         length = int.from_bytes(body[:_LENGTH_BYTES], "little")
         if len(body) < _LENGTH_BYTES or length > len(body) - _LENGTH_BYTES:
-            raise ValueError("the body is no safetensors file: its header is longer than the body")
+            raise ValueError("the body is not a safetensors file: its header is longer than the body")
         try:
             header = json.loads(body[_LENGTH_BYTES : _LENGTH_BYTES + length])
             config = dict(json.loads(header["__metadata__"][_CONFIG]))
         except (ValueError, KeyError, TypeError) as error:
             reason = f"its metadata lack {_CONFIG}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"the body is no adapter in safetensors form: {reason}") from error
+            raise ValueError(f"the body is not an adapter in safetensors format: {reason}") from error
         layout = {name: entry for name, entry in header.items() if name != "__metadata__"}
         return cls(body, config, layout, _LENGTH_BYTES + length)
 
@@ -81,15 +80,15 @@ class AdapterPayload:
         try:
             return dict(load(self.body))
         except SafetensorError as error:
-            raise ValueError(f"the body is no safetensors file: {error}") from error
+            raise ValueError(f"the body is not a safetensors file: {error}") from error
 
     def digest(self) -> str:
         """Return a checksum over configuration and tensors; it is equal on both sides if nothing was lost in transfer.
 
         The order of the metadata's entries does not count, because it differs from one serialisation to the next.
         """
-        told = json.dumps([self.config, self.layout], sort_keys=True).encode()
-        total = hashlib.blake2b(told, digest_size=16)
+        described = json.dumps([self.config, self.layout], sort_keys=True).encode()
+        total = hashlib.blake2b(described, digest_size=16)
         total.update(memoryview(self.body)[self.data_start :])
         return total.hexdigest()
 
@@ -162,7 +161,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
             return None
-        raise RuntimeError(f"{host}:{port} cannot be listened on ({error.strerror})") from error
+        raise RuntimeError(f"cannot listen on {host}:{port} ({error.strerror})") from error
     return listener
 
 

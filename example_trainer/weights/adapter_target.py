@@ -77,20 +77,20 @@ class AtroposServer:
         return SwapServer(info.boot_id, info.policy_version, info.max_model_len)
 
     def send(self, version: int, payload: AdapterPayload) -> str:
-        told = self._client.upload_adapter(adapter_name(version), version, payload.body)
-        if told["digest"] != payload.digest():
-            raise ProofFailed(f"version {version} arrived with checksum {told['digest']}, not {payload.digest()}")
-        return str(told["boot_id"])
+        answer = self._client.upload_adapter(adapter_name(version), version, payload.body)
+        if answer["digest"] != payload.digest():
+            raise ProofFailed(f"version {version} arrived with checksum {answer['digest']}, not {payload.digest()}")
+        return str(answer["boot_id"])
 
     def policy_name(self, version: int) -> str | None:  # noqa: ARG002 - every version has the model's own name
         return None
 
     def check(self, version: int, payload: AdapterPayload) -> None:
-        told = self._client.check_adapter(adapter_name(version))
-        if told["digest"] != payload.digest() or told["misplaced"]:
+        answer = self._client.check_adapter(adapter_name(version))
+        if answer["digest"] != payload.digest() or answer["misplaced"]:
             raise ProofFailed(
                 f"the server computes with other tensors than were sent as version {version}: "
-                f"{', '.join(told['misplaced'][:3]) or 'the checksum differs'}"
+                f"{', '.join(answer['misplaced'][:3]) or 'the checksum differs'}"
             )
 
     def restore(self, bad_version: int, good_version: int) -> bool:
@@ -145,7 +145,7 @@ class StockServer:
         self._versions.append(version)
         logger.info("loaded %s; clients of this server ask for it by that name", name)
         while len(self._versions) > self._keep:
-            self._forget(self._versions.pop(0))
+            self._unload(self._versions.pop(0))
         return ""
 
     def policy_name(self, version: int) -> str | None:
@@ -157,7 +157,7 @@ class StockServer:
 
     def restore(self, bad_version: int, good_version: int) -> bool:
         self._versions.remove(bad_version)
-        self._forget(bad_version)
+        self._unload(bad_version)
         return good_version in self._versions
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -165,8 +165,13 @@ class StockServer:
         version = self._versions[-1]
         fields = {name: request[name] for name in ("n", "max_tokens", "temperature", "ignore_eos")}
         prompt = request["prompt"]["prompt_token_ids"]
-        asked = fields | {"model": adapter_name(version), "prompt": prompt, "logprobs": 0, "return_token_ids": True}
-        choices = self._client.call("POST", "/v1/completions", asked)["choices"]
+        request_body = fields | {
+            "model": adapter_name(version),
+            "prompt": prompt,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        choices = self._client.call("POST", "/v1/completions", request_body)["choices"]
         return {
             "token_ids": [choice["token_ids"] for choice in choices],
             "logprobs": [choice["logprobs"]["token_logprobs"] for choice in choices],
@@ -177,7 +182,7 @@ class StockServer:
     def _listed(self) -> list[dict[str, Any]]:
         return list(self._client.call("GET", "/v1/models").get("data") or [{}])
 
-    def _forget(self, version: int) -> None:
+    def _unload(self, version: int) -> None:
         try:
             self._client.call("POST", "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
         except (ServerRefused, ServerUnavailable) as error:
@@ -187,14 +192,14 @@ class StockServer:
 
 def write_adapter(payload: AdapterPayload, directory: Path) -> Path:
     """Write the adapter as PEFT does; the directory is complete or does not exist."""
-    beside = directory.with_name(f".{directory.name}.part")
+    partial = directory.with_name(f".{directory.name}.part")
     try:
-        for old in (beside, directory):
+        for old in (partial, directory):
             shutil.rmtree(old, ignore_errors=True)
-        beside.mkdir(parents=True)
-        (beside / "adapter_model.safetensors").write_bytes(payload.body)
-        (beside / "adapter_config.json").write_text(json.dumps(payload.config, indent=2) + "\n", encoding="utf-8")
-        beside.rename(directory)
+        partial.mkdir(parents=True)
+        (partial / "adapter_model.safetensors").write_bytes(payload.body)
+        (partial / "adapter_config.json").write_text(json.dumps(payload.config, indent=2) + "\n", encoding="utf-8")
+        partial.rename(directory)
     except OSError as error:
         raise PublishFailed(f"cannot write {directory}: {error}; free the space or set --run-dir elsewhere") from error
     return directory

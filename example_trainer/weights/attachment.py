@@ -44,7 +44,6 @@ class Attachment:
         self.header = SegmentHeader(Path(manifest.header_path))
         self.storages = {storage.id: self.segment.attach(storage.handle) for storage in manifest.storages}
         self.generated_tokens_total = 0
-        self.proven = False
         self._proven_checksum: str | None = None
 
     @property
@@ -55,7 +54,7 @@ class Attachment:
     def device(self) -> torch.device:
         return next(iter(self.storages.values())).device
 
-    def hang(self, policy: Policy, *, forwards_from_masters: bool) -> None:
+    def bind(self, policy: Policy, *, forwards_from_masters: bool) -> None:
         """Map every parameter of the policy onto these tensors."""
         views = map_parameters(policy.module, self.manifest, self.storages)
         if not policy.served:
@@ -127,7 +126,7 @@ def _try_attach(server_url: str, manifest_flag: str, token: str | None) -> Attac
         _refuse_unshared(server_url)
         raise NotYet(str(error)) from error
     if manifest_flag == "auto" and urlsplit(manifest.url).port != urlsplit(server_url).port:
-        raise NotYet(f"{path} is of the server at {manifest.url}, not of the one at {server_url} (--vllm-port)")
+        raise NotYet(f"{path} belongs to the server at {manifest.url}, not to the one at {server_url} (--vllm-port)")
     client = ServerClient(manifest.url, token or manifest.bridge_token)
     try:
         info = client.info()
@@ -158,7 +157,7 @@ def _refuse_unshared(server_url: str) -> None:
 
 def _check_boot(path: Path, manifest: BridgeManifest, info: ServerInfo) -> None:
     if info.boot_id != manifest.boot_id:
-        raise NotYet(f"{path} is of another start (boot {manifest.boot_id}) than the server (boot {info.boot_id})")
+        raise NotYet(f"{path} belongs to another start (boot {manifest.boot_id}) than the server (boot {info.boot_id})")
 
 
 def _refuse_unfit(manifest: BridgeManifest, info: ServerInfo) -> None:

@@ -6,17 +6,11 @@ overwritten from a checkpoint; then the run's first version, above both `highest
 is published before anything can be sampled, and that publish runs the logprob parity check. From then on `publish`
 follows the steps for which `should_publish` is true. While the loop waits for rollouts it calls `needs_publish` every
 few seconds: a server that has restarted serves nothing until the current masters are published again.
-
-`SyncBudget` limits how often to publish, so that recomputing interrupted requests does not take most of the
-generation; `SyncCheck` counts the publishes between two parity checks (`--sync-check`).
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -74,62 +68,3 @@ class WeightBridge(Protocol):
     def notify_update(self) -> PublishReport:
         """Publish the changed masters under the next version, for callers that keep no version count of their own."""
         return self.publish(self.highest_version() + 1)
-
-
-class SyncBudget:
-    """The rule of `--sync-budget` over the publishes of the last seconds.
-
-    Each publish makes the server compute the KV entries of its paused requests again. While those
-    tokens exceed `share` of the tokens generated in the window, the next publish waits, but never
-    for more than `most_steps` optimizer steps (the staleness bound, where there is one).
-    """
-
-    def __init__(
-        self,
-        share: float,
-        *,
-        most_steps: int | None = None,
-        window_seconds: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._share = share
-        self._most_steps = most_steps
-        self._window_seconds = window_seconds
-        self._clock = clock
-        self._publishes: deque[tuple[float, int, int]] = deque()
-
-    def note(self, report: PublishReport) -> None:
-        self._publishes.append((self._clock(), report.recomputed_tokens, report.generated_tokens))
-
-    def recomputed_fraction(self) -> float:
-        """Return recomputed over generated tokens for the publishes within the window."""
-        oldest = self._clock() - self._window_seconds
-        while self._publishes and self._publishes[0][0] < oldest:
-            self._publishes.popleft()
-        recomputed = sum(entry[1] for entry in self._publishes)
-        return recomputed / max(1, sum(entry[2] for entry in self._publishes)) if recomputed else 0.0
-
-    def allows(self, steps_since_publish: int) -> bool:
-        """Return True if a publish may happen now, that many optimizer steps after the last one."""
-        if steps_since_publish < 1:
-            return False
-        if self._most_steps is not None and steps_since_publish >= max(1, self._most_steps):
-            return True
-        return self.recomputed_fraction() <= self._share
-
-
-@dataclass(slots=True)
-class SyncCheck:
-    """Counts publishes from one parity check to the next."""
-
-    every: int
-    """Number of publishes from one check to the next; 0: no check is due."""
-    _since: int = field(default=0, init=False)
-
-    def is_due(self) -> bool:
-        """Return True if the publish just made is to be checked; call it once per publish."""
-        self._since += 1
-        if self.every == 0 or self._since < self.every:
-            return False
-        self._since = 0
-        return True

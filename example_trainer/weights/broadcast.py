@@ -30,20 +30,17 @@ from example_trainer.processes.ports import free_port
 from example_trainer.weight_protocol.client import Fence, NotYet, ServerClient, ServerInfo, check_host, wait_for
 from example_trainer.weight_protocol.manifest import read_token
 from example_trainer.weight_protocol.transfer import Backend, BroadcastGroup, Rendezvous, describe
-from example_trainer.weights.base import PublishReport, SyncBudget, SyncCheck, WeightBridge
-from example_trainer.weights.logprob_parity import Difference, prove
+from example_trainer.weights.base import PublishReport, WeightBridge
+from example_trainer.weights.publish_loop import ParityCheck, SyncBudget, publish_with_retries
 from example_trainer.weights.shared_vllm import begin_after_others
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_FAILURES = (ServerRefused, ServerUnavailable, RuntimeError, ProofFailed)
-_PASSING = frozenset({404, 409, 410, 500, 503})
-"""Statuses worth a retry; a server may answer 500 while its engine is failing."""
+_FAILURES = (RuntimeError, ProofFailed)
+"""Failures of the process group and of the transfer, which pass once all have joined a new group."""
 _FAILING = frozenset({500, 503})
 """Statuses from which a server may recover within the same publish."""
-_ATTEMPTS = 3
 _END_PAUSE_SECONDS = 0.5
 
 
@@ -70,7 +67,6 @@ class _Member:
 
     client: ServerClient
     info: ServerInfo
-    proven_boot: str | None = None
     generated_tokens_total: int = 0
 
 
@@ -85,7 +81,7 @@ class _Cost:
 
 
 @dataclass(slots=True)
-class _Joined:
+class _JoinedGroup:
     """A process group that all have joined, and the boot ids of its servers."""
 
     group: BroadcastGroup
@@ -99,10 +95,9 @@ class BroadcastBridge(WeightBridge):
         self._options = options
         self._members: list[_Member] = []
         self._policy: Policy | None = None
-        self._joined: _Joined | None = None
+        self._joined: _JoinedGroup | None = None
         self._budget = SyncBudget(options.sync_budget, most_steps=options.max_staleness)
-        self._check = SyncCheck(every=options.sync_check_every)
-        self._limit: Difference | None = None
+        self._check = ParityCheck(every=options.sync_check_every)
         self._has_published = False
         self._pool = ThreadPoolExecutor(len(options.server_urls), thread_name_prefix="servers")
 
@@ -120,7 +115,9 @@ class BroadcastBridge(WeightBridge):
         if self._policy is None:
             raise PublishFailed("nothing is loaded; call prepare() before publish()")
         started = time.monotonic()
-        cost = self._with_retries(version)
+        cost = _Cost()
+        failed = f"version {version} did not reach every server"
+        publish_with_retries(partial(self._publish_once, version, cost), failed, also=_FAILURES)
         report = PublishReport(
             version=version,
             seconds=time.monotonic() - started,
@@ -135,7 +132,7 @@ class BroadcastBridge(WeightBridge):
         return report
 
     def highest_version(self) -> int:
-        return max((info.policy_version or 0 for info in self._each(self._members, _info)), default=0)
+        return max((info.policy_version or 0 for info in self._call_each(self._members, _info)), default=0)
 
     def should_publish(self, steps_since_publish: int) -> bool:
         return self._budget.allows(steps_since_publish)
@@ -171,59 +168,49 @@ class BroadcastBridge(WeightBridge):
             client.use_token(token)
         return client, info
 
-    def _with_retries(self, version: int) -> _Cost:
-        """Publish with retries: a server that fails or restarts gets the same masters once it answers again."""
-        cost = _Cost()
-        for attempt in range(_ATTEMPTS):
-            try:
-                behind = self._behind(version)
-                if behind:
-                    self._bring(behind, version, cost)
-            except _FAILURES as error:
-                self._leave()
-                lasting = isinstance(error, ServerRefused) and error.status not in _PASSING
-                if lasting or attempt == _ATTEMPTS - 1:
-                    raise PublishFailed(f"version {version} did not reach every server: {error}") from error
-                logger.warning("version %d did not reach every server; trying again: %s", version, error)
-            else:
-                return cost
-        raise AssertionError("unreachable")
+    def _publish_once(self, version: int, cost: _Cost) -> None:
+        try:
+            if outdated := self._outdated_members(version):
+                self._send_and_switch(outdated, version, cost)
+        except (ServerRefused, ServerUnavailable, *_FAILURES):
+            self._leave()
+            raise
 
-    def _behind(self, version: int) -> list[_Member]:
+    def _outdated_members(self, version: int) -> list[_Member]:
         """Return the servers that do not serve `version` yet, once every server answers and is in no publish."""
 
         def look(member: _Member) -> None:
             member.info = self._until_it_answers(member.client.url, partial(_settled_info, member.client))
 
-        self._each(self._members, look)
+        self._call_each(self._members, look)
         for member in self._members:
             served = member.info.policy_version
             if served is not None and served > version:
                 raise PublishFailed(f"{member.client.url} serves version {served}, which is above {version}")
         return [each for each in self._members if each.info.policy_version != version or each.info.torn]
 
-    def _bring(self, members: list[_Member], version: int, cost: _Cost) -> None:
+    def _send_and_switch(self, members: list[_Member], version: int, cost: _Cost) -> None:
         assert self._policy is not None
         boots = [member.info.boot_id for member in members]
         if self._joined is None or self._joined.boots != boots:
             self._leave()
-            self._joined = _Joined(self._join(members, self._policy), boots)
+            self._joined = _JoinedGroup(self._join(members, self._policy), boots)
         self._send(members, self._joined.group, self._policy)
-        self._move(members, version, cost)
+        self._switch_version(members, version, cost)
 
     def _join(self, members: list[_Member], policy: Policy) -> BroadcastGroup:
         """Return a new group of the trainer and these servers."""
         with ExitStack() as held:
             address = os.environ.get("MASTER_ADDR", "127.0.0.1")
             port = int(os.environ.get("MASTER_PORT") or free_port(held=held))
-            ours = Rendezvous(address, port, 0, len(members) + 1, self._options.backend)
+            rendezvous = Rendezvous(address, port, 0, len(members) + 1, self._options.backend)
             group_id = uuid.uuid4().hex
             waiting = [
-                self._pool.submit(member.client.join_broadcast, group_id, replace(ours, rank=rank))
+                self._pool.submit(member.client.join_broadcast, group_id, replace(rendezvous, rank=rank))
                 for rank, member in enumerate(members, 1)
             ]
             try:
-                group = BroadcastGroup.join(ours, policy.device)
+                group = BroadcastGroup.join(rendezvous, policy.device)
             finally:
                 wait(waiting)
         if failed := next((error for each in waiting if (error := each.exception())), None):
@@ -234,19 +221,19 @@ class BroadcastBridge(WeightBridge):
     def _send(self, members: list[_Member], group: BroadcastGroup, policy: Policy) -> None:
         """Send the weights to every server, to be kept without loading; raise unless all received what was sent."""
         tensors = policy.checkpoint_tensors(policy.dtype)
-        told, transfer_id = describe(tensors), uuid.uuid4().hex
-        waiting = [self._pool.submit(member.client.receive_broadcast, transfer_id, told) for member in members]
+        described, transfer_id = describe(tensors), uuid.uuid4().hex
+        waiting = [self._pool.submit(member.client.receive_broadcast, transfer_id, described) for member in members]
         try:
             digest = group.send(tensors)
         except BaseException:
             group.close()  # ends the servers' wait for the remaining tensors
             wait(waiting)
             raise
-        arrived = [each.result() for each in waiting]
-        if wrong := [each.client.url for each, found in zip(members, arrived, strict=True) if found != digest]:
-            raise ProofFailed(f"other bytes than were sent have arrived at {', '.join(wrong)}")
+        digests = [each.result() for each in waiting]
+        if wrong := [each.client.url for each, found in zip(members, digests, strict=True) if found != digest]:
+            raise ProofFailed(f"the bytes received differ from those sent, at {', '.join(wrong)}")
 
-    def _move(self, members: list[_Member], version: int, cost: _Cost) -> None:
+    def _switch_version(self, members: list[_Member], version: int, cost: _Cost) -> None:
         """Pause all servers, load on all, resume all; a failure before all have loaded is undone on all."""
         options = self._options
         ids = {member: uuid.uuid4().hex for member in members}
@@ -265,13 +252,13 @@ class BroadcastBridge(WeightBridge):
             for member, publish_id in ids.items():
                 leases.enter_context(member.client.lease(publish_id, options.lease_seconds))
             try:
-                self._each(members, begin)
-                self._each(members, lambda each: each.client.load_broadcast(ids[each], version))
+                self._call_each(members, begin)
+                self._call_each(members, lambda each: each.client.load_broadcast(ids[each], version))
             except BaseException:
-                self._each(members, lambda each: _take_back(each.client, ids[each]))
+                self._call_each(members, lambda each: _abort_publish(each.client, ids[each]))
                 raise
             end = partial(_end, version=version, lease_seconds=options.lease_seconds)
-            ended = self._each(members, lambda each: end(each.client, ids[each]))
+            ended = self._call_each(members, lambda each: end(each.client, ids[each]))
         for member, answer in zip(members, ended, strict=True):
             _add(cost, member, fences[member], answer)
 
@@ -280,13 +267,13 @@ class BroadcastBridge(WeightBridge):
         joined, self._joined = self._joined, None
         if joined is not None:
             joined.group.close()
-            self._each(self._members, lambda each: _forget(each.client))
+            self._call_each(self._members, lambda each: _leave_group(each.client))
 
     def _verify(self, version: int) -> None:
         """Check the first publish to each server process, and later ones as often as `--sync-check` says."""
         due = self._check.is_due()
         for member in self._members:
-            if due or member.info.boot_id != member.proven_boot:
+            if due or member.info.boot_id not in self._check.proven:
                 try:
                     self._prove(member, version)
                 except (ServerRefused, ServerUnavailable) as error:  # after a restart it waits for a publish
@@ -294,18 +281,15 @@ class BroadcastBridge(WeightBridge):
 
     def _prove(self, member: _Member, version: int) -> None:
         assert self._policy is not None
-        agreement = prove(
+        self._check.run(
             self._policy,
             member.client.generate,
             version=version,
             boot_id=member.info.boot_id,
             max_model_len=member.info.max_model_len,
-            limit=self._limit,
         )
-        self._limit = agreement.limit
-        member.proven_boot = member.info.boot_id
 
-    def _each(self, members: Sequence[_Member], call: Callable[[_Member], T]) -> list[T]:
+    def _call_each(self, members: Sequence[_Member], call: Callable[[_Member], T]) -> list[T]:
         """Call these servers in parallel and return the answers; raise the first error once all calls have ended."""
         waiting = [self._pool.submit(call, member) for member in members]
         wait(waiting)
@@ -331,7 +315,7 @@ def _serves_nothing(member: _Member) -> bool:
     return info.policy_version is None or info.torn
 
 
-def _take_back(client: ServerClient, publish_id: str) -> None:
+def _abort_publish(client: ServerClient, publish_id: str) -> None:
     """Make a server restore its previous weights; one that has not begun the publish has nothing to restore."""
     try:
         client.abort_publish(publish_id)
@@ -340,7 +324,7 @@ def _take_back(client: ServerClient, publish_id: str) -> None:
         logger.log(logging.DEBUG if unknown else logging.WARNING, "%s", error)
 
 
-def _forget(client: ServerClient) -> None:
+def _leave_group(client: ServerClient) -> None:
     try:
         client.leave_broadcast()
     except (ServerRefused, ServerUnavailable) as error:
@@ -357,7 +341,7 @@ def _end(client: ServerClient, publish_id: str, version: int, *, lease_seconds: 
             lasting = isinstance(error, ServerRefused) and error.status not in _FAILING
             if lasting or time.monotonic() > deadline:
                 raise
-            logger.warning("%s; telling it again", error)
+            logger.warning("%s; repeating the call", error)
             time.sleep(_END_PAUSE_SECONDS)
 
 

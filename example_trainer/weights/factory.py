@@ -71,11 +71,10 @@ def _shared(config: TrainingConfig) -> WeightBridge:
 def _broadcast(config: TrainingConfig) -> WeightBridge:
     from example_trainer.weights.broadcast import BroadcastBridge, BroadcastOptions
 
-    ports = range(config.vllm_port, config.vllm_port + config.num_inference_nodes)
     return BroadcastBridge(
         BroadcastOptions(
             policy=policy_options(config),
-            server_urls=config.inference_urls or [f"http://{config.vllm_host}:{port}" for port in ports],
+            server_urls=config.server_urls,
             bridge_token=config.bridge_token,
             wait_timeout_seconds=config.wait_timeout,
             drain_seconds=config.drain_seconds,
@@ -89,22 +88,26 @@ def _broadcast(config: TrainingConfig) -> WeightBridge:
 
 
 def _lora_only(config: TrainingConfig) -> WeightBridge:
-    from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
+    from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge, ServersHotswapBridge
 
-    kept = versions_kept(config.max_staleness)
+    kept, served = versions_kept(config.max_staleness), config.required_run_dir / "served"
     starts = config.start_vllm == "auto" and config.num_inference_nodes == 0
-    return LoraHotswapBridge(
-        HotswapOptions(
-            policy=policy_options(config),
-            server_url=f"http://{config.vllm_host}:{config.vllm_port}",
-            adapters_dir=config.required_run_dir / "served",
-            bridge_token=config.bridge_token,
-            vllm=_vllm(config, _adapter_arguments(config, kept)) if starts else None,
-            wait_timeout_seconds=config.wait_timeout,
-            versions_kept=kept,
-            sync_check_every=config.sync_check_every,
+    bridges = [
+        LoraHotswapBridge(
+            HotswapOptions(
+                policy=policy_options(config),
+                server_url=url,
+                adapters_dir=served / str(index) if config.num_inference_nodes > 1 else served,
+                bridge_token=config.bridge_token,
+                vllm=_vllm(config, _adapter_arguments(config, kept)) if starts else None,
+                wait_timeout_seconds=config.wait_timeout,
+                versions_kept=kept,
+                sync_check_every=config.sync_check_every,
+            )
         )
-    )
+        for index, url in enumerate(config.server_urls)
+    ]
+    return bridges[0] if len(bridges) == 1 else ServersHotswapBridge(bridges)
 
 
 def _restart(config: TrainingConfig) -> WeightBridge:

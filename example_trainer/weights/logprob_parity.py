@@ -25,11 +25,8 @@ logger = logging.getLogger(__name__)
 Generate = Callable[[dict[str, Any]], dict[str, Any]]
 
 _PROMPT_LENGTHS = (4, 9, 17, 33, 48, 70, 100, 140)
-
 _OUTPUTS_PER_PROMPT = 8
-
 _OUTPUT_TOKENS = 32
-
 _SEED = 20260
 
 
@@ -53,7 +50,6 @@ TOLERANCES: Mapping[torch.dtype, Difference] = {
 # the demo's base the trainer alone is off by 2e-5 to 5e-5 there, and both sides together exceeded 1e-4 in one of 40
 # starts.
 _TIMES_OWN_ROUNDING = Difference(maximum=5.0, mean=2.0)
-
 _WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}
 
 

@@ -13,7 +13,9 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from example_trainer.errors import CannotSwap, ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
@@ -26,14 +28,10 @@ from example_trainer.weight_protocol.client import NotYet, ServerClient, check_h
 from example_trainer.weight_protocol.manifest import read_token
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AdapterServer, AtroposServer, StockServer, SwapServer
-from example_trainer.weights.base import PublishReport, SyncCheck, WeightBridge
-from example_trainer.weights.logprob_parity import Difference, prove
+from example_trainer.weights.base import PublishReport, WeightBridge
+from example_trainer.weights.publish_loop import ParityCheck, is_lasting, publish_with_retries
 
 logger = logging.getLogger(__name__)
-
-_ATTEMPTS = 3
-
-_PASSING = frozenset({404, 409, 410, 500, 503})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,22 +59,27 @@ class LoraHotswapBridge(WeightBridge):
         self._server: AdapterServer | None = None
         self._manager: VllmManager | None = None
         self._boot_id: str | None = None
-        self._check = SyncCheck(every=options.sync_check_every)
+        self._check = ParityCheck(every=options.sync_check_every)
         self._good_version: int | None = None
         """The last version whose publish passed its check, or needed none."""
         self._has_published = False
-        self._limit: Difference | None = None
         self._publishing = threading.Lock()
 
     def prepare(self) -> Policy:
         """Find the server or start one, and load the policy meanwhile."""
         options = self._options
-        check_host(options.server_url, "--vllm-host")
+        check_host(options.server_url, "--vllm-host or --inference-urls")
         if options.vllm is not None and not is_served(options.server_url):
             self._manager = self._start_own(options.vllm)
-        self._policy = load_policy(options.policy)
+        policy = load_policy(options.policy)
+        self.connect(policy)
+        return policy
+
+    def connect(self, policy: Policy) -> None:
+        """Wait for the server, for which this policy is loaded already."""
+        check_host(self._options.server_url, "--vllm-host or --inference-urls")
+        self._policy = policy
         self._connect()
-        return self._policy
 
     def publish(self, version: int) -> PublishReport:
         """Send the adapter as it is now; see the module's docstring."""
@@ -96,7 +99,7 @@ class LoraHotswapBridge(WeightBridge):
         if self._server is None or not self._has_published or self._publishing.locked():
             return False
         if self._manager is not None and not self._manager.running:
-            logger.warning("vLLM has ended by itself; its last lines:\n%s", self._manager.log_tail())
+            logger.warning("vLLM has exited; its last lines:\n%s", self._manager.log_tail())
             return True
         try:
             now = self._server.identify()
@@ -121,7 +124,7 @@ class LoraHotswapBridge(WeightBridge):
             manager.close()
             if not is_served(self._options.server_url):
                 raise
-            logger.info("%s; that server is waited for", error)
+            logger.info("%s; waiting for that server", error)
             return None
         return manager
 
@@ -143,24 +146,25 @@ class LoraHotswapBridge(WeightBridge):
             raise PublishFailed("nothing is connected; call prepare() before publish()")
         started = time.monotonic()
         payload = AdapterPayload.write(self._policy.adapter_tensors(self._policy.dtype), self._policy.adapter_config())
-        for attempt in range(_ATTEMPTS):
-            try:
-                self._revive()
-                boot_id = self._server.send(version, payload)
-                break
-            except (ServerUnavailable, ServerRefused) as error:
-                if _is_lasting(error) or attempt == _ATTEMPTS - 1:
-                    raise PublishFailed(f"version {version} was not published: {error}") from error
-                logger.warning("publish of version %d is tried again: %s", version, error)
-                if self._manager is None:
-                    self._until_it_answers(self._server)
+        send = partial(self._send, self._server, version, payload)
+        boot_id = publish_with_retries(send, f"version {version} was not published")
         self._has_published = True
         seconds = time.monotonic() - started
         report = PublishReport(version=version, seconds=seconds, policy_name=self._server.policy_name(version))
         self._verify(version, payload, boot_id)
         return report
 
-    def _revive(self) -> None:
+    def _send(self, server: AdapterServer, version: int, payload: AdapterPayload) -> str:
+        """Send the adapter; return the boot id of the server process that has it."""
+        self._restart_exited()
+        try:
+            return server.send(version, payload)
+        except (ServerUnavailable, ServerRefused) as error:
+            if self._manager is None and not is_lasting(error):
+                self._until_it_answers(server)
+            raise
+
+    def _restart_exited(self) -> None:
         """Restart the server if the trainer started it and it has exited."""
         manager = self._manager
         if manager is None or manager.running:
@@ -176,21 +180,19 @@ class LoraHotswapBridge(WeightBridge):
         try:
             if self._check.is_due() or boot_id != self._boot_id:
                 self._server.check(version, payload)
-                agreement = prove(
+                self._check.run(
                     self._policy,
                     self._server.generate,
                     version=version,
                     boot_id=boot_id,
                     max_model_len=self._server.identify().max_model_len,
-                    limit=self._limit,
                 )
-                self._limit = agreement.limit
         except ProofFailed:
             if self._good_version is not None and self._server.restore(version, self._good_version):
-                logger.exception("version %d is not what it should be; serving %d again", version, self._good_version)
+                logger.exception("version %d failed its check; serving version %d again", version, self._good_version)
             raise
         except (ServerRefused, ServerUnavailable) as error:  # `needs_publish` will find the server's state
-            if _is_lasting(error):
+            if is_lasting(error):
                 raise
             logger.warning("version %d could not be proven: %s", version, error)
             self._boot_id = None
@@ -210,8 +212,45 @@ class LoraHotswapBridge(WeightBridge):
         return wait_for(ask, what=f"the vLLM server at {self._options.server_url}", timeout_seconds=seconds)
 
 
-def _is_lasting(error: ServerRefused | ServerUnavailable) -> bool:
-    return isinstance(error, ServerRefused) and error.status not in _PASSING
+class ServersHotswapBridge(WeightBridge):
+    """Implements `WeightBridge` for several servers: each gets every adapter, one after the other.
+
+    A server that is behind meanwhile answers under its older version, with which its tokens are stamped.
+    """
+
+    def __init__(self, bridges: Sequence[LoraHotswapBridge]) -> None:
+        self._bridges = bridges
+
+    def prepare(self) -> Policy:
+        first, *others = self._bridges
+        policy = first.prepare()
+        for bridge in others:
+            bridge.connect(policy)
+        return policy
+
+    def publish(self, version: int) -> PublishReport:
+        """Send the adapter to every server; it is served everywhere when this returns."""
+        started = time.monotonic()
+        names = {bridge.publish(version).policy_name for bridge in self._bridges}
+        if len(names) > 1:
+            raise PublishFailed(
+                f"version {version} has different names on the servers ({', '.join(map(str, names))}), so no client "
+                "could request it; name servers of one kind in --inference-urls"
+            )
+        return PublishReport(version=version, seconds=time.monotonic() - started, policy_name=names.pop())
+
+    def highest_version(self) -> int:
+        return max(bridge.highest_version() for bridge in self._bridges)
+
+    def should_publish(self, steps_since_publish: int) -> bool:
+        return steps_since_publish > 0
+
+    def needs_publish(self) -> bool:
+        return any(bridge.needs_publish() for bridge in self._bridges)
+
+    def close(self) -> None:
+        for bridge in self._bridges:
+            bridge.close()
 
 
 def is_served(url: str) -> bool:

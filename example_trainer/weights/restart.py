@@ -29,8 +29,8 @@ from example_trainer.vllm_manager import VllmManager, VllmOptions
 from example_trainer.weight_protocol.client import ServerClient, ServerInfo
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import write_adapter
-from example_trainer.weights.base import PublishReport, SyncCheck, WeightBridge
-from example_trainer.weights.logprob_parity import Difference, prove
+from example_trainer.weights.base import PublishReport, WeightBridge
+from example_trainer.weights.publish_loop import ParityCheck
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,7 @@ class RestartBridge(WeightBridge):
         self._policy: Policy | None = None
         self._manager: VllmManager | None = None
         self._version = 0
-        self._check = SyncCheck(every=options.sync_check_every)
-        self._limit: Difference | None = None
+        self._check = ParityCheck(every=options.sync_check_every)
         self._proven = False
 
     def prepare(self) -> Policy:
@@ -100,7 +99,7 @@ class RestartBridge(WeightBridge):
         """Return True after the server has exited by itself, so that the run continues with a new one."""
         if self._manager is None or not self._version or self._manager.running:
             return False
-        logger.warning("vLLM has ended by itself; its last lines:\n%s", self._manager.log_tail())
+        logger.warning("vLLM has exited; its last lines:\n%s", self._manager.log_tail())
         return True
 
     def close(self) -> None:
@@ -141,13 +140,13 @@ class RestartBridge(WeightBridge):
     def _reload(self, manager: VllmManager, directory: Path, version: int) -> tuple[ServerInfo, float]:
         client = ServerClient(manager.url, manager.token)
         try:
-            told = client.reload(directory, version, drain_seconds=self._options.vllm.drain_seconds)
+            answer = client.reload(directory, version, drain_seconds=self._options.vllm.drain_seconds)
         except ServerUnavailable:
             if (info := client.info()).policy_version != version:
                 raise
             return info, 0.0  # the answer was lost
         else:
-            return client.info(), float(told["fence_seconds"])
+            return client.info(), float(answer["fence_seconds"])
         finally:
             client.close()
 
@@ -166,17 +165,15 @@ class RestartBridge(WeightBridge):
         assert self._manager is not None
         client = ServerClient(self._manager.url, self._manager.token)
         try:
-            agreement = prove(
+            self._check.run(
                 self._whole_policy(directory),
                 client.generate,
                 version=version,
                 boot_id=info.boot_id,
                 max_model_len=info.max_model_len,
-                limit=self._limit,
             )
         finally:
             client.close()
-        self._limit = agreement.limit
 
     def _whole_policy(self, directory: Path) -> Policy:
         """Return the policy, or load the checkpoint just written if it is sharded: a forward would need all ranks."""
@@ -205,16 +202,16 @@ def write_served_checkpoint(policy: Policy, directory: Path, *, base: bool = Fal
     """Write the weights (or only the base) in the served dtype; the directory is complete or does not exist."""
     from huggingface_hub import save_torch_state_dict
 
-    beside = directory.with_name(f".{directory.name}.part")
+    partial = directory.with_name(f".{directory.name}.part")
     try:
-        for old in (beside, directory):
+        for old in (partial, directory):
             shutil.rmtree(old, ignore_errors=True)
-        beside.mkdir(parents=True)
+        partial.mkdir(parents=True)
         tensors = policy.base_tensors(policy.dtype) if base else policy.checkpoint_tensors(policy.dtype)
-        save_torch_state_dict(tensors, beside)
+        save_torch_state_dict(tensors, partial)
         config = policy.hf_config.to_dict() | {"dtype": str(policy.dtype).removeprefix("torch.")}
-        (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        beside.rename(directory)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        partial.rename(directory)
     except OSError as error:
         raise PublishFailed(f"cannot write {directory}: {error}; free the space or set --run-dir elsewhere") from error
     return directory

@@ -17,11 +17,11 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 
@@ -33,13 +33,12 @@ from example_trainer.options.publish import DRAIN_SECONDS, InFlight
 from example_trainer.weight_protocol.client import Fence, ServerClient
 from example_trainer.weight_protocol.shm_header import WriteRefused
 from example_trainer.weights.attachment import Attachment, attach
-from example_trainer.weights.base import PublishReport, SyncBudget, SyncCheck, WeightBridge
-from example_trainer.weights.logprob_parity import Difference, prove
+from example_trainer.weights.base import PublishReport, WeightBridge
+from example_trainer.weights.publish_loop import ParityCheck, SyncBudget, is_lasting, publish_with_retries
 
 logger = logging.getLogger(__name__)
 
-_ASK_SECONDS = 0.5
-
+_RETRY_SECONDS = 0.5
 _GIVE_UP_SECONDS = 5.0
 
 
@@ -64,7 +63,7 @@ class OpenPublish:
                 in_flight=in_flight,
             )
         except BaseException:
-            self.give_up()
+            self.abort()
             raise
 
     def __enter__(self) -> Self:
@@ -77,13 +76,13 @@ class OpenPublish:
         """Make the server resume under this version, once the weights are complete."""
         return self.attachment.client.end_publish(self.publish_id, version)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Make the server resume with its present weights now, instead of pausing until the lease lapses."""
         self.close()
         try:
             self.attachment.client.abort_publish(self.publish_id, timeout_seconds=_GIVE_UP_SECONDS)
         except (ServerRefused, ServerUnavailable) as error:
-            logger.debug("publish %s is left to its lease: %s", self.publish_id, error)
+            logger.debug("publish %s could not be aborted, so its lease has to lapse: %s", self.publish_id, error)
 
     def close(self) -> None:
         """Stop renewing the lease; the fence stays until the publish is ended or the lease lapses."""
@@ -112,17 +111,7 @@ def begin_after_others(
                 logger.info("waiting for an earlier publish to end or to lapse: %s", error)
             if now >= deadline:
                 raise
-            time.sleep(_ASK_SECONDS)
-
-
-_ATTEMPTS = 4
-
-_FIRST_PAUSE_SECONDS = 0.2
-
-_PASSING = frozenset({404, 409, 410, 500, 503})
-"""Statuses worth a retry; a server may answer 500 while its engine is failing."""
-
-ResultT = TypeVar("ResultT")
+            time.sleep(_RETRY_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,13 +146,12 @@ class SharedVllmBridge(WeightBridge):
     def __init__(self, options: SharedOptions) -> None:
         self._options = options
         self._budget = SyncBudget(options.sync_budget, most_steps=options.max_staleness)
-        self._check = SyncCheck(every=options.sync_check_every)
+        self._check = ParityCheck(every=options.sync_check_every)
         self._publishing = threading.Lock()
         self._attached: Attachment | None = None
         self._open: OpenPublish | None = None
         """The publish that a change of the served tensors has begun and that `publish` will end."""
         self._policy: Policy | None = None
-        self._limit: Difference | None = None
 
     def prepare(self) -> Policy:
         """Wait for the server, load the policy and map its parameters onto the shared tensors."""
@@ -173,7 +161,7 @@ class SharedVllmBridge(WeightBridge):
         from_masters = self._options.forwards_from_masters
         served = replace(options, dtype=attachment.manifest.dtype.removeprefix("torch."), device=device)
         policy = load_policy(served, forwards_from_masters=from_masters)
-        attachment.hang(policy, forwards_from_masters=from_masters)
+        attachment.bind(policy, forwards_from_masters=from_masters)
         self._policy, self._attached = policy, attachment
         if policy.steps_served:
             policy.changing = self._changing
@@ -186,7 +174,9 @@ class SharedVllmBridge(WeightBridge):
         """Write the masters into the shared tensors under a fence; see the module's docstring."""
         with self._publishing:
             failed = f"version {version} was not published"
-            report = self._with_retries(partial(self._publish_once, version, _Written()), failed)
+            report = publish_with_retries(
+                partial(self._publish_once, version, _Written()), failed, also=(WriteRefused,)
+            )
         self._budget.note(report)
         return report
 
@@ -233,21 +223,10 @@ class SharedVllmBridge(WeightBridge):
         """Wrap a change of masters that the server reads itself in a publish; begin one if none is open."""
         with self._publishing:
             if self._open is None:
-                self._open = self._with_retries(self._begin_write, "the served weights cannot be changed")
+                self._open = publish_with_retries(
+                    self._begin_write, "the served weights cannot be changed", also=(WriteRefused,)
+                )
             yield
-
-    def _with_retries(self, attempt: Callable[[], ResultT], failed: str) -> ResultT:
-        """Repeat the attempt if the server restarts in the middle: it gets the same masters once it is back."""
-        for number in range(_ATTEMPTS):
-            try:
-                return attempt()
-            except (ServerUnavailable, ServerRefused, WriteRefused) as error:
-                lasting = isinstance(error, ServerRefused) and error.status not in _PASSING
-                if lasting or number == _ATTEMPTS - 1:
-                    raise PublishFailed(f"{failed}: {error}") from error
-                logger.warning("%s; trying again: %s", failed, error)
-                time.sleep(_FIRST_PAUSE_SECONDS * 2**number)
-        raise AssertionError("unreachable")
 
     def _begin(self) -> OpenPublish:
         attachment = self._current_attachment()
@@ -266,7 +245,7 @@ class SharedVllmBridge(WeightBridge):
         try:
             opened.attachment.header.begin_write(self.highest_version() + 1)
         except BaseException:
-            opened.give_up()
+            opened.abort()
             raise
         return opened
 
@@ -308,28 +287,25 @@ class SharedVllmBridge(WeightBridge):
                 attachment.segment.synchronise()
                 attachment.header.end_write(version)
             except BaseException:
-                opened.give_up()
+                opened.abort()
                 raise
         written.boot_id, written.publish_id = attachment.boot_id, opened.publish_id
 
     def _verify(self, attachment: Attachment, version: int) -> None:
         """Check the first publish to each server process, and later ones as often as `--sync-check` says."""
         due = self._check.is_due()
-        if attachment.proven and not due:
+        if attachment.boot_id in self._check.proven and not due:
             return
         assert self._policy is not None
         if due:
             attachment.check_memory()
-        agreement = prove(
+        self._check.run(
             self._policy,
             attachment.client.generate,
             version=version,
             boot_id=attachment.boot_id,
             max_model_len=attachment.info.max_model_len,
-            limit=self._limit,
         )
-        self._limit = agreement.limit
-        attachment.proven = True
 
     def _current_attachment(self) -> Attachment:
         """Return the attachment to the server process that runs now, made anew after a restart."""
@@ -340,7 +316,7 @@ class SharedVllmBridge(WeightBridge):
             if current.client.info().boot_id == current.boot_id:
                 return current
         except (ServerUnavailable, ServerRefused) as error:
-            if isinstance(error, ServerRefused) and error.status not in _PASSING:
+            if is_lasting(error):
                 raise
             logger.warning("%s; waiting for it to come back", error)
         attachment = self._attach()
@@ -348,14 +324,14 @@ class SharedVllmBridge(WeightBridge):
             attachment.close()
             return current
         if attachment.info.model != current.info.model:
-            raise CannotShare(f"the server came back with {attachment.info.model} in place of {current.info.model}")
+            raise CannotShare(f"the server now serves {attachment.info.model}; start it with {current.info.model}")
         if self._policy.steps_served and attachment.device.type == "cuda":
             raise PublishFailed(
-                "the vLLM server has restarted, and with --master-weights none the weights were its memory alone; "
-                "go on from the last checkpoint with --resume auto"
+                "the vLLM server has restarted, and with --master-weights none the weights existed only in its memory; "
+                "continue from the last checkpoint with --resume auto"
             )
         logger.warning("the vLLM server has restarted (boot %s); attached again", attachment.boot_id)
-        attachment.hang(self._policy, forwards_from_masters=self._options.forwards_from_masters)
+        attachment.bind(self._policy, forwards_from_masters=self._options.forwards_from_masters)
         self._attached = attachment
         current.close()
         return attachment
@@ -387,5 +363,5 @@ def _device(attachment: Attachment, wanted: str) -> str:
     """Return the device of the shared tensors, which is where the forward has to run."""
     device = attachment.device
     if wanted != "auto" and torch.device(wanted).type != device.type:
-        raise CannotShare(f"--device {wanted}: the server's weights lie on {device}; use --device auto")
+        raise CannotShare(f"--device {wanted}: the server's weights are on {device}; use --device auto")
     return str(device)

@@ -55,7 +55,7 @@ def place_of(tensor: TensorMap) -> Place:
     shape = tuple(tensor.shape)
     boxes = [_box(piece, shape) for piece in tensor.pieces]
     if len({box.storage for box in boxes}) != 1:
-        raise ValueError(f"its {len(boxes)} pieces lie in different storages")
+        raise ValueError(f"its {len(boxes)} pieces are in different storages")
     covered = sum(prod(box.size) for box in boxes)
     if covered != prod(shape) or any(a.overlaps(b) for a, b in combinations(boxes, 2)):
         raise ValueError(f"its pieces cover {covered} of {prod(shape)} elements, or some twice")
@@ -144,7 +144,7 @@ def map_parameters(
             refused[name] = str(problem)
             continue
         if (twin := owners.setdefault(place, name)) != name:
-            refused[name] = f"the server keeps it in the same memory as {twin}, the trainer apart"
+            refused[name] = f"the server keeps it in the same memory as {twin}, the trainer separately"
     refused.update(_split_ties(model, manifest, names))
     if refused:
         raise CannotShare(_refusal(manifest.model, refused, len(names)))
@@ -177,7 +177,7 @@ def _split_ties(model: Any, manifest: BridgeManifest, names: Mapping[str, str]) 
             except ValueError:
                 continue  # already refused under its own name
             if not same:
-                split[alias] = f"the trainer ties it to {name}, the server keeps it apart"
+                split[alias] = f"the trainer ties it to {name}, the server keeps it separate"
     return split
 
 

@@ -37,7 +37,6 @@ from example_trainer.weights.base import PublishReport, WeightBridge
 from example_trainer.weights.tensor_map import map_parameters
 
 _FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
-
 _VOCABULARY_PADDING = 64
 
 
@@ -83,7 +82,6 @@ def trace(weight: torch.Tensor, offset: int, stride: tuple[int, ...], first_row:
 Moment = Literal["request", "answer"]
 
 T = TypeVar("T")
-
 WHOLE_OUTPUT = 1 << 20
 """Tokens per step that are enough to compute any output in one step."""
 

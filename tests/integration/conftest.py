@@ -115,7 +115,11 @@ class VllmServer:
                 env=plain_environment() | environ,
             )
         url = f"http://127.0.0.1:{port}"
-        server = cls(process, url, log_path, directory, model, httpx.Client(base_url=url, timeout=120))
+        # No connection is closed as surplus: httpcore may close one that a thread has just been given (EBADF, once in
+        # 100 publishes under 64 callers).
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        client = httpx.Client(base_url=url, timeout=120, limits=limits)
+        server = cls(process, url, log_path, directory, model, client)
         server.wait_until_healthy()
         return server
 

@@ -18,7 +18,7 @@ _PAYLOAD = "example_trainer/weight_protocol/transfer.py"
 _FOREIGN = "example_trainer/weights/adapter_target.py"
 _RESTART = "example_trainer/weights/restart.py"
 _BROADCAST = "example_trainer/weights/broadcast.py"
-_BUDGET = "example_trainer/weights/base.py"
+_BUDGET = "example_trainer/weights/publish_loop.py"
 
 _PUBLISHED = "unit/weights/test_shared_vllm.py::test_"
 _IN_PLACE = "unit/weights/test_served_masters.py::test_"
@@ -55,7 +55,7 @@ BRIDGES: tuple[Mutant, ...] = (
     Mutant(
         "a refused write leaves the server standing still",
         _SHARED,
-        "                opened.give_up()\n                raise\n        written",
+        "                opened.abort()\n                raise\n        written",
         "                raise\n        written",
         f"{_PUBLISHED}a_version_that_is_not_new_is_refused_and_the_fence_is_lifted",
     ),
@@ -69,8 +69,8 @@ BRIDGES: tuple[Mutant, ...] = (
     Mutant(
         "a lapse before the write ends the run",
         _SHARED,
-        "except (ServerUnavailable, ServerRefused, WriteRefused) as error:",
-        "except (ServerUnavailable, ServerRefused) as error:",
+        "failed, also=(WriteRefused,)",
+        "failed",
         f"{_PUBLISHED}a_publish_whose_lease_lapsed_before_the_write_is_begun_again",
     ),
     Mutant(
@@ -97,7 +97,7 @@ BRIDGES: tuple[Mutant, ...] = (
     Mutant(
         "a restarted server's own memory is not written",
         _SHARED,
-        "        attachment.hang(self._policy, forwards_from_masters=self._options.forwards_from_masters)\n"
+        "        attachment.bind(self._policy, forwards_from_masters=self._options.forwards_from_masters)\n"
         "        self._attached",
         "        self._attached",
         f"{_PUBLISHED}r27_a_restarted_server_gets_the_current_masters_before_anything_else",
@@ -119,8 +119,8 @@ BRIDGES: tuple[Mutant, ...] = (
     Mutant(
         "the optimizer writes what the header calls whole",
         _SHARED,
-        "self._with_retries(self._begin_write,",
-        "self._with_retries(self._begin,",
+        "self._begin_write, ",
+        "self._begin, ",
         f"{_IN_PLACE}nothing_is_served_while_the_optimizer_writes",
     ),
     Mutant(
@@ -141,7 +141,7 @@ BRIDGES: tuple[Mutant, ...] = (
     Mutant(
         "the first publish is not proven",
         _SHARED,
-        "if attachment.proven and not due:",
+        "if attachment.boot_id in self._check.proven and not due:",
         "if not due:",
         f"{_PUBLISHED}the_proof_stops_a_run_whose_publish_misses_weights[wrong slice-views]",
     ),
@@ -340,14 +340,14 @@ BRIDGES: tuple[Mutant, ...] = (
     Mutant(
         "an adapter that arrived otherwise is served",
         _SWAPPABLE,
-        'if told["digest"] != payload.digest():',
+        'if answer["digest"] != payload.digest():',
         "if False:",
         f"{_SWAPPED}an_adapter_that_arrived_with_another_checksum_is_refused",
     ),
     Mutant(
         "tensors that vLLM did not take over pass",
         _SWAPPABLE,
-        ' or told["misplaced"]:',
+        ' or answer["misplaced"]:',
         ":",
         f"{_SWAPPED}a_server_that_computes_with_other_tensors_is_found",
     ),
@@ -425,7 +425,7 @@ BRIDGES: tuple[Mutant, ...] = (
     Mutant(
         "some servers keep the version that others could not load",
         _BROADCAST,
-        "                self._each(members, lambda each: _take_back(each.client, ids[each]))\n",
+        "                self._call_each(members, lambda each: _abort_publish(each.client, ids[each]))\n",
         "",
         f"{_ALL}all_go_on_under_the_new_version_or_all_are_taken_back",
     ),
@@ -460,7 +460,7 @@ BRIDGES: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a sync is never proven again",
-        "example_trainer/weights/base.py",
+        _BUDGET,
         "if self.every == 0 or self._since < self.every:",
         "if self.every == 0 or self._since <= self.every:",
         f"{_SWAPPED}every_nth_sync_is_proven",

@@ -82,15 +82,15 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "a second publish takes the place of the first",
         _FENCE,
-        "if current is not None and not current.given_up:",
+        "if current is not None and not current.abandoned:",
         "if False:",
         f"{_STATES}a_second_publish_is_refused_while_one_is_under_way",
     ),
     Mutant(
         "a part of a publish's id is enough",
         _FENCE,
-        "self._publish.publish_id != publish_id or self._publish.given_up",
-        "not self._publish.publish_id.startswith(publish_id) or self._publish.given_up",
+        "self._publish.publish_id != publish_id or self._publish.abandoned",
+        "not self._publish.publish_id.startswith(publish_id) or self._publish.abandoned",
         f"{_STATES}a_publish_answers_to_its_whole_id_alone",
     ),
     Mutant(
@@ -103,21 +103,21 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "an end whose answer was lost is refused",
         _FENCE,
-        'if told is not None and told["version"] == version:',
+        'if past is not None and past["version"] == version:',
         "if False:",
         f"{_STATES}a_repeated_end_has_the_same_answer_and_no_effect",
     ),
     Mutant(
         "a publish that is over ended under any version",
         _FENCE,
-        'if told is not None and told["version"] == version:',
-        "if told is not None:",
+        'if past is not None and past["version"] == version:',
+        "if past is not None:",
         f"{_LAPSES}r41_a_lapse_after_the_whole_write_serves_the_version_that_the_header_names",
     ),
     Mutant(
         "a publish that lapsed is in the way of the next",
         _FENCE,
-        "if current is not None and not current.given_up:",
+        "if current is not None and not current.abandoned:",
         "if current is not None:",
         f"{_LAPSES}r41_a_begin_supersedes_a_publish_whose_lease_has_run_out_though_the_engine_did_not_go_on",
     ),
@@ -160,14 +160,14 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "an engine that did not go on is not asked again",
         _FENCE,
-        'it is asked again", publish.publish_id)\n            publish.lease.begin()',
-        'it is asked again", publish.publish_id)',
+        'trying again", publish.publish_id)\n            publish.lease.begin()',
+        'trying again", publish.publish_id)',
         f"{_LAPSES}r41_while_the_engine_does_not_go_on_the_publish_is_open_and_goes_on_by_itself_later[lapse]",
     ),
     Mutant(
         "an engine that cannot pause ends all serving",
         _FENCE,
-        "                publish.given_up = True\n                self._settle_soon(publish)\n                raise",
+        "                publish.abandoned = True\n                self._settle_soon(publish)\n                raise",
         "                raise",
         f"{_STATES}an_engine_that_cannot_pause_leaves_the_door_as_it_was",
     ),
@@ -253,15 +253,15 @@ FENCE: tuple[Mutant, ...] = (
     Mutant(
         "a resume by hand breaks into a write",
         _FENCE,
-        "stands = self._publish is not None and self._publish.standing",
-        "stands = False",
+        "engine_paused = self._publish is not None and self._publish.engine_paused",
+        "engine_paused = False",
         f"{_LAPSES}r41_a_resume_by_hand_during_a_publish_changes_nothing[in the write]",
     ),
     Mutant(
         "a resume by hand serves torn weights",
         _FENCE,
-        "if not stands and not self.torn:",
-        "if not stands:",
+        "if not engine_paused and not self.torn:",
+        "if not engine_paused:",
         f"{_LAPSES}r41_weights_that_were_torn_are_not_served_by_a_resume_once_they_are_whole",
     ),
     Mutant(
@@ -285,9 +285,9 @@ FENCE: tuple[Mutant, ...] = (
         "",
         f"{_STATES}a_server_that_stops_lets_nobody_in_after_a_publish_that_ends_then",
     ),
-    # The door
+    # The gate
     Mutant(
-        "a closed door lets in",
+        "a closed gate lets in",
         _DOOR,
         "while self._closed:",
         "while False:",

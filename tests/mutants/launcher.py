@@ -28,8 +28,8 @@ LAUNCHER: tuple[Mutant, ...] = (
     Mutant(
         "others may read what is private",
         "atropos_api/common/files.py",
-        "        Path(beside).replace(path)",
-        "        Path(beside).chmod(0o644)\n        Path(beside).replace(path)",
+        "        Path(temporary).replace(path)",
+        "        Path(temporary).chmod(0o644)\n        Path(temporary).replace(path)",
         f"{_REDACTED}a_private_file_is_its_owner_s_alone_also_where_one_was_open_to_all",
     ),
     Mutant(
@@ -134,7 +134,7 @@ LAUNCHER: tuple[Mutant, ...] = (
     Mutant(
         "a refusal is a crash",
         _SUPERVISOR,
-        "if told and len(told) == len(children):",
+        "if refused and len(refused) == len(children):",
         "if False:",
         f"{_CHILDREN}a_refusal_or_a_stop_at_a_sign_is_one_line_and_keeps_its_exit_code",
     ),
@@ -242,7 +242,7 @@ LAUNCHER: tuple[Mutant, ...] = (
     Mutant(
         "a mode's settings are those of all modes",
         _RUN_FILE,
-        'mode = _asked_mode(own) or settings.get("weight_bridge_mode", default_mode)',
+        'mode = _requested_mode(own) or settings.get("weight_bridge_mode", default_mode)',
         "mode = default_mode",
         f"{_SETTINGS}a_mode_brings_what_differs_in_it_for_launcher_and_trainer_alike",
     ),

@@ -162,7 +162,7 @@ _EVERYWHERE = (
     Mutant(
         "a dead environment's run goes on",
         _SUPERVISOR,
-        "raise ParentGone",
+        "raise ParentDisconnected",
         "waiting.unregister(self.channel)",
         f"{_TESTS}test_lifetime.py::test_a_killed_environment_takes_all_along",
     ),

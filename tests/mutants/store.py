@@ -5,17 +5,15 @@ from __future__ import annotations
 from .mutant import Mutant
 
 _SEGMENTS = "atropos_api/store/segments.py"
-_JOURNAL = "atropos_api/store/journal.py"
-_JOURNALED = "atropos_api/store/journaled_ledger.py"
+_IMPORT = "atropos_api/store/factory.py"
 _SQLITE = "atropos_api/store/sqlite_ledger.py"
-_PENDING = "atropos_api/store/journal.py"
 _DIRECTORY = "atropos_api/store/factory.py"
 
 _LOG = "unit/broker/test_store.py::test_"
-_RECORDS = "unit/broker/test_journal.py::test_"
+_RECORDS = "unit/broker/test_ledger_kills.py::test_"
 _CONTRACT = "unit/broker/test_store_contract.py::test_"
 _SYNCED = "unit/broker/test_syncing.py::test_"
-_KILLED = f"{_RECORDS}what_was_kept_is_found_after_a_kill"
+_TAKEN_OVER = f"{_RECORDS}the_journal_of_an_earlier_release_is_taken_over_once"
 
 STORE: tuple[Mutant, ...] = (
     # What is refused leaves nothing behind
@@ -41,13 +39,6 @@ STORE: tuple[Mutant, ...] = (
         f"{_LOG}a_refused_write_leaves_nothing_behind",
     ),
     Mutant(
-        "a torn journal record stays",
-        _JOURNAL,
-        "os.ftruncate(self._descriptor, self.size_bytes)",
-        "pass",
-        f"{_RECORDS}an_append_that_the_disk_refuses_leaves_nothing",
-    ),
-    Mutant(
         "a transaction that fails is kept",
         _SQLITE,
         'self._db.execute("ROLLBACK")',
@@ -57,7 +48,7 @@ STORE: tuple[Mutant, ...] = (
     Mutant(
         "memory goes on after a refused change",
         "atropos_api/broker/state.py",
-        "            self.torn = True\n",
+        "            self.store_inconsistent = True\n",
         "",
         "unit/broker/test_disk.py::test_a_change_the_ledger_refused_is_not_remembered",
     ),
@@ -77,18 +68,11 @@ STORE: tuple[Mutant, ...] = (
         f"{_SYNCED}how_often_data_is_forced_to_the_disk[interval-8]",
     ),
     Mutant(
-        "the journal is not forced to the disk",
-        _JOURNAL,
-        "os.fdatasync(self._descriptor)",
-        "pass",
-        f"{_SYNCED}a_sync_forces_bodies_journal_and_database_to_the_disk",
-    ),
-    Mutant(
         "the database is not forced to the disk",
         _SQLITE,
         "            os.fdatasync(descriptor)",
         "            pass",
-        f"{_SYNCED}a_sync_forces_bodies_journal_and_database_to_the_disk",
+        f"{_SYNCED}a_sync_forces_bodies_and_ledger_to_the_disk",
     ),
     Mutant(
         "a failed sync is forgotten",
@@ -118,83 +102,76 @@ STORE: tuple[Mutant, ...] = (
         "if False:",
         f"{_LOG}a_segment_goes_when_nothing_in_it_is_alive",
     ),
-    Mutant(
-        "records leave the journal too soon",
-        _JOURNALED,
-        "self._journal.forget(self._safe)",
-        "self._journal.forget(self._made)",
-        f"{_RECORDS}records_leave_the_journal_once_the_database_is_safe",
-    ),
-    Mutant(
-        "a full journal goes before the database is safe",
-        _JOURNALED,
-        "        if self._syncs and size >= MOST_BYTES:",
-        "        if False:",
-        f"{_RECORDS}a_full_journal_is_emptied_only_once_the_database_is_on_the_disk",
-    ),
-    Mutant(
-        "the last writes are lost with an orderly end",
-        _JOURNALED,
-        "        self._flush()\n        if self._syncs:\n            super().sync()\n        self._journal.clear()",
-        "        if self._syncs:\n            super().sync()\n        self._journal.clear()",
-        f"{_CONTRACT}rows_of_all_kinds_come_back_as_they_were[directory]",
-    ),
     # What a start finds
     Mutant(
-        "what a kill left in the journal is lost",
-        _JOURNALED,
-        "for record in found if record.number > known for write",
-        "for record in found if record.number > self._made for write",
-        _KILLED,
+        "a number is used twice",
+        _SQLITE,
+        "next_seq = max(next_seq, coalesce((SELECT max(seq) FROM groups), 0) + 1)",
+        "next_seq = next_seq",
+        f"{_RECORDS}a_number_is_not_used_twice_though_its_group_is_gone",
     ),
     Mutant(
-        "a record counts twice",
-        _JOURNALED,
-        "for record in found if record.number > known for write",
-        "for record in found if record.number >= known for write",
-        f"{_RECORDS}a_kill_between_the_database_and_the_emptying_of_the_journal_repeats_nothing",
-    ),
-    Mutant(
-        "the database does not know what it has",
-        _JOURNALED,
-        'self._execute("UPDATE places SET journaled = ?", (self._made,))',
-        "pass",
-        f"{_RECORDS}a_kill_between_the_database_and_the_emptying_of_the_journal_repeats_nothing",
-    ),
-    Mutant(
-        "writes change their order",
-        _JOURNALED,
-        "            self._flush()\n            self._write_through(staged)",
-        "            self._write_through(staged)",
-        f"{_RECORDS}other_writes_come_after_the_submissions_before_them",
-    ),
-    Mutant(
-        "a record of the journal is believed",
-        _JOURNAL,
-        " or isal_zlib.crc32(record) != checksum:",
-        ":",
-        f"{_RECORDS}a_record_that_the_power_left_without_its_bytes_is_nothing",
-    ),
-    Mutant(
-        "a dropped group comes back",
-        _PENDING,
-        "if row.seq not in self.dropped}",
-        "}",
-        f"{_RECORDS}what_is_gone_is_not_read_again_though_the_database_cannot_be_told",
+        "groups that remain do not tell the next number",
+        _SQLITE,
+        "next_seq=max(next_seq, groups[-1].seq + 1) if groups else next_seq",
+        "next_seq=next_seq",
+        f"{_RECORDS}what_was_kept_is_found_after_a_kill",
     ),
     Mutant(
         "an answered group is unanswered again",
-        _PENDING,
-        "                self.answered.add(seq)",
-        "                pass",
-        f"{_RECORDS}what_is_unanswered_is_found_after_a_kill_whether_the_database_has_it_or_the_journal",
+        _SQLITE,
+        'self._execute_many("DELETE FROM unanswered WHERE seq = ?", [(seq,) for seq in answers.answered])',
+        "pass",
+        f"{_RECORDS}what_is_unanswered_is_found_after_a_kill",
     ),
     Mutant(
-        "a forgotten key comes back",
-        _PENDING,
-        "if row.key_id not in self.forgotten}",
-        "}",
-        f"{_RECORDS}what_is_gone_is_not_read_again_though_the_database_cannot_be_told",
+        "a repeated fingerprint that is settled stays expected",
+        _SQLITE,
+        'self._execute_many("DELETE FROM expected WHERE fingerprint = ?", gone)',
+        "pass",
+        f"{_RECORDS}what_is_unanswered_is_found_after_a_kill",
+    ),
+    Mutant(
+        "a transaction inside another is one of its own",
+        _SQLITE,
+        "        self._depth += 1\n",
+        "",
+        f"{_RECORDS}a_transaction_is_whole_or_nothing",
+    ),
+    Mutant(
+        "the journal of a killed broker is lost",
+        _IMPORT,
+        "if record.number > known)",
+        "if record.number < known)",
+        _TAKEN_OVER,
+    ),
+    Mutant(
+        "a record counts twice",
+        _IMPORT,
+        "if record.number > known)",
+        "if record.number >= known)",
+        f"{_RECORDS}a_kill_before_the_journals_files_are_gone_repeats_nothing",
+    ),
+    Mutant(
+        "the database does not know what it has of the journal",
+        _IMPORT,
+        "ledger.note_journaled(missing[-1].number)",
+        "pass",
+        f"{_RECORDS}a_kill_before_the_journals_files_are_gone_repeats_nothing",
+    ),
+    Mutant(
+        "records change their order",
+        _IMPORT,
+        "key=lambda record: record.number)",
+        "key=lambda record: -record.number)",
+        _TAKEN_OVER,
+    ),
+    Mutant(
+        "a record of the journal is believed",
+        _IMPORT,
+        " or isal_zlib.crc32(record) != checksum:",
+        ":",
+        f"{_RECORDS}a_record_of_the_journal_cut_short_or_without_its_bytes_is_nothing",
     ),
     Mutant(
         "a body is believed",
@@ -234,7 +211,7 @@ STORE: tuple[Mutant, ...] = (
     Mutant(
         "the ledger keeps every event",
         _SQLITE,
-        "if any(event_id % TRIM_EVERY == 0 for event_id, _ in rows):",
+        "if event.id % TRIM_EVERY == 0:",
         "if False:",
         f"{_CONTRACT}events_and_their_ids_go_on_where_the_last_process_was[directory]",
     ),
@@ -247,10 +224,10 @@ STORE: tuple[Mutant, ...] = (
         f"{_LOG}one_broker_holds_a_directory_at_a_time",
     ),
     Mutant(
-        "a fresh start finds the old journal",
+        "a fresh start finds the old ledger",
         _DIRECTORY,
-        '"ledger.sqlite-shm", "journal", "journal-2")',
-        '"ledger.sqlite-shm")',
+        '("ledger.sqlite", "ledger.sqlite-wal", ',
+        "(",
         f"{_LOG}fresh_deletes_what_was_there",
     ),
     Mutant(

@@ -2,8 +2,8 @@
 
 `Limit` bounds the requests in flight, `Timings` keeps their durations and attempts, and `HttpTransport` is what a
 `ServerChannel` sends through. It uses aiohttp, whose C parser costs a third of httpx's CPU per request: with a model on
-the same cores that CPU time is tokens. `SampleEvents` reads the event stream of the Atropos server and `PlainEvents`
-that of a stock vLLM server: they assemble samples and pass tokens on as they come.
+the same cores that CPU time is lost to sampling. `SampleEvents` reads the event stream of the Atropos server and
+`PlainEvents` that of a stock vLLM server: they assemble samples and pass tokens on as they come.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Limit:
     def free(self) -> int:
         return max(0, self._allowed - self.used)
 
-    def weigh(self, share: float) -> None:
+    def set_share(self, share: float) -> None:
         """Allow this share of the places, but at least one."""
         self._allowed = max(1, round(self._most * share))
         self._admit()
@@ -79,7 +79,7 @@ class Timings:
         self.seconds: deque[float] = deque(maxlen=window)
         self.attempts: deque[int] = deque(maxlen=window)
 
-    def note(self, seconds: float, attempts: int) -> None:
+    def record(self, seconds: float, attempts: int) -> None:
         self.seconds.append(seconds)
         self.attempts.append(attempts)
 
@@ -217,7 +217,7 @@ class PlainReply(msgspec.Struct):
 class Problem(msgspec.Struct):
     """Error message: a server sends it in the middle of a stream."""
 
-    detail: str = "no reason is told"
+    detail: str = "no reason given"
     status: int = 503
 
 
@@ -239,7 +239,7 @@ class SampleEvents:
     def finished(self) -> list[Sample]:
         """Return the samples; raise if one of them is incomplete."""
         if any(not sample.finish_reason for sample in self.samples):
-            raise InferenceUnavailable(f"the answer of {self._url} broke off before its end")
+            raise InferenceUnavailable(f"the answer of {self._url} ended before it was complete")
         return self.samples
 
     def events_of(self, data: bytes) -> list[Event]:
@@ -260,14 +260,14 @@ class SampleEvents:
                 for found in self.events_of(data):
                     self._take(found)
             except (msgspec.MsgspecError, IndexError) as error:
-                raise InferenceRefused(f"{self._url} streamed something unexpected: {error}") from error
+                raise InferenceRefused(f"{self._url} sent an unexpected event: {error}") from error
 
     def _take(self, event: Event) -> None:
         sample = self.samples[event.index]
         sample.tokens += event.token_ids
         sample.logprobs += event.logprobs
         if event.finish_reason == "abort":
-            raise InferenceUnavailable(f"{self._url} was stopped before the answer's end")
+            raise InferenceUnavailable(f"{self._url} aborted its answer")
         if event.finish_reason is not None:
             sample.finish_reason = event.finish_reason
             sample.versions = event.policy_versions or []
@@ -277,7 +277,7 @@ class SampleEvents:
     def _raise(self, data: bytes) -> NoReturn:
         problem = msgspec.json.decode(data, type=Problem)
         kind = InferenceUnavailable if problem.status >= 500 else InferenceRefused
-        raise kind(f"{self._url} failed on the way: {problem.status}: {problem.detail}")
+        raise kind(f"{self._url} failed during its answer: {problem.status}: {problem.detail}")
 
 
 class PlainEvents(SampleEvents):
@@ -286,7 +286,9 @@ class PlainEvents(SampleEvents):
     def events_of(self, data: bytes) -> list[Event]:
         reply = msgspec.json.decode(data, type=PlainReply)
         if reply.error is not None:
-            raise InferenceUnavailable(f"{self._url} failed on the way: {reply.error.get('message', reply.error)}")
+            raise InferenceUnavailable(
+                f"{self._url} failed during its answer: {reply.error.get('message', reply.error)}"
+            )
         return [
             Event(
                 choice.index,

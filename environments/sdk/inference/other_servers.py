@@ -48,25 +48,25 @@ class SglangServer(HttpServer):
         sampling: Sampling,
         split: Split,
         *,
-        elsewhere: Failover = None,
+        failover: Failover = None,
         on_tokens: OnTokens | None = None,  # noqa: ARG002 - this kind does not stream here
     ) -> list[Sample]:
-        outputs = await self._ask(prompt_tokens, _parameters(sampling), {}, split, elsewhere)
+        outputs = await self._ask(prompt_tokens, _parameters(sampling), {}, split, failover)
         return [self._sample(output.meta_info) for output in outputs]
 
     async def prompt_logprobs(
-        self, prompt_tokens: list[int], top_k: int, split: Split, *, elsewhere: Failover = None
+        self, prompt_tokens: list[int], top_k: int, split: Split, *, failover: Failover = None
     ) -> PromptLogprobs:
         more = {"logprob_start_len": 0, "top_logprobs_num": max(0, top_k)}
         parameters = {"max_new_tokens": 1, "temperature": 0.0}
-        (output,) = await self._ask(prompt_tokens, parameters, more, split, elsewhere)
+        (output,) = await self._ask(prompt_tokens, parameters, more, split, failover)
         info = output.meta_info
         if top_k > 0:
             positions = [position or [] for position in info.input_top_logprobs or []]
         else:
             positions = [[triple] for triple in info.input_token_logprobs or []]
         if len(positions) != len(prompt_tokens):
-            raise InferenceRefused(f"{self._url} told no logprobs of the prompt's {len(prompt_tokens)} tokens")
+            raise InferenceRefused(f"{self._url} returned no logprobs of the prompt's {len(prompt_tokens)} tokens")
         known = [[(token, value) for value, token, _ in position if value is not None] for position in positions]
         return PromptLogprobs(
             prompt_tokens,
@@ -84,7 +84,7 @@ class SglangServer(HttpServer):
         parameters: dict[str, Any],
         more: dict[str, Any],
         split: Split,
-        elsewhere: Failover,
+        failover: Failover,
     ) -> list[Output]:
         fields = {
             "input_ids": prompt_tokens,
@@ -93,13 +93,13 @@ class SglangServer(HttpServer):
             "return_text_in_logprobs": False,
             **more,
         }
-        body = await self.channel.post(self._url, msgspec.json.encode(fields), split, elsewhere=elsewhere)
+        body = await self.channel.post(self._url, msgspec.json.encode(fields), split, failover=failover)
         try:
             if body.lstrip()[:1] == b"[":
                 return msgspec.json.decode(body, type=list[Output])
             return [msgspec.json.decode(body, type=Output)]
         except msgspec.ValidationError as error:
-            raise InferenceRefused(f"{self._url} answered something unexpected: {error}") from error
+            raise InferenceRefused(f"{self._url} sent an unexpected answer: {error}") from error
 
     def _sample(self, info: MetaInfo) -> Sample:
         triples = info.output_token_logprobs
@@ -151,12 +151,12 @@ class TrlServer(HttpServer):
         sampling: Sampling,
         split: Split,
         *,
-        elsewhere: Failover = None,
+        failover: Failover = None,
         on_tokens: OnTokens | None = None,  # noqa: ARG002 - this kind does not stream here
     ) -> list[Sample]:
         if self.decode is None:
             refuse_for_training(self.config)
-        reply = await self._ask(self.decode(prompt_tokens), sampling, split, elsewhere)
+        reply = await self._ask(self.decode(prompt_tokens), sampling, split, failover)
         trainable = reply.logprobs is not None and (reply.prompt_ids or [[]])[0] == prompt_tokens
         logprobs = reply.logprobs if trainable and reply.logprobs is not None else [[] for _ in reply.completion_ids]
         limit = sampling.max_tokens or DEFAULT_MAX_TOKENS
@@ -165,7 +165,7 @@ class TrlServer(HttpServer):
             for tokens, known in zip(reply.completion_ids, logprobs, strict=True)
         ]
 
-    async def _ask(self, prompt: str, sampling: Sampling, split: Split, elsewhere: Failover) -> TrlReply:
+    async def _ask(self, prompt: str, sampling: Sampling, split: Split, failover: Failover) -> TrlReply:
         more = sampling.more
         fields: dict[str, Any] = {
             "prompts": [prompt],
@@ -178,8 +178,8 @@ class TrlServer(HttpServer):
             "max_tokens": sampling.max_tokens or DEFAULT_MAX_TOKENS,
         }
         url = f"{self.config.base_url.rstrip('/')}/generate/"
-        body = await self.channel.post(url, msgspec.json.encode(fields), split, elsewhere=elsewhere)
+        body = await self.channel.post(url, msgspec.json.encode(fields), split, failover=failover)
         try:
             return msgspec.json.decode(body, type=TrlReply)
         except msgspec.ValidationError as error:
-            raise InferenceRefused(f"{url} answered something unexpected: {error}") from error
+            raise InferenceRefused(f"{url} sent an unexpected answer: {error}") from error

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ServerPool:
-    """The servers of an environment: a request goes to another one if its server is out."""
+    """The servers of an environment: a request goes to another one if its server is unavailable."""
 
     def __init__(self, servers: list[HttpServer], *, max_n_completions: int, wait_timeout_seconds: float) -> None:
         self.servers = servers
@@ -33,9 +33,9 @@ class ServerPool:
         usable = [server for server in self.servers if server.channel.worth_trying and server not in avoid]
         return min(usable or self.servers, key=lambda server: server.in_flight)
 
-    def pinned(self, base_url: str | None = None) -> StickyServer:
+    def sticky(self, base_url: str | None = None) -> StickyServer:
         """Return a server for related calls, which share a prefix cache: the named one, or the least loaded."""
-        return StickyServer(self if base_url is None else self._narrowed_to(self.named(base_url)))
+        return StickyServer(self if base_url is None else self._only(self.named(base_url)))
 
     def named(self, base_url: str) -> HttpServer:
         """Return the server with this address."""
@@ -45,11 +45,11 @@ class ServerPool:
         known = ", ".join(server.config.base_url for server in self.servers)
         raise RequestRefused(f"no server has the address {base_url}; there are {known}", param="base_url")
 
-    def narrowed(self) -> ServerPool:
+    def single(self) -> ServerPool:
         """Return a pool of the least loaded server alone."""
-        return self._narrowed_to(self.least_loaded())
+        return self._only(self.least_loaded())
 
-    def _narrowed_to(self, server: HttpServer) -> ServerPool:
+    def _only(self, server: HttpServer) -> ServerPool:
         return ServerPool(
             [server],
             max_n_completions=self.max_n_completions,
@@ -59,22 +59,22 @@ class ServerPool:
     async def ask(
         self, server: HttpServer, call: Callable[[HttpServer, Failover], Awaitable[T]]
     ) -> tuple[HttpServer, T]:
-        """Run `call` on `server`, or on another if it is out; return the server that answered and the result."""
+        """Run `call` on `server`, or on another if it is unavailable; return the server used and the result."""
         deadline = time.monotonic() + self._wait_timeout_seconds
         avoided: list[HttpServer] = []
         while True:
-            must_stay = len(self.servers) == 1 or time.monotonic() > deadline
+            no_failover = len(self.servers) == 1 or time.monotonic() > deadline
             server.in_flight += 1
             try:
-                return server, await call(server, None if must_stay else self._elsewhere(server))
+                return server, await call(server, None if no_failover else self._failover(server))
             except ServerUnavailable:
                 avoided.append(server)
-                logger.debug("%s is out; a request goes to another server", server.config.root_url)
+                logger.debug("%s is unavailable; the request goes to another server", server.config.root_url)
             finally:
                 server.in_flight -= 1
             server = self.least_loaded(avoided)
 
-    def _elsewhere(self, server: HttpServer) -> Failover:
+    def _failover(self, server: HttpServer) -> Failover:
         return lambda: any(other is not server and other.channel.up for other in self.servers)
 
     async def split(self, config: APIServerConfig, n: int, ask: Callable[[int], Awaitable[list[T]]]) -> list[T]:
@@ -88,7 +88,7 @@ class ServerPool:
         if len(found) < n:
             if not config.n_kwarg_is_ignored:
                 config.n_kwarg_is_ignored = True
-                logger.info("%s ignores n; samples are asked for one by one", config.base_url)
+                logger.info("%s ignores n; samples are requested one by one", config.base_url)
             found += await _gather(ask, [1] * (n - len(found)))
         return found[:n]
 
@@ -119,7 +119,7 @@ class StickyServer:
         sampling: Sampling,
         split: Split,
         *,
-        elsewhere: Failover = None,  # noqa: ARG002 - the pool decides
+        failover: Failover = None,  # noqa: ARG002 - the pool decides
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
         asked = 0
@@ -128,10 +128,12 @@ class StickyServer:
             nonlocal asked
             first, part = asked, sampling.part(n, first=asked)
             asked += n
-            told = _from_number(on_tokens, first)
+            on_part_tokens = _from_number(on_tokens, first)
             self._chosen, found = await self._pool.ask(
                 self._server,
-                lambda server, other: server.generate(prompt_tokens, part, split, elsewhere=other, on_tokens=told),
+                lambda server, failover: server.generate(
+                    prompt_tokens, part, split, failover=failover, on_tokens=on_part_tokens
+                ),
             )
             return found
 
@@ -143,23 +145,24 @@ class StickyServer:
         top_k: int,
         split: Split,
         *,
-        elsewhere: Failover = None,  # noqa: ARG002 - the pool decides
+        failover: Failover = None,  # noqa: ARG002 - the pool decides
     ) -> PromptLogprobs:
         self._chosen, found = await self._pool.ask(
-            self._server, lambda server, other: server.prompt_logprobs(prompt_tokens, top_k, split, elsewhere=other)
+            self._server,
+            lambda server, failover: server.prompt_logprobs(prompt_tokens, top_k, split, failover=failover),
         )
         return found
 
     async def chat(self, messages: list[dict[str, Any]], kwargs: dict[str, Any], split: Split) -> dict[str, Any]:
         """Return the server's own chat completion."""
         return await self._openai_form(
-            kwargs, lambda fields: lambda server, other: server.chat(messages, fields, split, elsewhere=other)
+            kwargs, lambda fields: lambda server, failover: server.chat(messages, fields, split, failover=failover)
         )
 
     async def complete(self, prompt: str, kwargs: dict[str, Any], split: Split) -> dict[str, Any]:
         """Return the server's own text completion."""
         return await self._openai_form(
-            kwargs, lambda fields: lambda server, other: server.complete(prompt, fields, split, elsewhere=other)
+            kwargs, lambda fields: lambda server, failover: server.complete(prompt, fields, split, failover=failover)
         )
 
     async def _openai_form(

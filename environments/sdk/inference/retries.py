@@ -1,9 +1,10 @@
 """HTTP to one inference server: it limits training and evaluation requests, and waits until an outage is over.
 
-A server that restarts, is paused for a publish or has no policy yet is normal here. While it is out, one request at a
-time is repeated as a probe and all others wait for its outcome, so that an outage costs almost nothing and its end is
-noticed at once. Only real requests are used to find out whether a server is healthy. If another server is up, a request
-moves there instead of waiting; a server that is out is tried again now and then, by a single request each time.
+A server that restarts, is paused for a publish or has no policy yet is normal here. While it is unavailable, one
+request at a time is repeated as a probe and all others wait for its outcome, so that an outage costs almost nothing and
+its end is noticed at once. Only real requests are used to find out whether a server is healthy. If another server is
+up, a request moves there instead of waiting; an unavailable server is tried again now and then, by a single request
+each time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import anyio
 import msgspec
 
+from atropos_api.common.concurrency import Wait
 from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import EnvironmentsError, InferenceHostUnknown, InferenceRefused, InferenceUnavailable
 from environments.sdk.inference.http_transport import HttpTransport, Limit, OnPiece, Response, Timings, Transport
@@ -28,19 +30,15 @@ FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.1, 0.5
 
 FIRST_AVOIDED_SECONDS, LONGEST_AVOIDED_SECONDS = 0.5, 5.0
 
-LOOK_ELSEWHERE_SECONDS = 0.5
-
-WAIT_LINE_SECONDS = 10.0
-
+FAILOVER_CHECK_SECONDS = 0.5
 RETRIED_STATUSES = frozenset({429, 500, 502, 503, 504})
-
 SERVER_ERROR_ATTEMPTS = 3  # a repeated 500 is caused by the request, not by an outage
 
 Outcome = Response | OSError
 
 
 class ServerUnavailable(EnvironmentsError):
-    """The server is out and another one is up: the pool catches this and goes there. Environments never see it."""
+    """The server is unavailable and another one is up: the pool catches this and sends the request to that one."""
 
     ends_server = False
 
@@ -50,15 +48,15 @@ class _Call:
     method: str
     url: str
     body: bytes | None
-    elsewhere: Failover = None
+    failover: Failover = None
     on_piece: OnPiece | None = None
     attempts: int = 0
-    begun: bool = False
+    streamed: bool = False
     """True once a part of the answer was passed on, so that the request cannot be repeated."""
 
     @property
-    def may_leave(self) -> bool:
-        return self.elsewhere is not None and self.elsewhere()
+    def may_fail_over(self) -> bool:
+        return self.failover is not None and self.failover()
 
 
 class ServerChannel:
@@ -89,7 +87,7 @@ class ServerChannel:
 
     @property
     def worth_trying(self) -> bool:
-        """True if the server is up, or out for so long that a request may try it again."""
+        """True if the server is up, or has been unavailable for so long that a request may try it again."""
         return self._recovered is None and time.monotonic() >= self._avoided_until
 
     async def post(
@@ -98,11 +96,10 @@ class ServerChannel:
         body: bytes,
         split: Split,
         *,
-        elsewhere: Failover = None,
+        failover: Failover = None,
         on_piece: OnPiece | None = None,
     ) -> bytes:
-        """Return the body of a successful answer; wait for a server that is out, and raise errors that waiting does not
-        fix.
+        """Return the body of a successful answer; wait for an unavailable server, and raise errors that persist.
 
         Once a part of the answer was passed to `on_piece`, a broken connection is an error and the request is not
         repeated.
@@ -110,16 +107,16 @@ class ServerChannel:
         async with self.limits[split]:
             if self._avoided_seconds:
                 self._avoid()  # this request tries the server; others avoid it until then
-            call = _Call("POST", url, body, elsewhere, on_piece)
+            call = _Call("POST", url, body, failover, on_piece)
             started = time.monotonic()
             answer = await self._through_outages(call)
-            self.timings[split].note(time.monotonic() - started, call.attempts)
+            self.timings[split].record(time.monotonic() - started, call.attempts)
             return answer
 
-    async def get(self, url: str, *, elsewhere: Failover = None) -> bytes | None:
+    async def get(self, url: str, *, failover: Failover = None) -> bytes | None:
         """Return the body at `url`, or None if the server, once it answers, has none."""
         try:
-            return await self._through_outages(_Call("GET", url, None, elsewhere))
+            return await self._through_outages(_Call("GET", url, None, failover))
         except InferenceRefused:
             return None
 
@@ -133,24 +130,24 @@ class ServerChannel:
                 continue
             outcome = await self._attempt(call)
             if _is_final(outcome):
-                return self._settle(outcome, call.url)
-            self._leave_if_possible(call, outcome)
+                return self._content_or_raise(outcome, call.url)
+            self._fail_over_if_possible(call, outcome)
             if self._recovered is None:
                 return await self._probe(call, outcome)
 
     async def _wait_for_recovery(self, call: _Call, recovered: anyio.Event) -> None:
-        if call.elsewhere is None:
+        if call.failover is None:
             await recovered.wait()
             return
-        with anyio.move_on_after(LOOK_ELSEWHERE_SECONDS):
+        with anyio.move_on_after(FAILOVER_CHECK_SECONDS):
             await recovered.wait()
             return
-        self._leave_if_possible(call, None)
+        self._fail_over_if_possible(call, None)
 
-    def _leave_if_possible(self, call: _Call, outcome: Outcome | None) -> None:
-        if call.may_leave and not (isinstance(outcome, Response) and outcome.status == 500):
+    def _fail_over_if_possible(self, call: _Call, outcome: Outcome | None) -> None:
+        if call.may_fail_over and not (isinstance(outcome, Response) and outcome.status == 500):
             self._avoid()
-            raise ServerUnavailable(f"{self.config.root_url} is out")
+            raise ServerUnavailable(f"{self.config.root_url} is unavailable")
 
     def _avoid(self) -> None:
         longer = max(FIRST_AVOIDED_SECONDS, self._avoided_seconds * 2)
@@ -161,36 +158,33 @@ class ServerChannel:
         """Repeat this request until the server answers it; all other requests wait for the outcome."""
         recovered = self._recovered = anyio.Event()
         try:
-            return self._settle(await self._repeat(call, outcome), call.url)
+            return self._content_or_raise(await self._repeat(call, outcome), call.url)
         finally:
             self._recovered = None
             recovered.set()
 
     async def _repeat(self, call: _Call, outcome: Outcome) -> Outcome:
-        started = time.monotonic()
-        next_line = started + WAIT_LINE_SECONDS
+        wait = Wait(self._wait_timeout_seconds)
         server_errors = 0
         delay = FIRST_DELAY_SECONDS
         while True:
             server_errors += not isinstance(outcome, OSError) and outcome.status == 500
-            waited = time.monotonic() - started
-            if not self._worth_waiting(outcome, server_errors) or waited > self._wait_timeout_seconds:
+            if not self._should_retry(outcome, server_errors) or wait.is_over:
                 return outcome
-            if time.monotonic() >= next_line:
-                logger.info("waiting for %s (%.0f s): %s", self.config.root_url, waited, _describe(outcome))
-                next_line += WAIT_LINE_SECONDS
+            if wait.has_line():
+                logger.info("waiting for %s (%.0f s): %s", self.config.root_url, wait.seconds, _describe(outcome))
             await anyio.sleep(delay)
             delay = min(LONGEST_DELAY_SECONDS, delay * 1.5)
-            self._leave_if_possible(call, outcome)
+            self._fail_over_if_possible(call, outcome)
             outcome = await self._attempt(call)
             if _is_final(outcome):
                 return outcome
 
-    def _worth_waiting(self, outcome: Outcome, server_errors: int) -> bool:
+    def _should_retry(self, outcome: Outcome, server_errors: int) -> bool:
         unknown_host = isinstance(outcome, OSError) and _find_host_error(outcome) is not None
         return self.config.health_check and not unknown_host and server_errors < SERVER_ERROR_ATTEMPTS
 
-    def _settle(self, outcome: Outcome, url: str) -> bytes:
+    def _content_or_raise(self, outcome: Outcome, url: str) -> bytes:
         if isinstance(outcome, OSError):
             raise self._unreachable(outcome) from outcome
         if outcome.is_success:
@@ -213,19 +207,19 @@ class ServerChannel:
         if on_piece is None:
             return await self._transport.request(call.method, call.url, call.body)
 
-        def hand_on(part: bytes) -> None:
-            call.begun = True
+        def forward(part: bytes) -> None:
+            call.streamed = True
             on_piece(part)
 
-        return await self._transport.request(call.method, call.url, call.body, on_piece=hand_on)
+        return await self._transport.request(call.method, call.url, call.body, on_piece=forward)
 
     async def _attempt(self, call: _Call) -> Outcome:
         call.attempts += 1
         try:
             outcome = await self._send(call)
         except OSError as error:  # includes the timeout
-            if call.begun:
-                raise InferenceUnavailable(f"the answer of {call.url} broke off: {_describe(error)}") from error
+            if call.streamed:
+                raise InferenceUnavailable(f"the answer of {call.url} ended early: {_describe(error)}") from error
             return error
         if outcome.status not in RETRIED_STATUSES:
             self._avoided_seconds = self._avoided_until = 0.0

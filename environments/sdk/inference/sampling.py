@@ -117,12 +117,12 @@ class Sampling:
         return params
 
     def require_trainable(self, *, allow_truncated: bool) -> None:
-        """Raise for sampling that the trainer cannot recompute: greedy always, truncated unless it is allowed."""
+        """Raise for sampling that the trainer cannot recompute: greedy sampling, and truncated unless it is allowed."""
         if self.temperature <= 0:
             raise SamplingNotTrainable(
                 f"temperature {self.temperature:g} has no logprobs to train on; sample with a temperature above 0, "
                 "mark the call split='eval' (over HTTP by the header X-Atropos-Split: eval), or let "
-                "--env.session_temperature 1 replace what agents ask for"
+                "--env.session_temperature 1 replace the agents' temperature"
             )
         truncations = self.truncations()
         if truncations and not allow_truncated:
@@ -137,7 +137,7 @@ def count_of(kwargs: Mapping[str, Any]) -> int:
     """Return the number of samples requested; the default is one."""
     n = kwargs.get("n")
     if n is not None and int(n) < 1:
-        raise RequestRefused(f"n is {n}: one sample is the least", param="n")
+        raise RequestRefused(f"n is {n}; it must be at least 1", param="n")
     return 1 if n is None else int(n)
 
 
@@ -189,7 +189,7 @@ class InferenceServer(Protocol):
         sampling: Sampling,
         split: Split,
         *,
-        elsewhere: Failover = None,
+        failover: Failover = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
         """Sample from a prompt of tokens; raise `TokensUnavailable` if the server returns no tokens.
@@ -199,7 +199,7 @@ class InferenceServer(Protocol):
         ...
 
     async def prompt_logprobs(
-        self, prompt_tokens: list[int], top_k: int, split: Split, *, elsewhere: Failover = None
+        self, prompt_tokens: list[int], top_k: int, split: Split, *, failover: Failover = None
     ) -> PromptLogprobs:
         """Return the logprobs of the prompt itself."""
         ...

@@ -76,7 +76,7 @@ class HttpServer:
         sampling: Sampling,  # noqa: ARG002
         split: Split,  # noqa: ARG002
         *,
-        elsewhere: Failover = None,  # noqa: ARG002
+        failover: Failover = None,  # noqa: ARG002
         on_tokens: OnTokens | None = None,  # noqa: ARG002
     ) -> list[Sample]:
         refuse_for_training(self.config)
@@ -87,10 +87,10 @@ class HttpServer:
         top_k: int,  # noqa: ARG002
         split: Split,  # noqa: ARG002
         *,
-        elsewhere: Failover = None,  # noqa: ARG002
+        failover: Failover = None,  # noqa: ARG002
     ) -> PromptLogprobs:
         raise TokensUnavailable(
-            f"server_type {self.config.server_type} ({self.config.base_url}) tells no logprobs of prompts; "
+            f"server_type {self.config.server_type} ({self.config.base_url}) returns no logprobs of prompts; "
             "set --openai.server_type vllm and --openai.base_url to a server with /generate"
         )
 
@@ -100,20 +100,20 @@ class HttpServer:
         kwargs: dict[str, Any],
         split: Split,
         *,
-        elsewhere: Failover = None,
+        failover: Failover = None,
     ) -> dict[str, Any]:
         """Return the server's own chat completion, in OpenAI's form."""
         fields = _openai_fields(kwargs, {"messages": messages, "model": self.model_name})
         if not kwargs.get("skip_reasoning"):
             fields = self.reasoning.applied(fields, self.config.base_url)
-        return await self._post(f"{self.config.base_url.rstrip('/')}/chat/completions", fields, split, elsewhere)
+        return await self._post(f"{self.config.base_url.rstrip('/')}/chat/completions", fields, split, failover)
 
     async def complete(
-        self, prompt: str, kwargs: dict[str, Any], split: Split, *, elsewhere: Failover = None
+        self, prompt: str, kwargs: dict[str, Any], split: Split, *, failover: Failover = None
     ) -> dict[str, Any]:
         """Return the server's own text completion, in OpenAI's form."""
         fields = _openai_fields(kwargs, {"prompt": prompt, "model": self.model_name})
-        return await self._post(f"{self.config.base_url.rstrip('/')}/completions", fields, split, elsewhere)
+        return await self._post(f"{self.config.base_url.rstrip('/')}/completions", fields, split, failover)
 
     def metrics(self, index: int) -> dict[str, float]:
         """Return timings by the original Atropos' names, separate for training and evaluation."""
@@ -131,19 +131,19 @@ class HttpServer:
     async def aclose(self) -> None:
         await self.channel.aclose()
 
-    async def _get_object(self, url: str, elsewhere: Failover = None) -> dict[str, Any]:
+    async def _get_object(self, url: str, failover: Failover = None) -> dict[str, Any]:
         """Return the JSON object at `url`; an empty one if the server has none."""
         try:
-            return msgspec.json.decode(await self.channel.get(url, elsewhere=elsewhere) or b"{}", type=dict[str, Any])
+            return msgspec.json.decode(await self.channel.get(url, failover=failover) or b"{}", type=dict[str, Any])
         except msgspec.MsgspecError:
             return {}
 
-    async def _post(self, url: str, fields: dict[str, Any], split: Split, elsewhere: Failover) -> dict[str, Any]:
-        answer = await self.channel.post(url, msgspec.json.encode(fields), split, elsewhere=elsewhere)
+    async def _post(self, url: str, fields: dict[str, Any], split: Split, failover: Failover) -> dict[str, Any]:
+        answer = await self.channel.post(url, msgspec.json.encode(fields), split, failover=failover)
         try:
             return msgspec.json.decode(answer, type=dict[str, Any])
         except msgspec.MsgspecError as error:
-            raise InferenceRefused(f"{url} answered something unexpected: {error}") from error
+            raise InferenceRefused(f"{url} sent an unexpected answer: {error}") from error
 
 
 def refuse_for_training(config: APIServerConfig) -> NoReturn:
@@ -170,14 +170,14 @@ PROBED_TOKENS: Final = (512, 64)
 """Numbers of tokens of the text to encode; the smaller one is for servers whose context the larger one exceeds."""
 
 
-async def compare_vocabulary(server: HttpServer, tokenizer: Any, told: str | None, elsewhere: Failover) -> None:
-    """Raise `TokenizerMismatch` unless `tokenizer` is the server's; `told` is the fingerprint that it reports."""
+async def compare_vocabulary(server: HttpServer, tokenizer: Any, reported: str | None, failover: Failover) -> None:
+    """Raise `TokenizerMismatch` unless `tokenizer` is the server's; `reported` is the fingerprint that it reports."""
     ours = vocabulary_of(tokenizer)
     if ours is None:
         logger.info("the tokenizer has no vocabulary that could be compared with that of %s", server.config.root_url)
-    elif told is None:
-        await _compare_by_text(server, tokenizer, ours, elsewhere)
-    elif fingerprint(ours) != told and await _full_fingerprint(tokenizer) != told:
+    elif reported is None:
+        await _compare_by_text(server, tokenizer, ours, failover)
+    elif fingerprint(ours) != reported and await _full_fingerprint(tokenizer) != reported:
         raise _mismatch(server, tokenizer, "their vocabularies differ")
 
 
@@ -196,27 +196,27 @@ def probe_text(tokenizer: Any, vocabulary: Mapping[str, int], count: int) -> str
 
 
 async def _compare_by_text(
-    server: HttpServer, tokenizer: Any, vocabulary: Mapping[str, int], elsewhere: Failover
+    server: HttpServer, tokenizer: Any, vocabulary: Mapping[str, int], failover: Failover
 ) -> None:
     url = f"{server.config.root_url}/tokenize"
     for count in PROBED_TOKENS:
         text = probe_text(tokenizer, vocabulary, count)
         body = msgspec.json.encode({"prompt": text, "add_special_tokens": False})
         try:
-            answer = msgspec.json.decode(await server.channel.post(url, body, "train", elsewhere=elsewhere))
+            answer = msgspec.json.decode(await server.channel.post(url, body, "train", failover=failover))
             theirs = [int(token) for token in answer["tokens"]]
         except (InferenceRefused, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-            logger.debug("%s reads no text of %d tokens: %s", url, count, error)
+            logger.debug("%s could not tokenise a text of %d tokens: %s", url, count, error)
             continue
         ours = list(tokenizer.encode(text, add_special_tokens=False))
         if ours != theirs:
             at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
-            detail = "they read a text as different numbers of tokens"
+            detail = "they encode a text as different numbers of tokens"
             if at is not None:
                 detail = f"{tokenizer.decode([ours[at]])!r} is token {ours[at]} here and {theirs[at]} there"
             raise _mismatch(server, tokenizer, detail)
         return
-    logger.info("%s tells nothing of its tokenizer, so it is not compared with ours", server.config.root_url)
+    logger.info("%s reports nothing about its tokenizer, so it is not compared with ours", server.config.root_url)
 
 
 async def _full_fingerprint(tokenizer: Any) -> str | None:

@@ -59,7 +59,7 @@ class VllmServer(HttpServer):
         super().__init__(config, wait_timeout_seconds=wait_timeout_seconds, transport=transport)
         self._url = f"{config.root_url}/generate"
         self._dialect: Dialect | None = None
-        self._asking = anyio.Lock()
+        self._detecting = anyio.Lock()
         self._encoder = msgspec.json.Encoder()
         self._compact_decoder = msgspec.json.Decoder(CompactReply)
         self._atropos_decoder = msgspec.json.Decoder(AtroposReply)
@@ -70,29 +70,29 @@ class VllmServer(HttpServer):
         sampling: Sampling,
         split: Split,
         *,
-        elsewhere: Failover = None,
+        failover: Failover = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        dialect = self._dialect or await self._get_to_know(elsewhere)
+        dialect = self._dialect or await self._detect_dialect(failover)
         if dialect == "plain":
-            return await self._generate_plainly(prompt_tokens, sampling, split, elsewhere, on_tokens)
+            return await self._generate_by_completions(prompt_tokens, sampling, split, failover, on_tokens)
         fields: dict[str, Any] = {"prompt": {"prompt_token_ids": prompt_tokens}, "logprobs": 0, **sampling.payload()}
         if dialect == "compact":
             fields["compact"] = True
             if on_tokens is not None:
-                return await self._stream(fields, SampleEvents(sampling.n, on_tokens, self._url), split, elsewhere)
-        body = await self.channel.post(self._url, self._encoder.encode(fields), split, elsewhere=elsewhere)
+                return await self._stream(fields, SampleEvents(sampling.n, on_tokens, self._url), split, failover)
+        body = await self.channel.post(self._url, self._encoder.encode(fields), split, failover=failover)
         return self._read(body)
 
     async def _stream(
-        self, fields: dict[str, Any], events: SampleEvents, split: Split, elsewhere: Failover
+        self, fields: dict[str, Any], events: SampleEvents, split: Split, failover: Failover
     ) -> list[Sample]:
         body = self._encoder.encode({**fields, "stream": True})
-        await self.channel.post(self._url, body, split, elsewhere=elsewhere, on_piece=events.feed)
+        await self.channel.post(self._url, body, split, failover=failover, on_piece=events.feed)
         return events.finished()
 
     async def prompt_logprobs(
-        self, prompt_tokens: list[int], top_k: int, split: Split, *, elsewhere: Failover = None
+        self, prompt_tokens: list[int], top_k: int, split: Split, *, failover: Failover = None
     ) -> PromptLogprobs:
         fields = {
             "prompt": {"prompt_token_ids": prompt_tokens},
@@ -104,8 +104,8 @@ class VllmServer(HttpServer):
             "top_p": 1.0,
         }
         if self._dialect is None:
-            await self._get_to_know(elsewhere)
-        body = await self.channel.post(self._url, self._encoder.encode(fields), split, elsewhere=elsewhere)
+            await self._detect_dialect(failover)
+        body = await self.channel.post(self._url, self._encoder.encode(fields), split, failover=failover)
         found = msgspec.json.decode(body, type=PromptReply).prompt_logprobs
         if found is None:
             raise InferenceRefused(f"{self._url} answered without prompt_logprobs; that server cannot be a teacher")
@@ -120,32 +120,32 @@ class VllmServer(HttpServer):
         bases = [entry for entry in listed if isinstance(entry, dict) and not entry.get("parent")]
         return str(bases[0].get("root") or bases[0].get("id")) if bases else None
 
-    async def _get_to_know(self, elsewhere: Failover) -> Dialect:
+    async def _detect_dialect(self, failover: Failover) -> Dialect:
         """Find out, before the first request, which protocol the server has, and check that its tokens are ours."""
-        async with self._asking:
+        async with self._detecting:
             if self._dialect is None:
-                info = await self._get_object(f"{self.config.root_url}/bridge/info", elsewhere)
-                dialect = await self._dialect_of(info, elsewhere)
+                info = await self._get_object(f"{self.config.root_url}/bridge/info", failover)
+                dialect = await self._dialect_of(info, failover)
                 if self.load_tokenizer is not None:
-                    await compare_vocabulary(self, self.load_tokenizer(), info.get("vocabulary"), elsewhere)
+                    await compare_vocabulary(self, self.load_tokenizer(), info.get("vocabulary"), failover)
                 self._dialect = dialect
             return self._dialect
 
-    async def _dialect_of(self, info: Mapping[str, Any], elsewhere: Failover) -> Dialect:
+    async def _dialect_of(self, info: Mapping[str, Any], failover: Failover) -> Dialect:
         """Return the server's protocol: only an Atropos server reports a boot id; a stock one lists no `/generate`
         route.
         """
         if "boot_id" in info:
             return "compact"
-        routes = await self.channel.get(f"{self.config.root_url}/openapi.json", elsewhere=elsewhere) or b""
+        routes = await self.channel.get(f"{self.config.root_url}/openapi.json", failover=failover) or b""
         return "plain" if b'"/v1/completions"' in routes and b'"/generate"' not in routes else "atropos"
 
-    async def _generate_plainly(
+    async def _generate_by_completions(
         self,
         prompt_tokens: list[int],
         sampling: Sampling,
         split: Split,
-        elsewhere: Failover,
+        failover: Failover,
         on_tokens: OnTokens | None,
     ) -> list[Sample]:
         """Sample by vLLM's own completions route; the model name in the request determines the policy version."""
@@ -154,11 +154,11 @@ class VllmServer(HttpServer):
         url = f"{self.config.root_url}/v1/completions"
         if on_tokens is None:
             body = self._encoder.encode({**sampling.payload(), **fields})
-            samples = _from_plain(await self.channel.post(url, body, split, elsewhere=elsewhere), url)
+            samples = _from_plain(await self.channel.post(url, body, split, failover=failover), url)
         else:
             events = PlainEvents(sampling.n, on_tokens, url)
             body = self._encoder.encode({**sampling.payload(), **fields, "stream": True})
-            await self.channel.post(url, body, split, elsewhere=elsewhere, on_piece=events.feed)
+            await self.channel.post(url, body, split, failover=failover, on_piece=events.feed)
             samples = events.finished()
         if policy is not None and policy.version is not None:
             for sample in samples:
@@ -171,7 +171,7 @@ class VllmServer(HttpServer):
                 return _from_compact(self._compact_decoder.decode(body))
             return _from_atropos(self._atropos_decoder.decode(body))
         except msgspec.ValidationError as error:
-            raise InferenceRefused(f"{self._url} answered something unexpected: {error}") from error
+            raise InferenceRefused(f"{self._url} sent an unexpected answer: {error}") from error
 
 
 def _from_compact(reply: CompactReply) -> list[Sample]:
@@ -183,9 +183,9 @@ def _from_plain(body: bytes, url: str) -> list[Sample]:
     try:
         choices = msgspec.json.decode(body, type=PlainReply).choices
     except msgspec.ValidationError as error:
-        raise InferenceRefused(f"{url} answered something unexpected: {error}") from error
+        raise InferenceRefused(f"{url} sent an unexpected answer: {error}") from error
     if any(choice.token_ids is None or choice.logprobs is None for choice in choices):
-        raise InferenceRefused(f"{url} answered without token_ids or logprobs; a vLLM of 0.32 or newer tells them")
+        raise InferenceRefused(f"{url} answered without token_ids or logprobs; vLLM 0.32 or newer returns them")
     return [
         Sample(choice.token_ids, choice.logprobs.token_logprobs, choice.finish_reason or "stop", [])
         for choice in choices
@@ -217,7 +217,9 @@ def top_of_prompt(prompt_tokens: list[int], positions: list[Any], top_k: int, ur
     if len(positions) == 1 and isinstance(positions[0], list) and len(prompt_tokens) != 1:
         positions = positions[0]
     if len(positions) != len(prompt_tokens):
-        raise InferenceRefused(f"{url} told logprobs of {len(positions)} positions of {len(prompt_tokens)}")
+        raise InferenceRefused(
+            f"{url} returned logprobs of {len(positions)} positions for a prompt of {len(prompt_tokens)} tokens"
+        )
     ids, logprobs = [], []
     for own, entry in zip(prompt_tokens, positions, strict=True):
         known = _entries(entry)

@@ -23,17 +23,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_WAIT_SECONDS = 10.0
-
 MOST_GROUPS_A_POST = 64
-
 PAUSE_SECONDS = 0.5
-
-LEAVE_SECONDS = 1.0
-
+DEREGISTER_SECONDS = 1.0
 REPORT_SECONDS = 1.0
-
 NO_SUCH_ROUTE = frozenset({404, 405})
-
 GROUP_REFUSALS = frozenset({400, 413, 422})  # caused by the groups sent, not by the sender
 
 
@@ -54,7 +48,7 @@ class BrokerConnection:
         self._client = client
         self._request = request
         self._wait_timeout_seconds = wait_timeout_seconds
-        self._outbox: deque[Group] = deque()
+        self._queue: deque[Group] = deque()
         self._adoptions = 0
 
     async def register(self) -> EnvironmentInfo:
@@ -66,7 +60,7 @@ class BrokerConnection:
 
     def hand_in(self, group: Group) -> None:
         """Queue a group for submission."""
-        self._outbox.append(group)
+        self._queue.append(group)
         self.pending_sequences += len(group.tokens)
         self.pending_groups += 1
         self.changed.ring()
@@ -91,35 +85,35 @@ class BrokerConnection:
     async def keep_submitting(self) -> None:
         """Submit what is handed in, for ever; up to 64 waiting groups go in one request."""
         while True:
-            while not self._outbox:
+            while not self._queue:
                 await self.changed.wait()
-            groups = [self._outbox.popleft() for _ in range(min(len(self._outbox), MOST_GROUPS_A_POST))]
+            groups = [self._queue.popleft() for _ in range(min(len(self._queue), MOST_GROUPS_A_POST))]
             await self._submit(groups)
 
     async def keep_reporting(self, dropped: DroppedGroups) -> None:
         """Report dropped groups to the broker, at most one report a second; return if it has no route for them."""
         from atropos_api.client import BrokerRefused
 
-        told = 0
+        reported = 0
         while True:
-            while dropped.total == told:
+            while dropped.total == reported:
                 await dropped.changed.wait()
             assert self.info is not None
-            told = dropped.total
+            reported = dropped.total
             try:
                 await self._client.report_dropped(self.info.environment_id, dropped.report())
             except BrokerRefused as error:
                 if error.status in NO_SUCH_ROUTE and error.kind != "unknown-environment":
-                    logger.debug("this broker takes no reports of dropped groups: %s", error)
+                    logger.debug("this broker accepts no reports of dropped groups: %s", error)
                     return
             except AtroposError as error:
-                logger.debug("dropped groups are reported later: %s", error)
+                logger.debug("dropped groups could not be reported; the next report includes them: %s", error)
             await anyio.sleep(REPORT_SECONDS)
 
-    async def leave(self) -> None:
+    async def deregister(self) -> None:
         """Deregister, so that the broker does not wait for this environment; an unreachable broker is ignored."""
         if self.info is not None:
-            with anyio.move_on_after(LEAVE_SECONDS, shield=True), contextlib.suppress(AtroposError):
+            with anyio.move_on_after(DEREGISTER_SECONDS, shield=True), contextlib.suppress(AtroposError):
                 await self._client.leave(self.info.environment_id)
 
     async def flush(self) -> None:
@@ -129,22 +123,22 @@ class BrokerConnection:
 
     async def _submit(self, groups: list[Group]) -> None:
         key = uuid.uuid4().hex
-        answered = None
-        while answered is None:
+        response = None
+        while response is None:
             assert self.info is not None
             try:
-                answered = await self._client.submit(self.info.environment_id, groups, idempotency_key=key)
+                response = await self._client.submit(self.info.environment_id, groups, idempotency_key=key)
             except AtroposError as error:
                 if self._is_refusal(error):
-                    await self._refused(groups, error)
+                    await self._find_refused(groups, error)
                     return
                 await self._recover(error)
         self._acknowledge(groups)
-        if answered.pacing is not None:
-            self._adopt(answered.pacing, authoritative=False)
+        if response.pacing is not None:
+            self._adopt(response.pacing, authoritative=False)
         self.changed.ring()
 
-    async def _refused(self, groups: list[Group], error: Exception) -> None:
+    async def _find_refused(self, groups: list[Group], error: Exception) -> None:
         """Find the group that the broker refuses: the groups are sent again one by one."""
         if len(groups) > 1:
             for group in groups:
@@ -159,9 +153,9 @@ class BrokerConnection:
         """Wait and register again after an outage or a broker that lost its state; raise any other error."""
         from atropos_api.client import BrokerRefused, BrokerUnreachable
 
-        out = isinstance(error, BrokerUnreachable) or (isinstance(error, BrokerRefused) and error.status >= 500)
-        if out:
-            logger.warning("%s; waiting for it", error)
+        unavailable = isinstance(error, BrokerUnreachable) or (isinstance(error, BrokerRefused) and error.status >= 500)
+        if unavailable:
+            logger.warning("%s; waiting for the broker", error)
             await anyio.sleep(PAUSE_SECONDS)
         elif not (isinstance(error, BrokerRefused) and error.kind == "unknown-environment"):
             raise error

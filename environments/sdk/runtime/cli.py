@@ -57,8 +57,8 @@ class EnvironmentCommand(BaseModel):
     slurm: bool = Field(False, description="find the inference servers of this Slurm job")
     testing: bool = Field(False, description="refused: environments.sdk.testing has a server for tests")
     overwrite: bool = Field(False, description="let `evaluate` replace the results in data_dir_to_save_evals")
-    max_n_completions: int = Field(MAX_N_COMPLETIONS, ge=1, description="samples asked for in one request")
-    proxy_url: str | None = Field(None, description="refused: sessions are kept here, without a proxy")
+    max_n_completions: int = Field(MAX_N_COMPLETIONS, ge=1, description="samples in one request at most")
+    proxy_url: str | None = Field(None, description="refused: sessions need no proxy")
 
     @property
     def servers(self) -> list[APIServerConfig]:
@@ -118,12 +118,12 @@ def read_command(env_cls: type[Environment], verb: Verb, argv: Sequence[str]) ->
         prog=prog,
         description=f"{VERBS[verb]}.".capitalize(),
         defaults=defaults,
-        adapt=partial(pass_over_foreign_keys, env_cls, type(env_config)),
+        adapt=partial(drop_foreign_keys, env_cls, type(env_config)),
     )
     return command
 
 
-def pass_over_foreign_keys(
+def drop_foreign_keys(
     env_cls: type[Environment], config: type[BaseModel], content: dict[str, Any], path: str
 ) -> dict[str, Any]:
     """Return a run file's content; from a file for another environment, drop the settings that this one lacks."""
@@ -134,7 +134,7 @@ def pass_over_foreign_keys(
     known = {name for name in section if str(name).replace("-", "_") in config.model_fields}
     if unknown := [str(name) for name in section if name not in known]:
         logger.warning(
-            "%s is written for %s: passed over what %s has no setting for: %s",
+            "%s is written for %s: ignored the keys that %s does not have: %s",
             path,
             written_for,
             env_cls.__name__,
@@ -194,12 +194,12 @@ def _listed(servers: APIServerConfig | list[APIServerConfig]) -> list[APIServerC
 def _refuse_unsupported(command: EnvironmentCommand) -> None:
     if command.testing:
         raise ConfigError(
-            "--testing: Atropos' stand-in servers never worked there and are not here; "
-            "environments.sdk.testing.FakeInference is an inference server for tests"
+            "--testing is not supported: Atropos' stand-in servers never worked; leave it out and "
+            "use environments.sdk.testing.FakeInference, an inference server for tests"
         )
     if command.proxy_url is not None:
         raise ConfigError(
-            f"--proxy_url {command.proxy_url}: sessions talk to the inference servers themselves; "
+            f"--proxy_url {command.proxy_url}: sessions use the inference servers directly; "
             "leave it out and name the servers with --openai.base_url"
         )
 
@@ -266,7 +266,7 @@ async def _serve(env: Environment, stop: StopRequest) -> None:
 
 async def _unless_stopped(work: Coroutine[Any, Any, int | None], stop: StopRequest) -> int:
     """Run `work` and return its exit code; a signal cancels it and leaves a little time to close its files."""
-    stop.patience_seconds = CLOSING_SECONDS
+    stop.grace_seconds = CLOSING_SECONDS
     task = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(stop.wait_for(1))
     try:
@@ -280,11 +280,11 @@ async def _unless_stopped(work: Coroutine[Any, Any, int | None], stop: StopReque
         stopped.cancel()
 
 
-YOUNG_OBJECTS = 50_000  # more than the rollouts in flight hold: with 700 they would be scanned all the time
+GC_THRESHOLD = 50_000  # more than the rollouts in flight hold: with 700 they would be scanned all the time
 
 
 def collect_rarely() -> None:
     """Exclude all loaded objects from garbage collection, and collect new ones less often."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, 20, 50)
+    gc.set_threshold(GC_THRESHOLD, 20, 50)

@@ -26,7 +26,7 @@ from environments.sdk.group_files import write_page
 from environments.sdk.groups import GroupRules
 from environments.sdk.reporting import holds_results
 from environments.sdk.runtime.rollouts import Delivery, RolloutRunner
-from environments.sdk.session.token_sequences import keep_journal
+from environments.sdk.session.tokens_and_masks import record_samples
 from environments.sdk.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def evaluates(env: Environment) -> bool:
     """Return True if the environment can evaluate; log a line if it should and cannot."""
     config = env.config
     if not env.can_evaluate and (config.eval_at_start or config.eval_at_end or config.steps_per_eval > 0):
-        logger.info("%s has no evaluate, so nothing is evaluated", type(env).__name__)
+        logger.info("%s has no method evaluate, so no evaluation runs", type(env).__name__)
     return env.can_evaluate
 
 
@@ -63,7 +63,7 @@ def _require_writable(folder: Path, flag: str) -> None:
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise PathUnusable(f"{flag}: nothing can be written into {folder} ({error.strerror}); name another") from error
+        raise PathUnusable(f"{flag}: {folder} is not writable ({error.strerror}); name another folder") from error
 
 
 async def prepare_tokenizer(env: Environment) -> None:
@@ -77,10 +77,10 @@ async def prepare_tokenizer(env: Environment) -> None:
     if name is not None:
         env.tokenizer = await _load(name)
         return
-    told = await env.server.tokenizer_name()
-    if told is None:
+    reported = await env.server.tokenizer_name()
+    if reported is None:
         return
-    url, name = told
+    url, name = reported
     logger.info("the tokenizer is that of the model at %s: %s", url, name)
     try:
         env.tokenizer = await _load(name)
@@ -101,7 +101,9 @@ async def process(env: Environment) -> None:
     """Collect `total_steps` groups; an item without a group is replaced by the next."""
     env.process_mode = True
     if env.config.total_steps < 1:
-        raise NothingToCollect(f"total_steps is {env.config.total_steps}; say with --env.total_steps how many groups")
+        raise NothingToCollect(
+            f"total_steps is {env.config.total_steps}; set --env.total_steps to the number of groups"
+        )
     if env.config.data_path_to_save_groups is None:
         env.config.data_path_to_save_groups = f"data/{env.registered_name}.jsonl"
     env.config.groups_to_keep = 0  # `process` keeps every group that it was asked for
@@ -117,7 +119,7 @@ async def process(env: Environment) -> None:
     try:
         await _collect(env, RolloutRunner(env, delivery))
     finally:
-        env.dropped_groups.tell()
+        env.dropped_groups.log()
         _close(env, delivery)
     if delivery.file is None or not delivery.file.count:
         logger.warning("no group was collected, so nothing is written")
@@ -153,7 +155,7 @@ class NoEvaluation(EnvironmentsError):
 async def run_evaluation(env: Environment, *, step: int | None) -> None:
     """Evaluate once; `step` is the trainer step it belongs to, None outside a run."""
     env.evaluation_step = step
-    with keep_journal("eval"):
+    with record_samples("eval"):
         await env.evaluate()
 
 
@@ -179,8 +181,8 @@ def _require_free_folder(env: Environment) -> None:
     folder = env.config.data_dir_to_save_evals
     if folder is not None and holds_results(Path(folder)) and not env.overwrite_results:
         raise FileInTheWay(
-            f"{folder} holds the results of an evaluation, which stay as they are; name another "
-            "--env.data_dir_to_save_evals, or let --overwrite replace them"
+            f"{folder} holds the results of an evaluation, which are not overwritten; name another "
+            "--env.data_dir_to_save_evals, or replace them with --overwrite"
         )
 
 

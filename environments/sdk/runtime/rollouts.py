@@ -26,7 +26,7 @@ from environments.sdk.errors import EnvironmentsError, ItemDropped, RolloutsKeep
 from environments.sdk.group_files import Chats, GroupFile, RecentGroups
 from environments.sdk.groups import GroupRules, Item, as_groups, to_wire
 from environments.sdk.reporting import FAILED, NO_GROUP, TIMED_OUT, Rejection, last_answer, one_line, quoted
-from environments.sdk.session.token_sequences import SampleLog, current_journal, keep_journal, messages_of
+from environments.sdk.session.tokens_and_masks import SampleLog, current_sample_log, messages_of, record_samples
 
 if TYPE_CHECKING:
     from environments.sdk.environment import Environment
@@ -44,18 +44,18 @@ class Accepted:
     chats: Callable[[], Chats]
 
 
-_held: ContextVar[list[Accepted] | None] = ContextVar("held", default=None)
+_buffer: ContextVar[list[Accepted] | None] = ContextVar("buffer", default=None)
 
 
 @contextmanager
-def hold_groups() -> Iterator[list[Accepted]]:
+def buffer_groups() -> Iterator[list[Accepted]]:
     """Collect the groups delivered inside the block, in this task and those it starts, instead of sending them."""
-    held: list[Accepted] = []
-    token = _held.set(held)
+    buffer: list[Accepted] = []
+    token = _buffer.set(buffer)
     try:
-        yield held
+        yield buffer
     finally:
-        _held.reset(token)
+        _buffer.reset(token)
 
 
 class Delivery:
@@ -72,23 +72,25 @@ class Delivery:
         self._recent = RecentGroups(Path(path), keep) if path is not None and keep else None
 
     async def deliver(self, scored_data: Any, item: Item, *, send: bool, check_length: bool) -> None:
-        """Send the groups that the rules allow; inside `hold_groups` they are only collected."""
+        """Send the groups that the rules allow; inside `buffer_groups` they are only collected."""
         rules = self._rules() if check_length else replace(self._rules(), max_token_length=-1)
         dropped = self._env.dropped_groups
         for raw in as_groups(scored_data):
             if raw is None:
-                dropped.note(Rejection(NO_GROUP, "the environment returned None"), lambda: f"last item: {quoted(item)}")
+                dropped.record(
+                    Rejection(NO_GROUP, "the environment returned None"), lambda: f"last item: {quoted(item)}"
+                )
                 continue
-            journal = current_journal() or SampleLog("train")
-            group = to_wire(raw, journal)
-            if not self._accept(group, rules, journal):
+            sample_log = current_sample_log() or SampleLog("train")
+            group = to_wire(raw, sample_log)
+            if not self._accept(group, rules, sample_log):
                 continue
             await self._env.add_rollouts_for_wandb(raw, item)
-            held, accepted = _held.get(), Accepted(group, partial(self._chats, group, journal))
+            buffer, accepted = _buffer.get(), Accepted(group, partial(self._chats, group, sample_log))
             if not send:
                 self._save(accepted)
-            elif held is not None:
-                held.append(accepted)
+            elif buffer is not None:
+                buffer.append(accepted)
             else:
                 self.dispatch(accepted)
 
@@ -102,20 +104,20 @@ class Delivery:
             if file is not None:
                 file.close()
 
-    def _accept(self, group: Group, rules: GroupRules, journal: SampleLog) -> bool:
-        rejected = rules.why_rejected(group)
+    def _accept(self, group: Group, rules: GroupRules, sample_log: SampleLog) -> bool:
+        rejected = rules.rejection(group)
         if rejected is not None:
             self._env.metrics.rejected += 1
             logger.debug("a group is not sent: %s", rejected.why)
-            self._env.dropped_groups.note(rejected, last_answer(group, self._decode))
+            self._env.dropped_groups.record(rejected, last_answer(group, self._decode))
             return False
         if self._env.config.include_messages and group.messages is None:
-            group.messages = self._chats(group, journal)
+            group.messages = self._chats(group, sample_log)
         return True
 
-    def _chats(self, group: Group, journal: SampleLog) -> Chats:
+    def _chats(self, group: Group, sample_log: SampleLog) -> Chats:
         rollouts = zip(group.tokens, group.masks, strict=True)
-        return [messages_of(journal.find(tokens), tokens, mask, self._read) for tokens, mask in rollouts]
+        return [messages_of(sample_log.find(tokens), tokens, mask, self._read) for tokens, mask in rollouts]
 
     def _read(self, tokens: list[int]) -> str:
         return str(self._env.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -130,7 +132,7 @@ class Delivery:
             self._recent.offer(accepted.group, accepted.chats)
 
 
-NOTHING_PAUSE_SECONDS = 0.01
+EMPTY_ITEM_PAUSE_SECONDS = 0.01
 
 
 class RolloutRunner:
@@ -160,15 +162,15 @@ class RolloutRunner:
             except Exception as error:  # an environment's own code may raise anything
                 reason = innermost(error)
                 if isinstance(reason, ItemDropped):
-                    return await self._came_to_nothing(item, str(reason), started)
+                    return await self._count_empty(item, str(reason), started)
                 if isinstance(reason, EnvironmentsError) and reason.ends_server:
                     raise reason from error
-                if self._gave_up(item, reason, attempt):
+                if self._handle_failure(item, reason, attempt):
                     break
             else:
                 self._failures_in_a_row = 0
                 self._env.metrics.seconds_succeeded.append(time.monotonic() - started)
-                return sent if sent is not None else await self._came_to_nothing(item, "None was returned", started)
+                return sent if sent is not None else await self._count_empty(item, "None was returned", started)
         self._env.metrics.seconds_failed.append(time.monotonic() - started)
         return 0
 
@@ -176,7 +178,7 @@ class RolloutRunner:
         """Return the number of groups of `item` that were sent; None if the environment made none."""
         limit = self._env.config.worker_timeout
         try:
-            with keep_journal("train"), hold_groups() as accepted:
+            with record_samples("train"), buffer_groups() as accepted:
                 with anyio.fail_after(limit if limit > 0 else None):
                     collected, more = await self._env.collect_trajectories(item)
                 finished = await self._env.postprocess_histories(collected) if collected else None
@@ -189,15 +191,15 @@ class RolloutRunner:
             self._delivery.dispatch(group)
         return len(accepted) if finished else None
 
-    async def _came_to_nothing(self, item: Item, why: str, started: float) -> int:
+    async def _count_empty(self, item: Item, why: str, started: float) -> int:
         """Count an item without a group, and pause briefly so that a series of such items does not keep a core busy."""
         self._failures_in_a_row = 0
-        self._drop(item, NO_GROUP, why)
-        if time.monotonic() - started < NOTHING_PAUSE_SECONDS:
-            await anyio.sleep(NOTHING_PAUSE_SECONDS)
+        self._count_dropped(item, NO_GROUP, why)
+        if time.monotonic() - started < EMPTY_ITEM_PAUSE_SECONDS:
+            await anyio.sleep(EMPTY_ITEM_PAUSE_SECONDS)
         return 0
 
-    def _gave_up(self, item: Item, error: BaseException, attempt: int) -> bool:
+    def _handle_failure(self, item: Item, error: BaseException, attempt: int) -> bool:
         """Log a failed attempt and return True if the item is given up; too many such items in a row end the server.
 
         A timeout is not tried again.
@@ -208,12 +210,14 @@ class RolloutRunner:
             logger.info("a rollout failed and is tried again (%s)", described)
             return False
         self._env.metrics.failed += 1
-        self._drop(item, TIMED_OUT if isinstance(error, TimeoutError) else FAILED, f"given up after {described}")
+        self._count_dropped(
+            item, TIMED_OUT if isinstance(error, TimeoutError) else FAILED, f"given up after {described}"
+        )
         self._failures_in_a_row += 1
         logger.warning("item %.200r is given up after attempt %d: %s", item, attempt, described, exc_info=error)
         if self._failures_in_a_row >= self._env.config.max_failures_in_a_row:
             raise RolloutsKeepFailing(f"{self._failures_in_a_row} items failed in a row, the last with {described}")
         return True
 
-    def _drop(self, item: Item, reason: str, why: str) -> None:
-        self._env.dropped_groups.note(Rejection(reason, one_line(why)), lambda: f"last item: {quoted(item)}")
+    def _count_dropped(self, item: Item, reason: str, why: str) -> None:
+        self._env.dropped_groups.record(Rejection(reason, one_line(why)), lambda: f"last item: {quoted(item)}")

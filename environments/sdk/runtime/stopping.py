@@ -14,11 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-NUMBERS = (signal.SIGTERM, signal.SIGINT)
-
-PATIENCE_SECONDS = 3.0
-
-SECOND_PATIENCE_SECONDS = 2.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE_SECONDS = 3.0
+SECOND_SIGNAL_GRACE_SECONDS = 2.0
 
 
 class StopRequest:
@@ -26,8 +24,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.count = 0
-        self.number: signal.Signals | None = None
-        self.patience_seconds = PATIENCE_SECONDS
+        self.signal: signal.Signals | None = None
+        self.grace_seconds = GRACE_SECONDS
         """Time that the orderly end may take, from the first signal on; code that has work to save increases it."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._timer: threading.Timer | None = None
@@ -35,7 +33,7 @@ class StopRequest:
     @property
     def exit_code(self) -> int:
         """The exit code 128 + the number of the first signal, as a shell counts it."""
-        return 128 + (self.number or 0)
+        return 128 + (self.signal or 0)
 
     async def wait_for(self, count: int) -> None:
         """Wait until the process has received this number of signals."""
@@ -49,26 +47,26 @@ class StopRequest:
             finally:
                 self._waiting.remove(entry)
 
-    def note(self, number: int, frame: FrameType | None = None) -> None:  # noqa: ARG002 - the form of a signal handler
+    def handle_signal(self, number: int, frame: FrameType | None = None) -> None:  # noqa: ARG002 - the form of a signal handler
         self.count += 1
-        self.number = self.number or signal.Signals(number)
-        self.allow(self.patience_seconds if self.count == 1 else SECOND_PATIENCE_SECONDS)
+        self.signal = self.signal or signal.Signals(number)
+        self.set_grace(self.grace_seconds if self.count == 1 else SECOND_SIGNAL_GRACE_SECONDS)
         for loop, event in list(self._waiting):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)
 
-    def allow(self, seconds: float) -> None:
+    def set_grace(self, seconds: float) -> None:
         """Limit the time for the end, from now on; after it the process exits at once."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = threading.Timer(seconds, self._end, (seconds,))
+        self._timer = threading.Timer(seconds, self._exit_now, (seconds,))
         self._timer.daemon = True
         self._timer.start()
 
-    def _end(self, seconds: float) -> None:
+    def _exit_now(self, seconds: float) -> None:
         # Not through logging: the blocked thread may hold its lock.
         os.write(
-            2, f"what is under way did not end within {seconds:.0f} s of the signal; ended as it stands\n".encode()
+            2, f"work in progress did not finish within {seconds:.0f} s of the signal; the process exits now\n".encode()
         )
         os._exit(self.exit_code)
 
@@ -79,7 +77,7 @@ def listen_for_stop() -> Iterator[StopRequest]:
     exit.
     """
     request = StopRequest()
-    before = {number: signal.signal(number, request.note) for number in NUMBERS}
+    before = {number: signal.signal(number, request.handle_signal) for number in SIGNALS}
     try:
         yield request
     finally:

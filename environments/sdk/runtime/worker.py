@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_ITEM_PAUSE_SECONDS = 1.0
-
-ENDING_SECONDS = 5.0
+SHUTDOWN_SECONDS = 5.0
 """Time that an orderly end may take in addition to the drains of rollouts and of groups."""
 
-FINISHING_SECONDS = 30.0
+WANDB_FINISH_SECONDS = 30.0
 """Time that W&B may take to send its data."""
 
 
@@ -57,17 +56,17 @@ class EnvironmentWorker:
         )
         self._env = env
         env.worker = self
-        self._link = BrokerConnection(client, request, wait_timeout_seconds=config.wait_timeout)
-        self._link.on_step = self._note_step
-        self._link.on_refused = self._note_refused
-        self._link.on_policy = lambda pacing: env.server.follow(pacing.policy_name, pacing.policy_version)
-        self._changed = self._link.changed
-        self._delivery = Delivery(env, self._rules, self._link.hand_in)
+        self._broker = BrokerConnection(client, request, wait_timeout_seconds=config.wait_timeout)
+        self._broker.on_step = self._handle_step
+        self._broker.on_refused = self._count_refused
+        self._broker.on_policy = lambda pacing: env.server.follow(pacing.policy_name, pacing.policy_version)
+        self._changed = self._broker.changed
+        self._delivery = Delivery(env, self._rules, self._broker.hand_in)
         self._collector = RolloutRunner(env, self._delivery)
-        self._rolling = self._begun = self._given_up = 0
+        self._running = self._started = self._abandoned = 0
         self._background: TaskGroup | None = None
         self._rollouts: TaskGroup | None = None
-        self._beginning: anyio.CancelScope | None = None
+        self._startup: anyio.CancelScope | None = None
         self._evaluation: anyio.CancelScope | None = None
         self._evaluation_due = self._evaluates = False
         self._log_due = False
@@ -79,29 +78,29 @@ class EnvironmentWorker:
         with listen_for_stop() if self._stop is None else nullcontext(self._stop) as stop:
             try:
                 async with anyio.create_task_group() as group:
-                    group.start_soon(self._obey, stop, group)
-                    with anyio.CancelScope() as self._beginning:
-                        await self._begin(group)
-                        stop.patience_seconds = 2 * self._env.config.drain_seconds + ENDING_SECONDS
+                    group.start_soon(self._handle_stop, stop, group)
+                    with anyio.CancelScope() as self._startup:
+                        await self._start(group)
+                        stop.grace_seconds = 2 * self._env.config.drain_seconds + SHUTDOWN_SECONDS
                     await self._serve_run(group)
                     group.cancel_scope.cancel()
             finally:
-                await self._link.leave()
+                await self._broker.deregister()
             if self._stopping:
-                stop.allow(FINISHING_SECONDS)
+                stop.set_grace(WANDB_FINISH_SECONDS)
             self._finish()
 
-    async def _begin(self, group: TaskGroup) -> None:
+    async def _start(self, group: TaskGroup) -> None:
         """Do everything before the first rollout; a stop cancels it at once."""
         self._evaluates = evaluates(self._env)
         await prepare(self._env)
         await self._env.setup()
-        info = await self._link.register()
+        info = await self._broker.register()
         logger.info("registered as %s with %s", info.display_name, self._env.config.rollout_server_url)
         self._background = group
-        group.start_soon(self._link.keep_pacing)
-        group.start_soon(self._link.keep_submitting)
-        group.start_soon(self._link.keep_reporting, self._env.dropped_groups)
+        group.start_soon(self._broker.keep_pacing)
+        group.start_soon(self._broker.keep_submitting)
+        group.start_soon(self._broker.keep_reporting, self._env.dropped_groups)
         await self._wait_for_run()
         await self._adopt_run()
 
@@ -112,15 +111,15 @@ class EnvironmentWorker:
             self._rollouts = rollouts
             await self._admit_rollouts(evaluations=group)
             with anyio.move_on_after(self._env.config.drain_seconds if self._stopping else 0):
-                while self._rolling:
+                while self._running:
                     await self._changed.wait()
-            self._given_up = self._rolling
+            self._abandoned = self._running
             rollouts.cancel_scope.cancel()
         if self._stopping:
             with anyio.move_on_after(self._env.config.drain_seconds):
-                await self._link.flush()
+                await self._broker.flush()
         elif self._evaluates and self._env.config.eval_at_end:
-            await self._end_evaluation()
+            await self._cancel_evaluation()
             await self._evaluate(required=True)
 
     async def _wait_for_run(self) -> None:
@@ -133,7 +132,7 @@ class EnvironmentWorker:
 
     async def _adopt_run(self) -> None:
         """Register again, for the run's settings, which a registration before the run cannot return; adopt them."""
-        info = await self._link.register()
+        info = await self._broker.register()
         env = self._env
         env.curr_step = self._pacing.current_step
         env.config.group_size = env.config.group_size_at(env.curr_step)
@@ -146,9 +145,9 @@ class EnvironmentWorker:
         if env.curr_step > 0:
             env.load_checkpoint()
 
-    def take_run_facts(self) -> None:
+    def adopt_run_settings(self) -> None:
         """Copy the run's batch size and longest sequence to the environment."""
-        info = self._link.info
+        info = self._broker.info
         assert info is not None
         self._env.max_token_len = info.max_token_length
         if info.batch_size > 0:
@@ -166,9 +165,9 @@ class EnvironmentWorker:
             if not self._has_room():
                 await self._changed.wait()
                 continue
-            begun = self._begun
+            started = self._started
             await self._env.add_train_workers()
-            if self._begun == begun and self._has_room():
+            if self._started == started and self._has_room():
                 with anyio.move_on_after(NO_ITEM_PAUSE_SECONDS):
                     await self._changed.wait()
 
@@ -179,15 +178,15 @@ class EnvironmentWorker:
             item = await self._collector.next_item()
             if item is None:
                 return
-            self._rolling += 1
-            self._begun += 1
-            self._rollouts.start_soon(self._roll_out, item)
+            self._running += 1
+            self._started += 1
+            self._rollouts.start_soon(self._run_rollout, item)
 
-    async def _roll_out(self, item: Item) -> None:
+    async def _run_rollout(self, item: Item) -> None:
         try:
             await self._collector.collect(item)
         finally:
-            self._rolling -= 1
+            self._running -= 1
             self._changed.ring()
 
     async def _evaluate(self, *, required: bool = False) -> None:
@@ -206,7 +205,7 @@ class EnvironmentWorker:
             self._evaluation = None
             self._changed.ring()
 
-    async def _end_evaluation(self) -> None:
+    async def _cancel_evaluation(self) -> None:
         """Cancel an evaluation in progress and wait for its end."""
         while self._evaluation is not None:
             self._evaluation.cancel()
@@ -222,11 +221,11 @@ class EnvironmentWorker:
     def _has_room(self) -> bool:
         """Return True if another group may start: by the broker's pacing, the worker limit and a running evaluation."""
         group_size = self._env.config.group_size
-        in_flight = self._rolling * group_size + self._link.pending_sequences
+        in_flight = self._running * group_size + self._broker.pending_sequences
         return (
             self._pacing.state == "run"
             and in_flight < self._pacing.room_sequences
-            and self._rolling < self._worker_limit()
+            and self._running < self._worker_limit()
         )
 
     def _worker_limit(self) -> int:
@@ -238,11 +237,11 @@ class EnvironmentWorker:
             return most
         return 0 if config.eval_handling is EvalHandlingEnum.STOP_TRAIN else max(1, int(most * config.eval_limit_ratio))
 
-    def _note_step(self, pacing: Pacing) -> None:
+    def _handle_step(self, pacing: Pacing) -> None:
         """Handle a trainer step. An overridden `env_step_checks` runs in the background: it may take long."""
         self._env.status_dict = self._status(pacing)
         if type(self._env).env_step_checks is Environment.env_step_checks or self._background is None:
-            self.take_step()
+            self.adopt_step()
         else:
             self._background.start_soon(self._check_step)
 
@@ -251,17 +250,21 @@ class EnvironmentWorker:
             await self._env.env_step_checks()
         except Exception:  # the environment's own code may raise anything; the step is adopted in any case
             logger.exception("env_step_checks failed at step %d", self._pacing.current_step)
-            self.take_step()
+            self.adopt_step()
 
-    def take_step(self) -> None:
+    def adopt_step(self) -> None:
         """Adopt the trainer's step: checkpoints, metrics and evaluations may be due."""
         env, pacing = self._env, self._pacing
         before, env.curr_step = env.curr_step, pacing.current_step
         env.config.group_size = env.config.group_size_at(env.curr_step)
-        info = self._link.info
-        if info is not None and crossed(before, env.curr_step, info.checkpoint_interval):
+        info = self._broker.info
+        if info is not None and interval_passed(before, env.curr_step, info.checkpoint_interval):
             self._save_state(env.curr_step - env.curr_step % info.checkpoint_interval)
-        if self._evaluates and crossed(before, env.curr_step, env.config.steps_per_eval) and pacing.state == "run":
+        if (
+            self._evaluates
+            and interval_passed(before, env.curr_step, env.config.steps_per_eval)
+            and pacing.state == "run"
+        ):
             self._evaluation_due = True
         self._log_due = env.metrics.sent >= env.config.min_items_sent_before_logging
         self._changed.ring()
@@ -270,7 +273,10 @@ class EnvironmentWorker:
         try:
             self._env.save_checkpoint(step)
         except Exception:  # a full disk or the environment's own code may fail; neither may end the running rollouts
-            logger.exception("the environment's state of step %d is not kept; a run resumed there begins anew", step)
+            logger.exception(
+                "the environment's state of step %d could not be saved; a run resumed at it starts without that state",
+                step,
+            )
 
     def _status(self, pacing: Pacing) -> dict[str, Any]:
         """Return the broker's state by the original Atropos' names; both queue sizes are the whole queue's, in groups
@@ -285,9 +291,9 @@ class EnvironmentWorker:
             "env_weight": 1.0,
         }
 
-    def _note_refused(self, group: Group, error: Exception) -> None:
+    def _count_refused(self, group: Group, error: Exception) -> None:
         example = last_answer(group, lambda tokens: str(self._env.tokenizer.decode(tokens)))
-        self._env.dropped_groups.note(Rejection(REFUSED, one_line(str(error))), example)
+        self._env.dropped_groups.record(Rejection(REFUSED, one_line(str(error))), example)
 
     def _rules(self) -> GroupRules:
         return GroupRules(
@@ -299,44 +305,44 @@ class EnvironmentWorker:
 
     @property
     def _pacing(self) -> Pacing:
-        assert self._link.pacing is not None
-        return self._link.pacing
+        assert self._broker.pacing is not None
+        return self._broker.pacing
 
     @property
     def _active(self) -> bool:
         return not self._stopping and self._pacing.state != "finished"
 
-    async def _obey(self, stop: StopRequest, group: TaskGroup) -> None:
+    async def _handle_stop(self, stop: StopRequest, group: TaskGroup) -> None:
         """Handle stop signals: the first drains, the second stops at once."""
         await stop.wait_for(1)
-        logger.info("%s: finishing what is under way", stop.number.name if stop.number is not None else "stopped")
+        logger.info("%s: finishing the work in progress", stop.signal.name if stop.signal is not None else "stopped")
         self._stopping = True
-        for scope in (self._beginning, self._evaluation):
+        for scope in (self._startup, self._evaluation):
             if scope is not None:
                 scope.cancel()
         self._changed.ring()
         await stop.wait_for(2)
-        self._given_up = self._rolling
+        self._abandoned = self._running
         group.cancel_scope.cancel()
 
     def _finish(self) -> None:
         self._delivery.close()
-        self._note_unsent()
-        self._env.dropped_groups.tell()
+        self._count_unsent()
+        self._env.dropped_groups.log()
         if self._env.tracker is not None:
             self._env.tracker.finish()
         logger.info("stopped" if self._stopping else "the run is finished")
 
-    def _note_unsent(self) -> None:
+    def _count_unsent(self) -> None:
         """Log and count the items and groups that a stop leaves behind; at the run's end they are not needed."""
         if not self._stopping:
             return
-        if self._given_up:
-            logger.warning("%d items were still under way and are given up", self._given_up)
-        if left := self._link.pending_groups:
-            self._env.dropped_groups.note(Rejection(UNSENT, "the broker did not acknowledge them"), count=left)
+        if self._abandoned:
+            logger.warning("%d items were still in progress and are dropped", self._abandoned)
+        if pending := self._broker.pending_groups:
+            self._env.dropped_groups.record(Rejection(UNSENT, "the broker did not acknowledge them"), count=pending)
 
 
-def crossed(before: int, now: int, interval: int) -> bool:
+def interval_passed(before: int, now: int, interval: int) -> bool:
     """Return True if a multiple of `interval` is in (before, now]; False if the interval is 0 or less."""
     return interval > 0 and now // interval > before // interval

@@ -23,7 +23,7 @@ def read_messages(messages: Sequence[Any], *, other_parts: bool = False) -> list
     vLLM's own route does the same. Parts that are no text are refused, or written as JSON if `other_parts`.
     """
     if not messages:
-        raise RequestRefused("messages is empty: a chat needs one message at least", param="messages")
+        raise RequestRefused("messages is empty; a chat needs at least one message", param="messages")
     return [_read(message, f"messages[{index}]", other_parts) for index, message in enumerate(plain_messages(messages))]
 
 
@@ -47,7 +47,7 @@ def _plain(message: Any, index: int) -> dict[str, Any]:
     if isinstance(message, Mapping):
         return dict(message)
     if not hasattr(message, "model_dump"):
-        raise RequestRefused(f"messages[{index}] is no message: {message!r:.80}", param=f"messages[{index}]")
+        raise RequestRefused(f"messages[{index}] is not a message: {message!r:.80}", param=f"messages[{index}]")
     dumped: dict[str, Any] = message.model_dump()
     return {name: value for name, value in dumped.items() if value is not None or name == "content"}
 
@@ -74,7 +74,7 @@ def _require_text(content: Any, where: str) -> None:
         if not isinstance(text, str):
             raise RequestRefused(
                 f"{where}.content has a part of another kind than text ({kind or type(part).__name__}); "
-                "a session takes text alone",
+                "a session takes only text",
                 param=where,
             )
 

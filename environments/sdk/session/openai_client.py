@@ -26,7 +26,7 @@ class ManagedServerAdapter:
         self.completions = _Completions(managed_server)
 
     async def post(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError("a managed session takes chat.completions.create and completions.create alone")
+        raise NotImplementedError("a managed session supports only chat.completions.create and completions.create")
 
     def copy(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError("a managed session cannot be copied; open another one with managed_server()")

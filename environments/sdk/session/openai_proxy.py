@@ -6,7 +6,7 @@
 
 Requests run as if the rollout had made them itself. Each session has an address and a key that cannot be guessed. With
 the proxy's own key (`ATROPOS_SESSION_KEY`) clients can also list, open and close sessions, by the routes of the
-original Atropos' session proxy; sessions opened so end after they have been idle for a time.
+original Atropos' session proxy; sessions opened this way end after an idle period.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from environments.sdk.session.openai_routes import SessionRoutes, read_object
 from environments.sdk.session.served import (
     PROBLEM_HANDLERS,
     Listener,
-    Served,
+    ServedSession,
     ServedSessions,
     new_secret,
     problem_response,
@@ -121,7 +121,7 @@ class SessionProxy:
         try:
             await self._app({**scope, "path": path, "raw_path": path.encode(), "session_key": key}, receive, send)
         except ClientDisconnect:
-            return  # the client has disconnected, so there is no one to answer
+            return  # the client has disconnected, so the response is not sent
 
     def _routes(self) -> list[Route]:
         of_session = SessionRoutes(self._find, model_name=self._model_of, temperature=self._settings.temperature)
@@ -162,7 +162,7 @@ class SessionProxy:
     async def _set_up(self, request: Request) -> Response:
         """Refuse the request: with this route the original Atropos' managers set the servers of their proxy."""
         self._require_owner(request)
-        raise HTTPException(409, "the servers are those of the environment; name them with --openai.base_url")
+        raise HTTPException(409, "the environment sets the servers; name them with --openai.base_url")
 
     async def _list_models(self, request: Request) -> Response:
         if "name" in request.path_params:
@@ -181,13 +181,13 @@ class SessionProxy:
         body = await read_object(request)
         refused = sorted(set(body) - CREATE_FIELDS) + ["track_tree"] * bool(body.get("track_tree"))
         if refused:
-            raise RequestRefused(f"{refused[0]}: a session takes tool_parser and base_url alone", param=refused[0])
+            raise RequestRefused(f"{refused[0]}: a session takes only tool_parser and base_url", param=refused[0])
         wanted = {key: body[key] for key in ("tool_parser", "base_url") if body.get(key)}
         try:
             session = self._source.open_session(self._tokenizer, **wanted)
         except RequestRefused as error:  # no server has the address that was named
             raise HTTPException(404, str(error)) from error
-        name = self._add(session, opened_outside=True)
+        name = self._add(session, opened_over_http=True)
         served = self._sessions.find(name)
         reached = {"url": served.session.get_url(), "api_key": served.key}
         return JSONResponse({**self._described(name, served), **reached})
@@ -195,18 +195,18 @@ class SessionProxy:
     async def _delete(self, request: Request) -> Response:
         """End a session; one that a rollout serves ends with the rollout, and its agent may not end it."""
         served, name = self._find(request), request.path_params["name"]
-        if not served.opened_outside:
+        if not served.opened_over_http:
             self._require_owner(request)
         self._sessions.remove(name)
         return JSONResponse({"status": "deleted", "uuid": name})
 
-    def _add(self, session: ManagedSession, *, opened_outside: bool = False) -> str:
-        name = self._sessions.add(session, opened_outside=opened_outside)
+    def _add(self, session: ManagedSession, *, opened_over_http: bool = False) -> str:
+        name = self._sessions.add(session, opened_over_http=opened_over_http)
         key = self._sessions.find(name).key
         session.address = SessionAddress(self._root_url, name, key, self._settings.key_in_url)
         return name
 
-    def _find(self, request: Request) -> Served:
+    def _find(self, request: Request) -> ServedSession:
         """Return the session that a request names; the request must send its key or the proxy's."""
         served = self._sessions.find(request.path_params["name"])
         if self._asks_for_keys:
@@ -220,7 +220,7 @@ class SessionProxy:
     def _model_of(self, session: ManagedSession | None = None) -> str:
         return self._model_name or (self._source.config.model_name if session is None else session.model_name)
 
-    def _described(self, name: str, served: Served) -> dict[str, Any]:
+    def _described(self, name: str, served: ServedSession) -> dict[str, Any]:
         session = served.session
         return {
             "uuid": name,

@@ -16,9 +16,7 @@ from environments.sdk.inference.sampling import TRUNCATING
 Route = Literal["chat", "text"]
 
 MOST_CHOICES = 1024
-
 TEMPLATE_VARIABLES = ("reasoning_effort",)
-
 LABELS = ("user", "safety_identifier", "metadata")
 
 
@@ -94,34 +92,38 @@ def _is_stream_options(value: Any) -> bool:
 
 
 _64_BITS = (-(1 << 63), (1 << 63) - 1)
-
 _WHOLE = "a whole number of 1 or more"
-
 _FLAG = "true or false"
-
 CHAT: tuple[Route, ...] = ("chat",)
-
 TEXT: tuple[Route, ...] = ("text",)
 
-TAKEN: tuple[Parameter, ...] = (
+SUPPORTED: tuple[Parameter, ...] = (
     Parameter("messages", "the chat; content is text or a list of text parts", "a list of messages", _is(list), CHAT),
     Parameter("prompt", "a text, or the ids of its tokens", "a text or a list of token ids", _is_prompt, TEXT),
     Parameter("model", "any name: a session has one model, which the answer names", "a name", _is(str)),
     Parameter(
-        "n", "so many answers, each a sequence", f"a whole number from 1 to {MOST_CHOICES}", _is_int(1, MOST_CHOICES)
+        "n", "number of answers, each a sequence", f"a whole number from 1 to {MOST_CHOICES}", _is_int(1, MOST_CHOICES)
     ),
-    Parameter("max_tokens", "tokens sampled at most", _WHOLE, _is_int(1, 1 << 31)),
-    Parameter("max_completion_tokens", "the same, by its newer name", _WHOLE, _is_int(1, 1 << 31), CHAT),
+    Parameter("max_tokens", "most tokens to sample", _WHOLE, _is_int(1, 1 << 31)),
+    Parameter("max_completion_tokens", "the same, under its newer name", _WHOLE, _is_int(1, 1 << 31), CHAT),
     Parameter("temperature", "above 0 in training, see below", "a number from 0 to 100", _is_number(0, 100)),
     Parameter("stop", "texts that end the answer", "a text that is not empty, or a list of such", _is_stop),
     Parameter("stop_token_ids", "tokens that end it", "a list of token ids", _is_ids),
-    Parameter("include_stop_str_in_output", "leave the stop text in the answer", _FLAG, _is(bool)),
-    Parameter("ignore_eos", "go on after the end token", _FLAG, _is(bool)),
-    Parameter("seed", "the same tokens again under the same weights", "a whole number of 64 bits", _is_int(*_64_BITS)),
-    Parameter("logprobs", "true: those of the sampled tokens", f"{_FLAG}: a session keeps no others", _is(bool), CHAT),
-    Parameter("logprobs", "0: those of the sampled tokens", "0: a session keeps no others", _is_int(0, 0), TEXT),
+    Parameter("include_stop_str_in_output", "keep the stop text in the answer", _FLAG, _is(bool)),
+    Parameter("ignore_eos", "continue after the end token", _FLAG, _is(bool)),
+    Parameter("seed", "repeats the tokens under the same weights", "a whole number of 64 bits", _is_int(*_64_BITS)),
     Parameter(
-        "tools", "given to the chat template; `--env.tool_parser` reads calls", "function tools", _is_tools, CHAT
+        "logprobs",
+        "true: logprobs of the sampled tokens",
+        f"{_FLAG}: a session keeps no other logprobs",
+        _is(bool),
+        CHAT,
+    ),
+    Parameter(
+        "logprobs", "0: logprobs of the sampled tokens", "0: a session keeps no other logprobs", _is_int(0, 0), TEXT
+    ),
+    Parameter(
+        "tools", "passed to the chat template; `--env.tool_parser` parses calls", "function tools", _is_tools, CHAT
     ),
     Parameter(
         "tool_choice",
@@ -130,10 +132,10 @@ TAKEN: tuple[Parameter, ...] = (
         lambda value: value in ("auto", "none"),
         CHAT,
     ),
-    Parameter("parallel_tool_calls", "false: the first call alone is answered", _FLAG, _is(bool), CHAT),
-    Parameter("reasoning_effort", "given to a chat template that has this variable", "a text", _is(str), CHAT),
+    Parameter("parallel_tool_calls", "false: only the first call is returned", _FLAG, _is(bool), CHAT),
+    Parameter("reasoning_effort", "passed to a chat template that has this variable", "a text", _is(str), CHAT),
     Parameter("chat_template_kwargs", "variables of the chat template", "an object", _is(dict), CHAT),
-    Parameter("stream", "answer piece by piece", _FLAG, _is(bool)),
+    Parameter("stream", "send the answer piece by piece", _FLAG, _is(bool)),
     Parameter("stream_options", "`include_usage`", "an object with include_usage", _is_stream_options),
     Parameter("user", "kept with the sequence: `node.metadata['labels']`", "a text", _is(str)),
     Parameter("safety_identifier", "the same", "a text", _is(str), CHAT),
@@ -142,26 +144,27 @@ TAKEN: tuple[Parameter, ...] = (
 )
 
 REFUSED: Mapping[str, Refused] = {
-    "top_logprobs": Refused("a session keeps the logprob of the sampled token alone", (0,)),
+    "top_logprobs": Refused("a session keeps only the logprob of the sampled token", (0,)),
     "echo": Refused("the prompt is not repeated", (False,)),
-    "best_of": Refused("every sample is answered", (1,)),
-    "suffix": Refused("nothing is put in between", ("",)),
+    "best_of": Refused("every sample is returned", (1,)),
+    "suffix": Refused("a session does not insert text", ("",)),
     "store": Refused("no answer is stored", (False,)),
-    "service_tier": Refused("there is one", ("auto", "default")),
-    "verbosity": Refused("the model has none", ("medium",)),
-    "modalities": Refused("a session speaks text", (["text"],)),
-    "audio": Refused("a session speaks text"),
-    "prediction": Refused("nothing is predicted"),
-    "web_search_options": Refused("there is no search"),
+    "service_tier": Refused("a session has one tier", ("auto", "default")),
+    "verbosity": Refused("the model has no such setting", ("medium",)),
+    "modalities": Refused("a session returns text", (["text"],)),
+    "audio": Refused("a session returns text"),
+    "prediction": Refused("a session uses no predicted output"),
+    "web_search_options": Refused("a session has no web search"),
     "functions": Refused("use tools"),
     "function_call": Refused("use tool_choice"),
 }
 
 FIELDS: Mapping[Route, Mapping[str, Parameter]] = {
-    route: {taken.name: taken for taken in TAKEN if route in taken.routes} for route in (*CHAT, *TEXT)
+    route: {parameter.name: parameter for parameter in SUPPORTED if route in parameter.routes}
+    for route in (*CHAT, *TEXT)
 }
 
-SETTLED = frozenset(REFUSED) | {"model", "prompt_cache_key"}
+CHECKED_ONLY = frozenset(REFUSED) | {"model", "prompt_cache_key"}
 """Fields that are only checked and then need no action."""
 
 
@@ -176,13 +179,13 @@ def read_request(route: Route, body: Mapping[str, Any]) -> SessionRequest:
     if route == "text":
         given = _read_text_fields(given)
     if "stream_options" in given and not given.get("stream"):
-        raise RequestRefused("stream_options are for a stream: set stream to true", param="stream_options")
+        raise RequestRefused("stream_options need a stream; set stream to true", param="stream_options")
     variables = {name: given.pop(name) for name in TEMPLATE_VARIABLES if name in given}
     more = given.pop("stream_options", {})
     labels = {name: given.pop(name) for name in LABELS if name in given}
     stream = given.pop("stream", False)
     return SessionRequest(
-        arguments={name: value for name, value in given.items() if name not in SETTLED},
+        arguments={name: value for name, value in given.items() if name not in CHECKED_ONLY},
         stream=stream,
         include_usage=bool(more.get("include_usage")),
         template_variables=variables,
@@ -191,10 +194,10 @@ def read_request(route: Route, body: Mapping[str, Any]) -> SessionRequest:
 
 
 def _check(route: Route, name: str, value: Any) -> None:
-    taken = FIELDS[route].get(name)
-    if taken is not None:
-        if not taken.valid(value):
-            raise RequestRefused(f"{name} must be {taken.wanted}; got {value!r:.80}", param=name)
+    parameter = FIELDS[route].get(name)
+    if parameter is not None:
+        if not parameter.valid(value):
+            raise RequestRefused(f"{name} must be {parameter.wanted}; got {value!r:.80}", param=name)
     elif name in REFUSED:
         _refuse_unless_neutral(name, value, REFUSED[name])
     elif name not in TRUNCATING:  # `Sampling` refuses those that may not be trained on
@@ -203,7 +206,7 @@ def _check(route: Route, name: str, value: Any) -> None:
 
 def _refuse_unless_neutral(name: str, value: Any, rule: Refused) -> None:
     if not any(type(value) is type(neutral) and value == neutral for neutral in rule.neutral):
-        raise RequestRefused(f"{name} {value!r:.80} is not done here: {rule.reason}; leave it out", param=name)
+        raise RequestRefused(f"{name} {value!r:.80} is not supported: {rule.reason}; leave it out", param=name)
 
 
 def _read_text_fields(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from environments.sdk.session.openai_types import (
     openai_finish_reason,
     text_logprobs,
 )
-from environments.sdk.session.served import Served, problem_of, result_of
+from environments.sdk.session.served import ServedSession, problem_of, result_of
 from environments.sdk.session.session import ManagedSession
 from environments.sdk.session.turns import Delta
 
@@ -65,12 +65,12 @@ class ChatChunks(_Chunks):
 
     kind: str = "chat.completion.chunk"
     prefix: str = "chatcmpl"
-    _begun: set[int] = field(default_factory=set)
+    _started: set[int] = field(default_factory=set)
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         pieces: list[dict[str, Any]] = []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
+        if delta.index not in self._started:
+            self._started.add(delta.index)
             pieces.append({"role": "assistant", "content": ""})
         if delta.text or delta.logprobs:
             pieces.append({"content": delta.text})
@@ -114,7 +114,7 @@ class AnswerStream:
     def __init__(self, writer: ChatChunks | TextChunks) -> None:
         self._writer = writer
         self._pieces: asyncio.Queue[Delta | None] = asyncio.Queue()
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
         """An event set with the first piece."""
 
     def follow(self, task: asyncio.Task[Any]) -> None:
@@ -124,7 +124,7 @@ class AnswerStream:
 
     def on_delta(self, delta: Delta) -> None:
         self._pieces.put_nowait(delta)
-        self.begun.set()
+        self.started.set()
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the pieces, then the usage if it was requested; a task that fails ends the stream with its error."""
@@ -149,10 +149,8 @@ def _event(document: dict[str, Any]) -> bytes:
 
 
 MOST_BODY_BYTES = 32 << 20
-
 SPLIT_HEADER = "X-Atropos-Split"
-
-SENT_AS_GIVEN = ("full_text", "tokens", "masked_tokens", "logprobs", "policy_versions")
+NODE_FIELDS = ("full_text", "tokens", "masked_tokens", "logprobs", "policy_versions")
 
 
 class SessionRoutes:
@@ -163,7 +161,7 @@ class SessionRoutes:
 
     def __init__(
         self,
-        find: Callable[[Request], Served],
+        find: Callable[[Request], ServedSession],
         *,
         model_name: Callable[[ManagedSession], str],
         temperature: float | None,
@@ -189,7 +187,7 @@ class SessionRoutes:
 
     async def nodes(self, request: Request) -> Response:
         found = [
-            {**{key: getattr(node, key) for key in SENT_AS_GIVEN}, "finish_reason": node.finish_reason}
+            {**{key: getattr(node, key) for key in NODE_FIELDS}, "finish_reason": node.finish_reason}
             for node in self._find(request).session.nodes
         ]
         return JSONResponse({"nodes": found})
@@ -205,11 +203,11 @@ class SessionRoutes:
             writer = form(model=self._model_name(session), include_usage=asked.include_usage)
             stream = AnswerStream(writer)
             stream.follow(served.start(call(**arguments, on_delta=stream.on_delta)))
-            await _until(stream.begun, stream.task, request.receive)
+            await _wait_until_started(stream.started, stream.task, request.receive)
             ended = BackgroundTask(stream.task.cancel)  # also if the client disconnects before the first piece is sent
             return StreamingResponse(stream.events(), media_type="text/event-stream", background=ended)
         task = served.start(call(**arguments))
-        await _until(None, task, request.receive)
+        await _wait_until_started(None, task, request.receive)
         return JSONResponse({**openai_document(result_of(task)), "model": self._model_name(session)})
 
     def _arguments(self, session: ManagedSession, asked: SessionRequest, split: str | None) -> dict[str, Any]:
@@ -238,15 +236,15 @@ async def read_object(request: Request) -> dict[str, Any]:
         raise RequestRefused(f"the request is no JSON object: {error}") from None
 
 
-async def _until(begun: asyncio.Event | None, task: asyncio.Task[Any], receive: Receive) -> None:
-    """Wait until the answer has begun or is complete; if the client disconnects meanwhile, its request is cancelled.
+async def _wait_until_started(started: asyncio.Event | None, task: asyncio.Task[Any], receive: Receive) -> None:
+    """Wait until the answer has started or is complete; if the client disconnects meanwhile, its request is cancelled.
 
-    An error before the answer has begun is raised here, while it can still have an HTTP status of its own.
+    An error before the answer has started is raised here, while it can still have an HTTP status of its own.
     """
-    gone = asyncio.ensure_future(_disconnected(receive))
-    waited: set[asyncio.Future[Any]] = {task, gone}
-    if begun is not None:
-        waited.add(asyncio.ensure_future(begun.wait()))
+    disconnected = asyncio.ensure_future(_disconnected(receive))
+    waited: set[asyncio.Future[Any]] = {task, disconnected}
+    if started is not None:
+        waited.add(asyncio.ensure_future(started.wait()))
     try:
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     except BaseException:
@@ -257,7 +255,7 @@ async def _until(begun: asyncio.Event | None, task: asyncio.Task[Any], receive: 
             other.cancel()
     if task.done():
         result_of(task)
-    elif gone.done():
+    elif disconnected.done():
         task.cancel()
         raise ClientDisconnect
 

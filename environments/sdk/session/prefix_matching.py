@@ -23,7 +23,7 @@ from environments.sdk.session.messages import (
     read_messages,
     text_of,
 )
-from environments.sdk.session.token_sequences import SequenceNode
+from environments.sdk.session.tokens_and_masks import SequenceNode
 from environments.sdk.tokenizer import Codec
 
 logger = logging.getLogger(__name__)
@@ -32,12 +32,12 @@ SHOWN_CHARACTERS = 40
 
 
 class DriftLog:
-    """Log of drifted chats, shared by an environment's sessions: the same mistake is not logged a thousand times."""
+    """Log of drifted chats, shared by an environment's sessions: only the first one is logged as a warning."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def note(self, sampled: str, given: str, why: str) -> None:
+    def record(self, sampled: str, given: str, why: str) -> None:
         self.count += 1
         level = logging.WARNING if self.count == 1 else logging.DEBUG
         if not logger.isEnabledFor(level):
@@ -47,7 +47,7 @@ class DriftLog:
         logger.log(
             level,
             "a chat's next turn does not continue what was sampled: %s differs from character %d on, where %r was "
-            "sampled and %r is given; it becomes a sequence of its own (told once, counted as server/drifted_chats)",
+            "sampled and %r is given; it becomes a sequence of its own (logged once, counted as server/drifted_chats)",
             why,
             at,
             sampled[shown],
@@ -56,7 +56,7 @@ class DriftLog:
 
 
 def first_difference(one: str, other: str) -> int:
-    """Return the index where two texts first differ; the shorter one's length if it begins the other."""
+    """Return the index where two texts first differ; the length of the shorter one if it is a prefix of the other."""
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return index
@@ -113,14 +113,14 @@ class Chat:
     def prefill(self) -> str:
         return text_of(self.messages[-1].get("content")) if self.open_end else ""
 
-    def completed(self, content: str | None, tool_calls: Any, said: str, prompt: Prompt) -> Conversation:
+    def completed(self, content: str | None, tool_calls: Any, sampled_text: str, prompt: Prompt) -> Conversation:
         """Return the chat with an answer: the part that the client received, and the text that the model sampled."""
         answered_at, prefill = self.answered_at, self.prefill
-        got = {"role": "assistant", "content": prefill + (content or ""), "tool_calls": tool_calls}
+        received = {"role": "assistant", "content": prefill + (content or ""), "tool_calls": tool_calls}
         sampled = prompt.sampled_before
         return Conversation(
-            messages=(*self.messages[:answered_at], {"role": "assistant", "content": prefill + said}),
-            keys=(*self.keys[:answered_at], key_of(got)),
+            messages=(*self.messages[:answered_at], {"role": "assistant", "content": prefill + sampled_text}),
+            keys=(*self.keys[:answered_at], key_of(received)),
             sampled_at=sampled if answered_at in sampled else (*sampled, answered_at),
             prompt_text=prompt.prompt_text,
         )
@@ -150,8 +150,8 @@ class Prompter:
             for node in known
             if node.conversation is not None and node.conversation.is_continued_by(chat.keys, open_end=chat.open_end)
         ]
-        base = max(candidates, key=_messages_held, default=None)
-        self._note_rewritten_message(chat, known, start=0 if base is None else _messages_held(base))
+        base = max(candidates, key=_message_count, default=None)
+        self._record_rewritten_message(chat, known, start=0 if base is None else _message_count(base))
         continued = self._continue_chat(chat, base) if base is not None else None
         if continued is not None:
             return continued
@@ -179,7 +179,7 @@ class Prompter:
         text = chat.render(self._codec, conversation.with_placeholders(chat.messages))
         before, mark, tail = text.partition(placeholder(conversation.sampled_at[-1]))
         if not mark or not self._begins_alike(chat, conversation, before):
-            self._drift.note(conversation.prompt_text, before, "the chat as its template renders it")
+            self._drift.record(conversation.prompt_text, before, "the chat as its template renders it")
             return None
         still_open = chat.open_end and len(chat.keys) == len(conversation.keys)
         return Prompt(
@@ -192,7 +192,7 @@ class Prompter:
         )
 
     def _continue_as_rendered(self, chat: Chat, base: SequenceNode, conversation: Conversation) -> Prompt | None:
-        """Return the prompt if the template handles thoughts; None unless it kept every one of them."""
+        """Return the prompt as the template renders it; None if that drops thoughts from the sampled text."""
         messages = [
             {"role": "assistant", "content": conversation.messages[index]["content"]}
             if index in conversation.sampled_at
@@ -202,13 +202,13 @@ class Prompter:
         text = chat.render(self._codec, messages)
         tail = base.tail_after(text)
         if tail is None:
-            self._drift.note(base.texts[-1], text, "the chat as its template renders it")
+            self._drift.record(base.texts[-1], text, "the chat as its template renders it")
             return None
         tokens = base.tokens + self._tail_tokens(base, tail)
         return Prompt(tokens, text, base, chat, text, conversation.sampled_at)
 
     def _begins_alike(self, chat: Chat, conversation: Conversation, before: str) -> bool:
-        """Return True if the text before the last sample agrees with the one that it was sampled after.
+        """Return True if the text before the last sample matches the prompt that it was sampled from.
 
         Templates write an answer's opening differently in a prompt and in the history (an empty block of thoughts,
         say). That opening is kept as it was prompted, so only the text before it has to agree.
@@ -238,20 +238,20 @@ class Prompter:
         texts = [text_of(conversation.messages[index].get("content")) for index in conversation.sampled_at]
         return any(tag in text for tag in THINK_TAGS for text in texts)
 
-    def _note_rewritten_message(self, chat: Chat, known: list[SequenceNode], *, start: int) -> None:
+    def _record_rewritten_message(self, chat: Chat, known: list[SequenceNode], *, start: int) -> None:
         """Note a drift if an assistant's message was sampled here but comes back as something else."""
         for index in range(start, len(chat.messages)):
             message = chat.messages[index]
             if message.get("role") != "assistant":
                 continue
-            held = [
+            earlier = [
                 n.conversation for n in known if n.conversation and n.conversation.has_sampled_after(chat.keys, index)
             ]
-            if held and all(c.keys[index].isdisjoint(chat.keys[index]) for c in held):
-                sampled = text_of(held[-1].messages[index].get("content"))
-                self._drift.note(sampled, text_of(message.get("content")), "the assistant's message")
+            if earlier and all(c.keys[index].isdisjoint(chat.keys[index]) for c in earlier):
+                sampled = text_of(earlier[-1].messages[index].get("content"))
+                self._drift.record(sampled, text_of(message.get("content")), "the assistant's message")
                 return
 
 
-def _messages_held(node: SequenceNode) -> int:
+def _message_count(node: SequenceNode) -> int:
     return len(node.conversation.keys) if node.conversation is not None else 0

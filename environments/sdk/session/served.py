@@ -91,7 +91,10 @@ def refuse_foreign_host(headers: Headers, names: frozenset[str]) -> None:
     """Refuse a host name that is not this server's: an attacker may have pointed it at this machine."""
     host = headers.get("host", "")
     if not _is_own(host, names):
-        raise HTTPException(403, f"the host {host[:80]!r} is no name of this server; --env.session_url names one")
+        raise HTTPException(
+            403,
+            f"the host {host[:80]!r} is not a name of this server; set --env.session_url to the URL that agents use",
+        )
 
 
 def refuse_foreign_page(headers: Headers) -> None:
@@ -120,7 +123,7 @@ def split_key(path: str, headers: Headers) -> tuple[str, str]:
 
 def require_key(given: str, *accepted: str) -> None:
     if not any(secrets.compare_digest(given.encode(), key.encode()) for key in accepted):
-        raise HTTPException(401, "a session asks for its key: send Authorization: Bearer KEY, the api_key of a client")
+        raise HTTPException(401, "a session needs its key; send Authorization: Bearer KEY, the api_key of a client")
 
 
 def _is_own(host: str, names: frozenset[str]) -> bool:
@@ -141,16 +144,16 @@ def _is_own(host: str, names: frozenset[str]) -> bool:
 IDLE_SECONDS = 1800.0
 """Idle time after which a session that was opened over HTTP ends."""
 
-MOST_OPENED_OUTSIDE = 1024
+MOST_OPENED_OVER_HTTP = 1024
 
 
 @dataclass(slots=True)
-class Served:
+class ServedSession:
     """A served session: its calls run in the context of the rollout that it belongs to."""
 
     session: ManagedSession
     key: str
-    opened_outside: bool
+    opened_over_http: bool
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     created_at: float = field(default_factory=time.time)
     used_at: float = field(default_factory=time.monotonic)
@@ -174,29 +177,31 @@ class Served:
 class ServedSessions:
     """The sessions of one proxy: they are kept by id, and those opened over HTTP end after an idle time."""
 
-    def __init__(self, *, idle_seconds: float = IDLE_SECONDS, most_opened_outside: int = MOST_OPENED_OUTSIDE) -> None:
+    def __init__(
+        self, *, idle_seconds: float = IDLE_SECONDS, most_opened_over_http: int = MOST_OPENED_OVER_HTTP
+    ) -> None:
         self._idle_seconds = idle_seconds
-        self._most_opened_outside = most_opened_outside
-        self._served: dict[str, Served] = {}
+        self._most_opened_over_http = most_opened_over_http
+        self._served: dict[str, ServedSession] = {}
 
     def __len__(self) -> int:
         self._end_idle()
         return len(self._served)
 
-    def items(self) -> list[tuple[str, Served]]:
+    def items(self) -> list[tuple[str, ServedSession]]:
         self._end_idle()
         return list(self._served.items())
 
-    def add(self, session: ManagedSession, *, opened_outside: bool = False) -> str:
+    def add(self, session: ManagedSession, *, opened_over_http: bool = False) -> str:
         """Add a session to those served, and return its id."""
-        outside = sum(served.opened_outside for _, served in self.items())
-        if opened_outside and outside >= self._most_opened_outside:
-            raise HTTPException(429, f"{outside} sessions are open; DELETE those that have ended")
+        opened = sum(served.opened_over_http for _, served in self.items())
+        if opened_over_http and opened >= self._most_opened_over_http:
+            raise HTTPException(429, f"{opened} sessions are open; DELETE those that have ended")
         name = new_secret()
-        self._served[name] = Served(session, new_secret(), opened_outside)
+        self._served[name] = ServedSession(session, new_secret(), opened_over_http)
         return name
 
-    def find(self, name: str) -> Served:
+    def find(self, name: str) -> ServedSession:
         self._end_idle()
         served = self._served.get(name)
         if served is None:
@@ -214,7 +219,7 @@ class ServedSessions:
 
     def _end_idle(self) -> None:
         for name, served in list(self._served.items()):
-            if served.opened_outside and served.idle_seconds() > self._idle_seconds:
+            if served.opened_over_http and served.idle_seconds() > self._idle_seconds:
                 self.remove(name)
 
 
@@ -226,9 +231,7 @@ def result_of(task: asyncio.Task[Any]) -> Any:
 
 
 WILDCARDS = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
-
 BACKLOG = 512
-
 KEEP_ALIVE_SECONDS = 300
 """Time that an idle connection is kept. Tools of agents take longer than the usual 5 seconds, and a client that sends
 just as its connection is closed gets an error.

@@ -34,7 +34,7 @@ from environments.sdk.session.openai_types import (
     text_logprobs,
 )
 from environments.sdk.session.prefix_matching import Chat, DriftLog, Prompt, Prompter
-from environments.sdk.session.token_sequences import ESTIMATED, SequenceNode, current_split, record
+from environments.sdk.session.tokens_and_masks import ESTIMATED, SequenceNode, current_split, log_nodes
 from environments.sdk.session.turns import DeltaWriter, OnDelta, SampleReader, Turn
 from environments.sdk.tokenizer import Codec
 from environments.sdk.tools import ToolParser, expected_call, tool_parser
@@ -43,7 +43,7 @@ from environments.sdk.tools import ToolParser, expected_call, tool_parser
 class ManagedSession:
     """A session with one inference server: it holds one or several conversations."""
 
-    reads_text_alone: ClassVar[bool] = True
+    text_only: ClassVar[bool] = True
     """True if messages must be text: the prompts are the tokens of the rendered chat template."""
 
     def __init__(
@@ -60,11 +60,11 @@ class ManagedSession:
         drift: DriftLog | None = None,
     ) -> None:
         if track_tree:
-            raise ValueError("track_tree: a session keeps sequences, not a tree of them; leave it out")
+            raise ValueError("track_tree is not supported: a session keeps a list of sequences; leave it out")
         if tokenizer is None:
             tokenizer = getattr(server, "tokenizer", None)
         if tokenizer is None:
-            raise ValueError("a session needs a tokenizer: its server has none, so give it one")
+            raise ValueError("a session needs a tokenizer and its server has none; pass one")
         self.address: SessionAddress | None = None
         """The HTTP address, while the session is served."""
         self._server = server
@@ -75,7 +75,7 @@ class ManagedSession:
         self._parser_wanted = tool_call_parser or tool_parser or "hermes"
         self._parser: ToolParser | None = None
         self._prompter = Prompter(self._codec, drift or DriftLog(), preserve_think_blocks=preserve_think_blocks)
-        self._places: list[list[SequenceNode]] = []
+        self._slots: list[list[SequenceNode]] = []
         self._superseded: list[SequenceNode] = []
         self._being_extended: set[SequenceNode] = set()
 
@@ -91,16 +91,16 @@ class ManagedSession:
         `on_delta` is called with the answer piece by piece, as its tokens arrive.
         """
         tools, choice = kwargs.pop("tools", None), kwargs.pop("tool_choice", None) or "auto"
-        input_ids, one_call = kwargs.pop("input_ids", None), kwargs.pop("parallel_tool_calls", None) is False
+        input_ids, first_call_only = kwargs.pop("input_ids", None), kwargs.pop("parallel_tool_calls", None) is False
         chat = self._read_chat(messages, tools, kwargs.pop("chat_template_kwargs", None) or {})
         prompt = (
-            self._prompter.for_chat(chat, self._known())
+            self._prompter.for_chat(chat, self._continuable())
             if input_ids is None
-            else self._prompter.for_tokens(input_ids, self._known())
+            else self._prompter.for_tokens(input_ids, self._continuable())
         )
         prompt.chat = chat
         turn = self._begin(prompt, kwargs, on_delta)
-        turn.tool_choice, turn.one_call = choice, one_call
+        turn.tool_choice, turn.first_call_only = choice, first_call_only
         if tools and choice != "none":
             turn.parser, turn.call_expected = self._tool_parser(), expected_call(choice)
         nodes = await self._sample(turn)
@@ -114,9 +114,9 @@ class ManagedSession:
 
     async def completion(self, *, prompt: str = "", on_delta: OnDelta | None = None, **kwargs: Any) -> Completion:
         """Continue a text, or the tokens given as `input_ids`."""
-        input_ids, known = kwargs.pop("input_ids", None), self._known()
-        made = self._prompter.for_tokens(input_ids, known) if input_ids else self._prompter.for_text(prompt, known)
-        turn = self._begin(made, kwargs, on_delta)
+        input_ids, known = kwargs.pop("input_ids", None), self._continuable()
+        built = self._prompter.for_tokens(input_ids, known) if input_ids else self._prompter.for_text(prompt, known)
+        turn = self._begin(built, kwargs, on_delta)
         nodes = await self._sample(turn)
         choices = [
             TextChoice(index, node.metadata["content"], node.finish_reason, logprobs)
@@ -130,7 +130,7 @@ class ManagedSession:
         self, messages: Sequence[Any], *, tools: Any = None, options: Mapping[str, Any] | None = None
     ) -> tuple[str, list[int]]:
         """Return the prompt that a chat would become, and its tokens; nothing is sampled and no sequence is kept."""
-        prompt = self._prompter.for_chat(self._read_chat(messages, tools, options or {}), self._known())
+        prompt = self._prompter.for_chat(self._read_chat(messages, tools, options or {}), self._continuable())
         return prompt.text, prompt.tokens
 
     async def get_logprobs(
@@ -169,7 +169,7 @@ class ManagedSession:
     @property
     def nodes(self) -> list[SequenceNode]:
         """All sequences, in the order of the calls that started them."""
-        return [node for place in self._places for node in place]
+        return [node for slot in self._slots for node in slot]
 
     def get_state(self) -> dict[str, list[SequenceNode]]:
         return {"nodes": self.nodes}
@@ -183,7 +183,7 @@ class ManagedSession:
         template = str(getattr(self.tokenizer, "chat_template", None))
         for name in asked.template_variables:
             if name not in template:
-                raise RequestRefused(f"{name}: the model's chat template reads none; leave it out", param=name)
+                raise RequestRefused(f"{name}: the model's chat template does not use it; leave it out", param=name)
         options = {**asked.arguments.get("chat_template_kwargs", {}), **asked.template_variables}
         more = {"chat_template_kwargs": options} if options else {}
         return {**asked.arguments, **more, **({"labels": asked.labels} if asked.labels else {})}
@@ -194,28 +194,28 @@ class ManagedSession:
         Clients send `api_key`; `with_key` returns an address that contains the key, for clients that take only an
         address.
         """
-        return self._served_at().url(with_key=with_key)
+        return self._require_address().url(with_key=with_key)
 
     @property
     def api_key(self) -> str:
         """The key that clients of `get_url()` have to send."""
-        return self._served_at().key
+        return self._require_address().key
 
-    def _served_at(self) -> SessionAddress:
+    def _require_address(self) -> SessionAddress:
         if self.address is None:
             raise RuntimeError("this session is not served; open it with managed_server(use_proxy=True)")
         return self.address
 
     def reset(self) -> None:
         """Forget all sequences."""
-        self._places.clear()
+        self._slots.clear()
         self._superseded.clear()
 
     def _read_chat(self, messages: Sequence[Any], tools: Any, options: Mapping[str, Any]) -> Chat:
-        return Chat.read(messages, tools, options, other_parts=not self.reads_text_alone)
+        return Chat.read(messages, tools, options, other_parts=not self.text_only)
 
-    def _known(self) -> Iterator[SequenceNode]:
-        """Yield sequences that may be continued, first those that no other call is extending."""
+    def _continuable(self) -> Iterator[SequenceNode]:
+        """Yield the sequences that may be continued, first those that no other call is extending."""
         nodes = self.nodes
         yield from (node for node in nodes if node not in self._being_extended)
         yield from (node for node in nodes if node in self._being_extended)
@@ -227,23 +227,23 @@ class ManagedSession:
         sampling = Sampling.from_kwargs(kwargs)
         if split == "train" and self._trainable:
             sampling.require_trainable(allow_truncated=self._allow_truncated)
-        place, replaces = self._place_of(prompt.base) if keep else ([], False)
-        turn = Turn(prompt, place, replaces, sampling, split, sampling.generation_params(), keep=keep, labels=labels)
+        slot, replaces = self._slot_of(prompt.base) if keep else ([], False)
+        turn = Turn(prompt, slot, replaces, sampling, split, sampling.generation_params(), keep=keep, labels=labels)
         logprobs = kwargs.get("logprobs")
         turn.logprobs = logprobs is not None and logprobs is not False  # 0 requests those of the sampled tokens
         turn.deltas = DeltaWriter(self._codec, self._reader, on_delta) if on_delta is not None else None
         return turn
 
-    def _place_of(self, base: SequenceNode | None) -> tuple[list[SequenceNode], bool]:
+    def _slot_of(self, base: SequenceNode | None) -> tuple[list[SequenceNode], bool]:
         """Return the list for the new sequences, and whether they replace the one that they continue."""
         if base is not None and base not in self._being_extended:
-            found = next((place for place in self._places if base in place), None)
+            found = next((slot for slot in self._slots if base in slot), None)
             if found is not None:
                 self._being_extended.add(base)
                 return found, True
-        place: list[SequenceNode] = []
-        self._places.append(place)
-        return place, False
+        slot: list[SequenceNode] = []
+        self._slots.append(slot)
+        return slot, False
 
     async def _sample(self, turn: Turn) -> list[SequenceNode]:
         base = turn.prompt.base
@@ -253,11 +253,11 @@ class ManagedSession:
             if turn.replaces and base is not None:
                 self._being_extended.discard(base)
         if any(sample.tokens and not sample.logprobs for sample in samples):
-            self._do_without_logprobs(turn)
+            self._refuse_missing_logprobs(turn)
         nodes = [self._reader.read(turn, sample) for sample in samples]
         if turn.keep:
-            self._put(turn, nodes)
-        record(nodes, turn.split if self._trainable else "eval")
+            self._store(turn, nodes)
+        log_nodes(nodes, turn.split if self._trainable else "eval")
         if turn.deltas is not None:
             for index, (sample, node) in enumerate(zip(samples, nodes, strict=True)):
                 turn.deltas.end(turn, index, sample, node)
@@ -273,13 +273,15 @@ class ManagedSession:
 
         return await self._server.generate(turn.prompt.tokens, turn.sampling, turn.split, on_tokens=receive)
 
-    def _do_without_logprobs(self, turn: Turn) -> None:
+    def _refuse_missing_logprobs(self, turn: Turn) -> None:
         """Refuse what needs logprobs that the server does not return: training, and clients that ask for them."""
         if turn.split == "train" and self._trainable:
             self._refuse_for_training()
         if turn.logprobs:
             config = self._server.config
-            raise RequestRefused(f"logprobs: {config.base_url} (server_type {config.server_type}) tells none")
+            raise RequestRefused(
+                f"logprobs: {config.base_url} (server_type {config.server_type}) returns none; leave the field out"
+            )
 
     def _refuse_for_training(self) -> None:
         refuse_for_training(self._server.config)
@@ -298,13 +300,13 @@ class ManagedSession:
             self._parser = tool_parser(self._parser_wanted, self._codec.tokenizer)
         return self._parser
 
-    def _put(self, turn: Turn, nodes: list[SequenceNode]) -> None:
+    def _store(self, turn: Turn, nodes: list[SequenceNode]) -> None:
         """Put new sequences where the extended one was; further samples of the same prompt follow it."""
-        place = turn.place
-        start = next((i for i, node in enumerate(place) if node is turn.prompt.base), len(place))
-        replaced = place[start : start + turn.replaces]
+        slot = turn.slot
+        start = next((i for i, node in enumerate(slot) if node is turn.prompt.base), len(slot))
+        replaced = slot[start : start + turn.replaces]
         self._superseded.extend(replaced)
-        place[start : start + len(replaced)] = nodes
+        slot[start : start + len(replaced)] = nodes
 
 
 def _usage(turn: Turn, nodes: Sequence[SequenceNode]) -> Usage:
@@ -323,14 +325,14 @@ class TextServer(InferenceServer, Protocol):
 class TextSession(ManagedSession):
     """A managed session whose tokens are estimated: the server returns only text."""
 
-    reads_text_alone = False
+    text_only = False
 
     def __init__(self, *arguments: Any, allow_estimated_tokens: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._allowed = allow_estimated_tokens
 
     async def _generate(self, turn: Turn) -> list[Sample]:
-        self._do_without_logprobs(turn)  # first, so that no provider is paid for an answer that is refused
+        self._refuse_missing_logprobs(turn)  # first, so that no provider is paid for an answer that is refused
         turn.generation_params[ESTIMATED] = True
         server = cast("TextServer", self._server)
         fields = {name: value for name, value in turn.sampling.payload().items() if value is not None}

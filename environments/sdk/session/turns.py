@@ -15,7 +15,7 @@ from typing import Any
 from environments.sdk.inference.sampling import Sample, Sampling, Split
 from environments.sdk.session.openai_types import AssistantMessage, TokenLogprob
 from environments.sdk.session.prefix_matching import Chat, Prompt
-from environments.sdk.session.token_sequences import SequenceNode, grow
+from environments.sdk.session.tokens_and_masks import SequenceNode, extend_sequence
 from environments.sdk.tokenizer import Codec
 from environments.sdk.tools import JsonParser, ParsedText, ToolParser, overlap
 
@@ -24,11 +24,11 @@ from environments.sdk.tools import JsonParser, ParsedText, ToolParser, overlap
 class Turn:
     """One call to the server: it knows the list that its sequences go to.
 
-    Its place is reserved when the call starts, so that the order of sequences never depends on which call ends first.
+    Its slot is reserved when the call starts, so that the order of sequences never depends on which call ends first.
     """
 
     prompt: Prompt
-    place: list[SequenceNode]
+    slot: list[SequenceNode]
     replaces: bool
     sampling: Sampling
     split: Split
@@ -36,7 +36,7 @@ class Turn:
     parser: ToolParser | None = None
     call_expected: bool = False
     tool_choice: Any = None
-    one_call: bool = False
+    first_call_only: bool = False
     """True if the client sees only the first tool call of an answer."""
     logprobs: bool = False
     keep: bool = True
@@ -53,7 +53,7 @@ class SampleReader:
 
     def read(self, turn: Turn, sample: Sample) -> SequenceNode:
         """Return the sequence with its texts: as sampled, and as a client sees it."""
-        node = grow(turn.prompt.base, turn.prompt.tokens, sample)
+        node = extend_sequence(turn.prompt.base, turn.prompt.tokens, sample)
         node.ended = self._has_end_token(sample, turn.sampling)
         body = sample.tokens[:-1] if node.ended else sample.tokens
         special = not self._codec.special_ids.isdisjoint(body)
@@ -83,19 +83,19 @@ class SampleReader:
         return last in self._codec.special_ids or last in (sampling.more.get("stop_token_ids") or ())
 
 
-def _answer_chat(turn: Turn, chat: Chat, node: SequenceNode, said: str) -> None:
+def _answer_chat(turn: Turn, chat: Chat, node: SequenceNode, sampled_text: str) -> None:
     """Set the message that the client gets, by which it is recognised when it comes back."""
-    message, reason = AssistantMessage(said), node.finish_reason
+    message, reason = AssistantMessage(sampled_text), node.finish_reason
     if turn.parser is not None:
-        parsed = _parse(turn.parser, said, call_expected=turn.call_expected)
+        parsed = _parse(turn.parser, sampled_text, call_expected=turn.call_expected)
         if parsed.calls:
-            calls = parsed.calls[:1] if turn.one_call else parsed.calls
+            calls = parsed.calls[:1] if turn.first_call_only else parsed.calls
             message = AssistantMessage(parsed.content or None, tool_calls=calls)
             reason = "tool_calls" if reason == "stop" else reason
     node.metadata["message"] = message
     node.metadata["choice_finish_reason"] = reason
     prompt = turn.prompt  # not the turn, which holds the node: only the garbage collector would free such a cycle
-    node.recall = lambda: chat.completed(message.content, message.tool_calls, said, prompt)
+    node.recall = lambda: chat.completed(message.content, message.tool_calls, sampled_text, prompt)
 
 
 def _parse(parser: ToolParser, text: str, *, call_expected: bool) -> ParsedText:
@@ -128,7 +128,7 @@ class _Choice:
     decoded_from: int = 0
     decoded_to: int = 0
     text: str = ""
-    told: int = 0
+    sent: int = 0
 
 
 class DeltaWriter:
@@ -147,9 +147,9 @@ class DeltaWriter:
         choice.tokens += tokens if turn.parser else [t for t in tokens if t not in self._codec.special_ids]
         choice.text += self._decode(choice)
         certain = _certain_length(turn, choice.text)
-        told = self._reader.logprobs(tokens, logprobs) if turn.logprobs else []
-        if certain > choice.told or told:
-            self._tell(Delta(index, choice.text[choice.told : certain], told), choice)
+        token_logprobs = self._reader.logprobs(tokens, logprobs) if turn.logprobs else []
+        if certain > choice.sent or token_logprobs:
+            self._send(Delta(index, choice.text[choice.sent : certain], token_logprobs), choice)
 
     def end(self, turn: Turn, index: int, sample: Sample, node: SequenceNode) -> None:
         """Send the rest of an answer that is now complete."""
@@ -161,15 +161,15 @@ class DeltaWriter:
         message = node.metadata.get("message")
         content = (message.content or "") if message is not None else node.metadata["content"]
         calls = [call.model_dump() for call in message.tool_calls or ()] if message is not None else []
-        if content[choice.told :]:
-            self._tell(Delta(index, content[choice.told :]), choice)
+        if content[choice.sent :]:
+            self._send(Delta(index, content[choice.sent :]), choice)
         for at, call in enumerate(calls):
-            self._tell(Delta(index, tool_calls=_call_pieces(at, call)), choice)
+            self._send(Delta(index, tool_calls=_call_pieces(at, call)), choice)
         reason = node.metadata.get("choice_finish_reason", node.finish_reason)
-        self._tell(Delta(index, finish_reason=reason), choice)
+        self._send(Delta(index, finish_reason=reason), choice)
 
-    def _tell(self, delta: Delta, choice: _Choice) -> None:
-        choice.told += len(delta.text)
+    def _send(self, delta: Delta, choice: _Choice) -> None:
+        choice.sent += len(delta.text)
         self._on_delta(delta)
 
     def _decode(self, choice: _Choice) -> str:

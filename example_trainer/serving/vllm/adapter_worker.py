@@ -24,14 +24,13 @@ from atropos_api.common.malloc import return_freed_memory
 from example_trainer.weight_protocol.transfer import MEMORY_PATH, AdapterPayload
 
 _KEPT = "atropos_kept"
-
 _INSTALLED = "atropos_installed"
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptAdapters:
     """The adapters sent to one worker, by their path, and its number of loads from a disk."""
 
     payloads: dict[str, bytes] = field(default_factory=dict)
@@ -79,10 +78,10 @@ def install() -> None:
     WorkerLoRAManager._load_adapter = load_adapter  # noqa: SLF001
 
 
-def kept_by(manager: Any) -> Kept:
+def kept_by(manager: Any) -> KeptAdapters:
     kept = getattr(manager, _KEPT, None)
     if kept is None:
-        kept = Kept()
+        kept = KeptAdapters()
         setattr(manager, _KEPT, kept)
     return kept
 
@@ -155,7 +154,7 @@ def build(manager: Any, number: int, payload: AdapterPayload) -> LoRAModel:
 def _check_slot(manager: Any, number: int, payload: AdapterPayload) -> str:
     """Return the payload's checksum, after checking that its slot holds exactly its tensors."""
     if wrong := misplaced(manager, number, payload):
-        raise ValueError(f"{len(wrong)} tensors are not where they belong in vLLM's buffers: {', '.join(wrong[:3])}")
+        raise ValueError(f"{len(wrong)} tensors are misplaced in vLLM's buffers: {', '.join(wrong[:3])}")
     return payload.digest()
 
 
@@ -179,12 +178,12 @@ def _check(manager: Any, helper: PEFTHelper, tensors: Tensors) -> None:
     seen: dict[str, set[bool]] = {}
     for name, place, tensor in _placed(manager, helper, tensors):
         if not place.fits(tensor):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, its place {tuple(place.buffer.shape[2:])}")
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, its buffer {tuple(place.buffer.shape[2:])}")
         if not torch.isfinite(tensor).all():
-            raise ValueError(f"{name} holds numbers that are not finite")
+            raise ValueError(f"{name} holds values that are not finite")
         seen.setdefault(parse_fine_tuned_lora_name(name)[0], set()).add(place.is_a)
-    if lone := [module for module, halves in seen.items() if len(halves) != 2]:
-        raise ValueError(f"{lone[0]} has only one of lora_A and lora_B")
+    if unpaired := [module for module, halves in seen.items() if len(halves) != 2]:
+        raise ValueError(f"{unpaired[0]} has only one of lora_A and lora_B")
     if not seen:
         raise ValueError("the adapter holds no tensors")
 
@@ -198,13 +197,13 @@ def _placed(manager: Any, helper: PEFTHelper, tensors: Tensors) -> Iterator[tupl
         packed, index = slices.get(module_name, (module_name, 0))
         module = inner.modules.get(packed)
         if module is None:
-            raise ValueError(f"{name}: this model takes no adapter there; it takes {_taken(inner)}")
+            raise ValueError(f"{name}: this model supports no adapter there, only for {_supported_modules(inner)}")
         buffer = (module.lora_a_stacked if is_a else module.lora_b_stacked)[index]
         scale = 1.0 if is_a else helper.get_rank_and_scaling(parse_fine_tuned_lora_name(name)[0])[1]
         yield name, Place(buffer, scale, is_a), tensor
 
 
-def _taken(inner: Any) -> str:
+def _supported_modules(inner: Any) -> str:
     parts = {part for parts in inner.packed_modules.values() for part in parts}
     names = parts | {name for name in inner.modules if name not in inner.packed_modules}
     return ", ".join(sorted({name.rpartition(".")[2] for name in names}))

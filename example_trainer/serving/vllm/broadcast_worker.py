@@ -30,7 +30,7 @@ class BroadcastReceiver:
         self.before: dict[torch.Tensor, torch.Tensor] = {}
         """The model's own tensors, each with a copy in host memory, until the publish has ended or been undone."""
         self._group: BroadcastGroup | None = None
-        self._told: dict[str, Any] | None = None
+        self._report: dict[str, Any] | None = None
         self._error: Exception | None = None
         self._start(lambda: self._join(rendezvous, device))
 
@@ -46,7 +46,7 @@ class BroadcastReceiver:
         """Return `{"running": true}`, or the result of the exchange; raise the error that ended it."""
         if self._error is not None:
             raise RuntimeError(f"{self._error}") from self._error
-        return self._told or {"running": True}
+        return self._report or {"running": True}
 
     def forget(self) -> None:
         """Discard the received weights and the copy of the previous ones."""
@@ -60,11 +60,11 @@ class BroadcastReceiver:
             group.close()
 
     def _start(self, exchange: Callable[[], dict[str, Any]]) -> None:
-        self._told = None
+        self._report = None
 
         def run() -> None:
             try:
-                self._told = exchange()
+                self._report = exchange()
             except Exception as error:  # noqa: BLE001 - `progress` raises it
                 self._error = error
                 self.leave()
@@ -134,9 +134,7 @@ class BroadcastWorker:
         reception.aside = {}
         missed = sorted({name for name, _ in model.named_parameters()} - set(loaded)) if loaded is not None else []
         if missed:
-            raise RuntimeError(
-                f"{len(missed)} of the model's parameters were not among what was sent: {missed[0]}, ..."
-            )
+            raise RuntimeError(f"{len(missed)} of the model's parameters were not sent: {missed[0]}, ...")
         return json.dumps({"loaded": len(loaded or ())})
 
     def atropos_settle_broadcast(self, keep: bool) -> str:
@@ -144,7 +142,7 @@ class BroadcastWorker:
         reception = self._joined()
         if not keep:
             if not reception.before:
-                raise RuntimeError("no copy of the weights before is left")
+                raise RuntimeError("no copy of the previous weights is left")
             with torch.no_grad():
                 for tensor, before in reception.before.items():
                     tensor.copy_(before)

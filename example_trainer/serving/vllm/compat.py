@@ -23,12 +23,11 @@ from typing import Any, NoReturn, TypeVar
 
 from atropos_api.common.cliconfig import ConfigError, nearest
 from example_trainer.errors import CannotServe
-from example_trainer.serving.vllm.failure_cause import die_with_parent, note_cause
+from example_trainer.processes.die_with_parent import die_with_parent
+from example_trainer.serving.vllm.failure_cause import note_cause
 
 T = TypeVar("T")
-
 _BLACKWELL = 10  # compute capability
-
 ENTRY_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 
 
@@ -91,7 +90,7 @@ def check_internals() -> None:
             for part in name.split("."):
                 target = getattr(target, part, None)
             if target is None:
-                raise CannotServe(f"this vLLM has no {module_name}.{name}, which the server builds on; use vLLM 0.32")
+                raise CannotServe(f"this vLLM has no {module_name}.{name}, which the server needs; use vLLM 0.32")
 
 
 def fork_engine_core() -> None:

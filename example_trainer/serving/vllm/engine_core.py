@@ -85,8 +85,8 @@ def may_wait(params: Any) -> bool:
 
 def logprob_columns(params: Any) -> int | None:
     """Return 1 for the sampled token plus the alternatives asked for; None if -1 asked for the whole vocabulary."""
-    asked = params.num_logprobs
-    return None if asked is None or asked < 0 else asked + 1
+    requested = params.num_logprobs
+    return None if requested is None or requested < 0 else requested + 1
 
 
 def fit_columns(logprobs: Any, columns: int) -> Any:
@@ -120,7 +120,7 @@ def merge(outputs: list[Any]) -> Any:
     last.new_logprobs = _join_logprobs(parts) if parts else None
     last.events = [event for output in outputs for event in output.events or ()] or None
     for name in ("prefill_stats", "new_prompt_logprobs_tensors", "prompt_token_id_logprobs"):
-        setattr(last, name, next((told for output in outputs if (told := getattr(output, name)) is not None), None))
+        setattr(last, name, next((value for output in outputs if (value := getattr(output, name)) is not None), None))
     return last
 
 
@@ -132,18 +132,17 @@ def _join_logprobs(parts: list[Any]) -> Any:
 
 
 _TALLY = "atropos_tally"
-
 _INSTALLED = "atropos_installed"
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over the life of one scheduler. `lost` maps a request to its computed tokens that a pause discarded."""
+    """Counts over the life of one scheduler; `discarded_by_request` has the computed tokens that a pause discarded."""
 
     generated_tokens: int = 0
     recomputed_tokens: int = 0
     prefix_hit_tokens: int = 0
-    lost: dict[str, int] = field(default_factory=dict)
+    discarded_by_request: dict[str, int] = field(default_factory=dict)
     held: HeldOutputs = field(default_factory=HeldOutputs)
 
     def as_reply(self, **more: int) -> dict[str, int]:
@@ -204,7 +203,9 @@ def _after_pause(core: Any, discard: bool) -> dict[str, int]:
     if discard:
         discarded = _count_computed(scheduler)
         for request in scheduler.running:
-            tally.lost[request.request_id] = max(request.num_computed_tokens, tally.lost.get(request.request_id, 0))
+            tally.discarded_by_request[request.request_id] = max(
+                request.num_computed_tokens, tally.discarded_by_request.get(request.request_id, 0)
+            )
         core._reset_caches()  # noqa: SLF001  vLLM's own pause with clear_cache does the same
     return tally.as_reply(paused_requests=paused, discarded_tokens=discarded)
 
@@ -257,9 +258,9 @@ def _counting_schedule(schedule: Any) -> Any:
         if plan.scheduled_new_reqs:
             tally.prefix_hit_tokens += sum(request.num_computed_tokens for request in plan.scheduled_new_reqs)
         for request_id in plan.finished_req_ids:
-            tally.lost.pop(request_id, None)
+            tally.discarded_by_request.pop(request_id, None)
             tally.held.forget(request_id)
-        if tally.lost:
+        if tally.discarded_by_request:
             _note_recomputed(scheduler, tally, plan)
         return plan
 
@@ -268,13 +269,13 @@ def _counting_schedule(schedule: Any) -> Any:
 
 def _note_recomputed(scheduler: Any, tally: Tally, plan: Any) -> None:
     for request_id, scheduled in plan.num_scheduled_tokens.items():
-        lost = tally.lost.get(request_id)
-        if lost is None:
+        discarded_tokens = tally.discarded_by_request.get(request_id)
+        if discarded_tokens is None:
             continue
         end = scheduler.requests[request_id].num_computed_tokens  # `schedule` has advanced it by `scheduled`
-        tally.recomputed_tokens += max(0, min(end, lost) - (end - scheduled))
-        if end >= lost:
-            del tally.lost[request_id]
+        tally.recomputed_tokens += max(0, min(end, discarded_tokens) - (end - scheduled))
+        if end >= discarded_tokens:
+            del tally.discarded_by_request[request_id]
 
 
 def _counting_update(update: Any) -> Any:

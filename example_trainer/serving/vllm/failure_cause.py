@@ -10,21 +10,19 @@ imports no vLLM; the forked engine core calls `die_with_parent` itself.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+from example_trainer.processes.die_with_parent import die_with_parent
+
 _VARIABLE = "ATROPOS_ENGINE_CAUSE"
-
 _LOGGERS = ("vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor")
-
 _LONGEST = 500
 
 
@@ -86,21 +84,9 @@ def one_line(text: str) -> str:
     return " ".join(text.split())[:_LONGEST]
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def register() -> None:
     """Make a child process of vLLM end with its parent and write why it ends; has no effect in the server itself."""
     note_cause()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the thread that started this process ends."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the kernel was asked
-        os.kill(os.getpid(), signal.SIGKILL)

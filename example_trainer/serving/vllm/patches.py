@@ -60,12 +60,11 @@ def leaving_out_rows_without_adapter(compute: Any) -> Any:
 
 
 _INSTALLED = "atropos_installed"
-
 _MANAGERS = "atropos_managers"
 
 
 def install_grammar_libraries() -> None:
-    """Wrap the beginning of a grammar, once per process."""
+    """Wrap vLLM's grammar initialisation, once per process."""
     from vllm.v1.structured_output import StructuredOutputManager
 
     if hasattr(StructuredOutputManager, _INSTALLED):
@@ -134,19 +133,19 @@ def install_seeds_on_cpu() -> None:
     """Wrap the sampling of vLLM's runner for CPUs."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    CPUModelRunner.sample_tokens = _sitting_out(CPUModelRunner.sample_tokens)
+    CPUModelRunner.sample_tokens = _without_unfinished_generators(CPUModelRunner.sample_tokens)
 
 
-def _sitting_out(sample: Any) -> Any:
+def _without_unfinished_generators(sample: Any) -> Any:
     def sampling(runner: Any, *args: Any, **kwargs: Any) -> Any:
         batch = runner.input_batch
         if not batch.generators:
             return sample(runner, *args, **kwargs)
         (unfinished,) = runner.discard_request_mask.np[: batch.num_reqs].nonzero()
-        out = {row: batch.generators.pop(row) for row in unfinished.tolist() if row in batch.generators}
+        set_aside = {row: batch.generators.pop(row) for row in unfinished.tolist() if row in batch.generators}
         try:
             return sample(runner, *args, **kwargs)
         finally:
-            batch.generators.update(out)
+            batch.generators.update(set_aside)
 
     return sampling

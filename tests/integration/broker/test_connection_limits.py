@@ -167,7 +167,7 @@ def test_a_caller_that_leaves_is_not_waited_for():
     with serve_in_thread(app) as url:
         run = {"name": "r", "batch_size": 4, "max_token_length": 9, "num_steps": 3}
         httpx.post(f"{url}/v1/runs", json=run)
-        waiters = app.state.services.groups_bell._waiters
+        waiters = app.context.groups_notifier._waiters
         with dial(url) as connection:
             connection.sendall(b"GET /v1/batches/1?wait=60 HTTP/1.1\r\nHost: localhost\r\n\r\n")
             wait_for(lambda: len(waiters) == 1)

@@ -191,13 +191,13 @@ def test_the_form_of_a_group_is_remembered_over_a_restart(tmp_path):
         caller.send(caller.client, 1)
         before = [caller.batch(1, accept).content for accept in (COLUMNS, "application/json")]
         caller.close()
-    app.state.services.broker.close()
+    app.context.broker.close()
     app = serve()
     with serve_in_thread(app) as url:
         caller = Caller(url)
         assert [caller.batch(1, accept).content for accept in (COLUMNS, "application/json")] == before
         caller.close()
-    app.state.services.broker.close()
+    app.context.broker.close()
 
 
 def json_only(requests):

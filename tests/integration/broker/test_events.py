@@ -117,7 +117,7 @@ def test_silence_is_filled_with_comments(url, monkeypatch):
 
 def test_a_watcher_that_never_reads_is_dropped_while_others_are_served(app, url, client):
     host, port = url.removeprefix("http://").split(":")
-    log = app.state.services.broker.state.events
+    log = app.context.broker.state.events
     for _ in range(1900):
         log.add("filler", text="x" * 4000)
     with socket.socket() as watcher:

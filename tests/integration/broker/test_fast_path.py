@@ -127,7 +127,7 @@ def test_a_connection_that_was_to_be_closed_is_and_nothing_after_it_is_taken(pee
     assert peer.is_closed()
 
 
-def test_after_a_prompt_close_nothing_is_taken(legacy, make_group):
+def test_after_a_direct_close_nothing_is_taken(legacy, make_group):
     legacy.start()
     with Peer(legacy.url) as peer:
         body = json.dumps(make_group(1)).encode()
@@ -158,15 +158,15 @@ def test_a_caller_that_waits_to_be_told_to_go_on_is_told(peer, make_group):
 def test_a_fault_is_said_to_be_one_and_costs_the_next_call_nothing(caplog):
     app = make_memory_app()
     with serve_in_thread(app) as url, Peer(url) as peer:
-        app.state.services.legacy.status.status_env = lambda _: {}["fault"]
+        app.context.legacy.status.status_env = lambda _: {}["fault"]
         status, _, body = peer.ask(*status_of(0))
         assert (status, json.loads(body)["type"].rpartition("/")[2]) == (500, "internal-error")
-        del app.state.services.legacy.status.status_env
+        del app.context.legacy.status.status_env
         assert peer.ask(*status_of(0))[0] == 404
     assert [record.levelname for record in caplog.records if record.name.endswith("fast_path")] == ["ERROR"]
 
 
-def test_the_door_stands_before_prompt_calls_too(make_group):
+def test_the_request_guard_checks_direct_calls_too(make_group):
     body = json.dumps(make_group(1)).encode()
     with served_broker(token="secret-token") as url, Peer(url) as peer:
         assert peer.ask(*status_of(0))[0] == 401
@@ -182,7 +182,7 @@ def test_the_door_stands_before_prompt_calls_too(make_group):
         assert json.loads(peer.ask("GET", "/v1/status")[2])["counters"]["groups_received_total"] == 0
 
 
-def test_an_idle_connection_is_closed_though_only_prompt_calls_were_made(monkeypatch):
+def test_an_idle_connection_is_closed_though_only_direct_calls_were_made(monkeypatch):
     monkeypatch.setattr(serve, "KEEP_ALIVE_SECONDS", 1)
     with served_broker() as url, Peer(url) as peer:
         began = time.monotonic()
@@ -192,7 +192,7 @@ def test_an_idle_connection_is_closed_though_only_prompt_calls_were_made(monkeyp
         assert peer.is_closed()
 
 
-def test_connections_that_only_make_prompt_calls_do_not_give_way_as_silent_ones():
+def test_connections_that_only_make_direct_calls_do_not_give_way_as_silent_ones():
     with served_broker(max_connections=4, header_timeout=30.0) as url, contextlib.ExitStack() as stack:
         peers = [stack.enter_context(Peer(url)) for _ in range(4)]
         for peer in peers:

@@ -106,7 +106,7 @@ async def test_every_server_has_metrics_of_its_own(tokenizer_folder):
     env = make(tokenizer_folder, servers=3, delay_seconds=0.02)
     async with anyio.create_task_group() as tasks:
         for _ in range(9):
-            tasks.start_soon(env.server._complete, env.server.pool.pinned(), {"prompt": "1+1=", "max_tokens": 4})
+            tasks.start_soon(env.server._complete, env.server.pool.sticky(), {"prompt": "1+1=", "max_tokens": 4})
     metrics = env.server.metrics()
     assert {f"server/server_{number}_request_time_avg" for number in range(3)} <= set(metrics)
 

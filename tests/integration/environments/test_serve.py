@@ -169,7 +169,7 @@ async def test_an_environment_without_evaluate_trains_and_says_so(tokenizer_fold
     caplog.set_level("INFO")
     env = make_env(fake, tokenizer_folder, Trained, eval_at_start=True, eval_at_end=True, steps_per_eval=1)
     assert len(await serve_and_train(env, fake, steps=3, batch_size=32)) == 3
-    assert caplog.text.count("Trained has no evaluate, so nothing is evaluated") == 1
+    assert caplog.text.count("Trained has no method evaluate, so no evaluation runs") == 1
 
 
 async def test_a_state_that_cannot_be_kept_costs_no_training(tokenizer_folder, caplog):

@@ -121,7 +121,7 @@ def test_a_version_is_never_reused_and_never_ends_half_written(shared_server):
 def test_r26_a_lease_that_lapses_before_the_write_resumes_the_old_version(shared_server):
     version = shared_server.version
     shared_server.begin(lease_seconds=0.3, drain_seconds=0)
-    reply = shared_server.generate([5], max_tokens=2, compact=True)  # waits at the door until the lease has lapsed
+    reply = shared_server.generate([5], max_tokens=2, compact=True)  # waits at the gate until the lease has lapsed
     assert reply["policy_versions"] == [[[0, 2, version]]]
 
 

@@ -129,7 +129,7 @@ def test_what_cannot_be_sent_to_the_engine_is_forgotten(plain_server):
         body = {"model": str(plain_server.model), "prompt": PROMPT, **fields}
         refused = post_escaped(plain_server, "/v1/completions", body)
         assert refused.status_code == 400, refused.text
-        assert "cannot be passed on" in refused.json()["error"]["message"]
+        assert "cannot be passed to the engine" in refused.json()["error"]["message"]
     assert plain_server.debug()["requests_known"] == 0
 
 
@@ -206,7 +206,9 @@ def test_a_model_that_is_not_served_is_answered_with_those_that_are(plain_server
 def test_a_route_that_is_not_served_is_answered_with_the_list_of_those_that_are(plain_server):
     answer = plain_server.post("/v1/embeddings", {"model": "a", "input": "b"})
     assert answer.status_code == 404
-    assert answer.json()["detail"] == "POST /v1/embeddings is not served here; GET /bridge/list_endpoints lists what is"
+    assert (
+        answer.json()["detail"] == "POST /v1/embeddings is not served here; GET /bridge/list_endpoints lists the routes"
+    )
 
 
 @pytest.mark.parametrize("origin", ["http://[::1", "null", "http://evil.example", "http://localhost:3000"])

@@ -71,12 +71,12 @@ def test_what_is_missing_is_one_line_that_names_it(finished: Path, tmp_path: Pat
     alone = tmp_path / "alone" / "rollouts" / batch.name
     alone.parent.mkdir(parents=True)
     alone.write_bytes(batch.read_bytes())
-    with pytest.raises(ConfigError, match=r"checkpoint-2 is not there; name another with --checkpoint PATH"):
+    with pytest.raises(ConfigError, match=r"checkpoint-2 does not exist; name another with --checkpoint PATH"):
         run([str(alone), "--model-name", "m"])
     with pytest.raises(BadBatch, match="cannot be read: No such file"):
         run([str(tmp_path / "batch-9.atb")])
     (tmp_path / "batch-9.atb").write_bytes(batch.read_bytes()[:100])
-    with pytest.raises(BadBatch, match="holds no batch"):
+    with pytest.raises(BadBatch, match="is not a saved batch"):
         run([str(tmp_path / "batch-9.atb")])
     with pytest.raises(ConfigError, match="takes a batch file first"):
         run(["--lr", "1e-3"])

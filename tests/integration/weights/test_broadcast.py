@@ -113,7 +113,7 @@ def agree(bridge, version):
             _checked(prompt, member.client.generate(_request(prompt)), version=version, boot_id=boot)
             for prompt in probe_prompts(300, 2048)[2:4]
         ]
-        agreement = compare(bridge._policy, samples, bridge._limit)
+        agreement = compare(bridge._policy, samples, bridge._check.limit)
         if not agreement.difference.within(agreement.limit):
             return False
     return True
@@ -221,7 +221,7 @@ def faults(bridge, servers, monkeypatch):
     ("kind", "told"),
     [
         ("the transfer breaks off", "the network is gone"),
-        ("a bit flips", "other bytes than were sent"),
+        ("a bit flips", "the bytes received differ from those sent"),
         ("one cannot pause", "no thread left"),
         ("loading breaks off", "no memory left"),
     ],

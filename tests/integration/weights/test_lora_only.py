@@ -18,7 +18,7 @@ from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weight_protocol.client import ServerClient
 from example_trainer.weights.logprob_parity import _checked, _request, compare, probe_prompts
-from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
+from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge, ServersHotswapBridge
 
 from .lost_exchange import losing
 
@@ -179,3 +179,33 @@ def test_a_server_without_adapters_is_refused_with_the_remedy(plain_server, tmp_
     with pytest.raises(CannotSwap, match="--enable-lora --max-lora-rank 8"):
         refused.prepare()
     refused.close()
+
+
+def test_every_server_that_is_named_gets_each_adapter_and_proves_it(start_server, tiny_qwen2, tmp_path):
+    flags = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4")
+    servers = [start_server(*flags, environ={"ATROPOS_BRIDGE_TOKEN": "known"}) for _ in range(2)]
+    bridge = ServersHotswapBridge(
+        [
+            LoraHotswapBridge(
+                HotswapOptions(
+                    policy=PolicyOptions(model_name=str(tiny_qwen2), dtype="float32", adapter=ADAPTER),
+                    server_url=server.url,
+                    adapters_dir=tmp_path / str(index),
+                    bridge_token="known",
+                    wait_timeout_seconds=60,
+                    sync_check_every=1,
+                )
+            )
+            for index, server in enumerate(servers)
+        ]
+    )
+    try:
+        policy = bridge.prepare()
+        for version in (1, 2):
+            shift(policy, version)
+            assert bridge.publish(version).version == bridge.highest_version() == version
+            assert [each._server.identify().policy_version for each in bridge._bridges] == [version, version]
+        assert all(agrees(each, 2) for each in bridge._bridges)
+        assert not bridge.needs_publish()
+    finally:
+        bridge.close()

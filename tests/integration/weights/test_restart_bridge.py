@@ -144,11 +144,11 @@ def check_mistyped_paths(client, tmp_path):
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-4])
     served = client.info().policy_version
     for path, said in (
-        (tmp_path / "nowhere", "is no directory"),
+        (tmp_path / "nowhere", "is not a directory"),
         (tmp_path, "holds neither"),
         (other, "another model: its model.norm.weight has shape [7]"),
-        (cut, "it has been cut off"),
-        ("\0", "is no directory"),
+        (cut, "it is truncated"),
+        ("\0", "is not a directory"),
     ):
         refused = client._http.post("/bridge/reload", json={"path": str(path), "version": 99})
         assert (refused.status_code, refused.json()["type"].rpartition(":")[2]) == (422, "bad-checkpoint")

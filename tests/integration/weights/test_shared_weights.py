@@ -14,8 +14,8 @@ import torch
 
 from example_trainer.errors import ProofFailed
 from example_trainer.modeling.optimizers import OptimizerSettings, make_optimizer
-from example_trainer.weights.base import SyncBudget
 from example_trainer.weights.logprob_parity import TOLERANCES, _checked, _request, compare, probe_prompts
+from example_trainer.weights.publish_loop import SyncBudget
 
 pytestmark = pytest.mark.vllm
 

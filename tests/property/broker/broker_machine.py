@@ -182,6 +182,7 @@ class BrokerMachine(RuleBasedStateMachine):
     def begin(self, name, batch_size, unit, take_over=True):
         """Rarely, for it ends what the other rules have built up."""
         self.since_begin = 0
+        self.pass_time(0.001)  # before the model is asked: a trainer silent for 30 s is at work, for 30.001 s not
         run = self.model.run
         same = run is not None and not run.legacy and run.name == name
         if self.model.refuses_another() and not same and not take_over:
@@ -207,13 +208,12 @@ class BrokerMachine(RuleBasedStateMachine):
 
     def resume_run(self, data, run, batch_size, unit):
         point = data.draw(st.integers(max(0, run.committed - 3), max([run.committed, *run.batches]) + 1))
+        self.pass_time(0.001)
         self.request(run.name, batch_size, unit, resume=True, point=point)
         self.model.resume(run, batch_size, unit, point)
         assert self.info.epoch == run.epoch
 
     def request(self, name, batch_size, unit, *, resume, point, take_over=True):
-        self.now += 0.001
-        self.model.now = self.now
         request = RunRequest(name=name, batch_size=batch_size, max_token_length=99, num_steps=0, unit=unit)
         request.resume, request.resume_from_batch, request.take_over = resume, point, take_over
         self.info = self.broker.begin_run(request)
@@ -374,7 +374,7 @@ class BrokerMachine(RuleBasedStateMachine):
         state, run = self.broker.state, self.model.run
         queue = self.model.homeless if run is None else run.queue
         assert (state.queue.groups, state.queue.sequences) == (len(queue), sum(row.size for row in queue))
-        batched = [*state.batches.values(), *state.kept.values(), *state.left_over.values()]
+        batched = [*state.batches.values(), *state.replayable.values(), *state.left_over.values()]
         assert state.queue.groups + sum(map(len, batched)) == len(self.rows())
         if run is not None:
             assert sorted(state.batches) == [number for number in sorted(run.batches) if number > run.committed]

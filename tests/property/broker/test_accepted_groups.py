@@ -96,3 +96,13 @@ def test_a_small_group_is_judged_and_kept_as_if_each_field_had_been_looked_at(ch
     plain = {key: copy.deepcopy(GROUP[key]) for key in kept}
     body = b" " + change(plain, changes) + b"\n"
     assert found_by(check_body, body) == found_by(lambda text: check_group(decode_fields(text)), body)
+
+
+def test_a_small_group_with_versions_keeps_its_keys_in_the_order_of_the_wire():
+    """Versions come after all other keys, wherever the body has them."""
+    versions = {"policy_versions": [[[1, 3, 7]], [[1, 2, None]]]}
+    least = {key: GROUP[key] for key in ("tokens", "masks", "scores")}
+    whole = {key: GROUP.get(key) for key in WIRE_KEYS if key not in RARE}
+    for group in (least | versions, versions | least, {"tokens": GROUP["tokens"]} | versions | least, whole | versions):
+        body = json.dumps(group).encode()
+        assert found_by(check_body, body) == found_by(lambda text: check_group(decode_fields(text)), body)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from environments.sdk.config import APIServerConfig
 from environments.sdk.inference.vllm import VllmServer
 from environments.sdk.session.session import ManagedSession
-from environments.sdk.session.token_sequences import NO_LOGPROB, NOT_TRAINED
+from environments.sdk.session.tokens_and_masks import NO_LOGPROB, NOT_TRAINED
 from environments.sdk.testing import FakeInference, InProcess, logprob_of
 
 END = 1

@@ -11,8 +11,8 @@ from atropos_api.config import BrokerConfig
 from atropos_api.errors import StoreUnavailable
 from atropos_api.server.app import create_app
 from atropos_api.store.factory import open_directory
-from atropos_api.store.journal import Journal
 from atropos_api.store.segments import SegmentLog
+from atropos_api.store.sqlite_ledger import SqliteLedger
 from atropos_api.testing import make_group
 from atropos_api.wire import EnvironmentRequest, RunRequest
 from atropos_api.wire.group_json import check_group, decode_fields
@@ -147,8 +147,12 @@ async def test_a_disk_with_room_for_small_groups_alone_is_not_ready(store, monke
         assert (await http.post("/v1/groups", content=large)).status_code == 202
 
 
-def refuse_record(*_):
-    raise StoreUnavailable("no room")
+def refuse_writes(ledger, statement, values=(), execute=SqliteLedger._execute):
+    """Take the place of `SqliteLedger._execute` on a full disk: a transaction cannot be kept."""
+    begins, inside = statement == "BEGIN IMMEDIATE", ledger._db.in_transaction
+    if statement == "COMMIT" or not (begins or inside):
+        raise StoreUnavailable("no room")
+    execute(ledger, statement, values)
 
 
 @pytest.mark.anyio
@@ -160,7 +164,7 @@ async def test_a_change_the_ledger_refused_is_not_remembered(store, monkeypatch)
     app = create_app(BrokerConfig(store="memory"), broker)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as http:
         with monkeypatch.context() as patch:
-            patch.setattr(Journal, "append", refuse_record)
+            patch.setattr(SqliteLedger, "_execute", refuse_writes)
             assert (await http.get("/v1/batches/1")).status_code == 503
         assert broker.state.runs.open.formed_batch == 0
         assert (await http.get("/v1/batches/1")).status_code == 200
@@ -171,10 +175,10 @@ def test_an_environment_is_not_believed_to_have_left_or_returned_before_that_is_
     row = broker.state.environments.get(with_environment(broker))
     for change, connected in ((lambda: broker.disconnect_environment(0), True), (lambda: broker.touch(row), False)):
         with monkeypatch.context() as patch:
-            patch.setattr(Journal, "append", refuse_record)
+            patch.setattr(SqliteLedger, "_execute", refuse_writes)
             with pytest.raises(StoreUnavailable):
                 change()
-        assert (row.connected, row.environment_id in broker.state.census().alive_ids) == (connected, connected)
+        assert (row.connected, row.environment_id in broker.state.liveness().alive_ids) == (connected, connected)
         change()
         assert row.connected is not connected
 

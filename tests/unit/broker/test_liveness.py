@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from atropos_api.broker.environments import Environments, take_census
+from atropos_api.broker.environments import Environments, measure_liveness
 from atropos_api.store.memory import MemoryLedger
 from atropos_api.wire.messages import EnvironmentRequest
 
@@ -37,7 +37,7 @@ def test_counting_when_something_changes_is_counting_always(seed):
             environments.disconnect_all()
         else:
             environments.touch(randomness.choice(rows), now, "run")
-        found, wanted = environments.census(now, TIMEOUT), take_census(list(environments), now, TIMEOUT)
+        found, wanted = environments.liveness(now, TIMEOUT), measure_liveness(list(environments), now, TIMEOUT)
         assert (found.alive, found.connected_sizes) == (wanted.alive, wanted.connected_sizes)
         assert (found.token_share, found.allocated) == (wanted.token_share, wanted.allocated)
         assert (found.largest_size, found.most_batches_offpolicy) == (

@@ -258,7 +258,7 @@ def test_fresh_deletes_what_was_there(tmp_path, end):
     ledger, bodies = open_store(str(tmp_path / "closed"))
     ledger.add_groups([make_row(1, *bodies.append([b"old"]))])
     (tmp_path / "closed" / "notes.txt").write_text("not ours")
-    shutil.copytree(tmp_path / "closed", tmp_path / "killed")  # the group is in the journal alone
+    shutil.copytree(tmp_path / "closed", tmp_path / "killed")
     bodies.close()
     ledger.close()
     ledger, bodies = open_store(str(tmp_path / end), fresh=True)

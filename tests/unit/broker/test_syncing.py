@@ -43,7 +43,7 @@ class Disk:
         """Copy the disk as after a power failure: only synced bytes remain, or with `keep` all of bodies or ledger."""
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(source, target)
-        for path in [*source.glob("segments/*.log"), source / "ledger.sqlite-wal", source / "journal"]:
+        for path in [*source.glob("segments/*.log"), source / "ledger.sqlite-wal"]:
             kind = "bodies" if path.suffix == ".log" else "ledger"
             if path.exists() and kind != keep:
                 os.truncate(target / path.relative_to(source), self.sizes.get(str(path), 0))
@@ -68,10 +68,10 @@ def test_how_often_data_is_forced_to_the_disk(tmp_path, monkeypatch, fsync, most
     for ident in range(50):
         broker.submit(0, [checked(ident)])
     time.sleep(1.3 if fsync == "interval" else 0.1)
-    # The segment, its directory, the ledger, its journal; and at the start the journal's directory.
-    assert disk.calls == (0 if fsync == "never" else 5)
+    # The segment, its directory, the ledger; and at the start the ledger's directory.
+    assert disk.calls == (0 if fsync == "never" else 4)
     time.sleep(0.3)
-    assert disk.calls <= 5
+    assert disk.calls <= 4
     bodies.close()
     ledger.close()
     assert disk.calls <= most
@@ -128,17 +128,16 @@ async def test_a_disk_that_fails_to_sync_is_a_503_and_the_repetition_is_no_news(
     ledger.close()
 
 
-def test_a_sync_forces_bodies_journal_and_database_to_the_disk(tmp_path, monkeypatch):
+def test_a_sync_forces_bodies_and_ledger_to_the_disk(tmp_path, monkeypatch):
     disk = Disk(monkeypatch)
     broker = Broker(*open_directory(tmp_path, fsync="always", fresh=False))
     register(broker)
-    # The database alone can make a part of this, the journal has what follows.
     broker.begin_run(RunRequest(name="run", batch_size=8, max_token_length=9, num_steps=0))
     broker.submit(0, [checked(1)], key="k")
     broker.sync()
-    written = [tmp_path / "ledger.sqlite-wal", *tmp_path.glob("journal*"), *tmp_path.glob("segments/*.log")]
+    written = [tmp_path / "ledger.sqlite-wal", *tmp_path.glob("segments/*.log")]
     sizes = {str(path): size for path in written if (size := path.stat().st_size)}
-    assert len(sizes) >= 3
+    assert len(sizes) == 2
     assert {path: disk.sizes.get(path) for path in sizes} == sizes
     broker.close()
 

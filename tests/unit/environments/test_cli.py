@@ -47,7 +47,7 @@ def test_a_run_file_for_another_environment_gives_what_is_known_and_a_line_for_t
     demo = str(SERVER.parents[1] / "configs" / "demo.yaml")
     command = read_command(Stories, "serve", ["--config", demo])
     assert command.env.group_size == 8
-    assert "written for arithmetic_server.py: passed over what Stories has no setting for: task" in caplog.text
+    assert "written for arithmetic_server.py: ignored the keys that Stories does not have: task" in caplog.text
 
 
 def test_a_key_that_the_files_own_environment_does_not_know_is_refused(tmp_path):
@@ -191,5 +191,5 @@ def test_an_environment_may_go_without_evaluate_which_the_verb_says_in_one_line(
     ],
 )
 def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_collected(verb, flag):
-    with pytest.raises(PathUnusable, match=f"{flag}: nothing can be written into /proc/no"):
+    with pytest.raises(PathUnusable, match=f"{flag}: /proc/no"):
         run_verb(Trained, [verb, *VLLM, flag, "/proc/no/such"])

@@ -26,7 +26,7 @@ from environments.compat.servers import (
 )
 from environments.compat.utils import create_html_for_group
 from environments.sdk.server_manager import ServerManager as OurManager
-from environments.sdk.session.token_sequences import NOT_TRAINED
+from environments.sdk.session.tokens_and_masks import NOT_TRAINED
 from environments.sdk.testing import FakeInference, InProcess
 from environments.sdk.tools import FunctionCall, ToolCall
 

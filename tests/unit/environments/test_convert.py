@@ -77,7 +77,7 @@ def test_a_second_conversion_changes_nothing_and_keeps_the_first_backup(math_fil
 def test_a_backup_is_never_overwritten(math_file):
     convert_data(math_file)
     math_file.write_text(json.dumps({"prompt": "new", "response": "data"}) + "\n")
-    with pytest.raises(DataUnusable, match="is in the way"):
+    with pytest.raises(DataUnusable, match="exists already"):
         convert_data(math_file)
     assert json.loads(math_file.read_text())["prompt"] == "new"
 
@@ -93,10 +93,10 @@ def test_prompts_and_responses_of_a_json_list_are_converted(tmp_path):
 def test_a_file_that_cannot_be_converted_stays_as_it_is(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text('{"prompt": "a", "response": "b"}\n{"text": "c"}\n')
-    with pytest.raises(DataUnusable, match=r"d\.jsonl:2: it holds no question and answer; it has text"):
+    with pytest.raises(DataUnusable, match=r"d\.jsonl:2: it has no question and answer, only text"):
         convert_data(path)
     assert [found.name for found in tmp_path.iterdir()] == ["d.jsonl"]
-    with pytest.raises(DataUnusable, match="has not been converted"):
+    with pytest.raises(DataUnusable, match="no conversion of"):
         restore_data(path)
     with pytest.raises(DataUnusable, match=r"only \.jsonl and \.json"):
         convert_data(tmp_path / "d.parquet")

@@ -56,7 +56,7 @@ def test_json_lists_and_parquet_hold_the_same_questions_as_lines(tmp_path: Path)
             ":2: it has neither question and answer .* its columns are question, reply",
         ),
         ("[1]", r":2: it has neither .* it is \[1\]"),
-        ("{", ":2: no JSON object"),
+        ("{", ":2: not a JSON object"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named_with_what_it_has(tmp_path: Path, line: str, words: str) -> None:
@@ -71,11 +71,11 @@ def test_data_that_is_not_there_is_told(tmp_path: Path) -> None:
         load_questions(tmp_path / "none.jsonl", "train")
     with pytest.raises(DataUnusable, match="cannot be read"):
         load_questions("missing/folder/of/files", "train")
-    with pytest.raises(DataUnusable, match="holds no question"):
+    with pytest.raises(DataUnusable, match="it has no question"):
         read_questions(write(tmp_path / "empty.jsonl"))
-    with pytest.raises(DataUnusable, match="no Parquet file"):
+    with pytest.raises(DataUnusable, match="not a Parquet file"):
         read_questions(write(tmp_path / "d.parquet", "text"))
-    with pytest.raises(DataUnusable, match=r"readable are \.jsonl"):
+    with pytest.raises(DataUnusable, match=r"supported are \.jsonl"):
         read_questions(write(tmp_path / "d.csv", "text"))
 
 

@@ -37,9 +37,9 @@ def lines(caplog):
 def test_the_first_eight_are_told_with_count_reason_example_and_flag(clock, lines):
     dropped = DroppedGroups(clock)
     for _ in range(7):
-        dropped.note(ZERO, lambda: "last answer: 'forty-two'")
+        dropped.record(ZERO, lambda: "last answer: 'forty-two'")
     assert lines() == []
-    dropped.note(ZERO, lambda: "last answer: 'forty-two'")
+    dropped.record(ZERO, lambda: "last answer: 'forty-two'")
     (line,) = lines()
     assert line.levelno == logging.WARNING
     assert line.getMessage() == (
@@ -52,25 +52,25 @@ def test_after_that_there_is_a_line_each_half_a_minute(clock, lines):
     dropped = DroppedGroups(clock)
     for number in range(8 + 65):
         clock.now = max(0, number - 7)
-        dropped.note(ZERO)
+        dropped.record(ZERO)
     assert [line.getMessage().split()[0] for line in lines()] == ["8", "38", "68"]
 
 
 def test_few_slow_groups_are_told_after_half_a_minute(clock, lines):
     dropped = DroppedGroups(clock)
-    dropped.note(ZERO)
+    dropped.record(ZERO)
     clock.now = 31
-    dropped.note(ZERO)
+    dropped.record(ZERO)
     assert [line.getMessage().split()[0] for line in lines()] == ["2"]
 
 
 def test_where_others_got_through_it_is_information_with_each_reason(clock, lines):
     dropped = DroppedGroups(clock)
     for _ in range(12):
-        dropped.note_sent()
+        dropped.count_sent()
     for number in range(7):
-        dropped.note(Rejection("equal-scores", f"every score is {number % 2}"))
-    dropped.note(Rejection("too-long", "a rollout has 17 tokens where the trainer takes fewer than 16"))
+        dropped.record(Rejection("equal-scores", f"every score is {number % 2}"))
+    dropped.record(Rejection("too-long", "a rollout has 17 tokens where the trainer takes fewer than 16"))
     (line,) = lines()
     assert line.levelno == logging.INFO
     assert line.getMessage() == (
@@ -81,18 +81,18 @@ def test_where_others_got_through_it_is_information_with_each_reason(clock, line
 
 def test_the_end_tells_what_no_line_has_told_and_is_silent_without_news(clock, lines):
     dropped = DroppedGroups(clock)
-    dropped.tell()
-    dropped.note(ZERO)
-    dropped.tell()
-    dropped.tell()
+    dropped.log()
+    dropped.record(ZERO)
+    dropped.log()
+    dropped.log()
     assert len(lines()) == 1
 
 
 def test_a_report_holds_totals_under_one_session(clock):
     dropped = DroppedGroups(clock)
-    dropped.note(ZERO)
+    dropped.record(ZERO)
     first = dropped.report()
-    dropped.note(Rejection("failed", "given up"), count=3)
+    dropped.record(Rejection("failed", "given up"), count=3)
     second = dropped.report()
     assert (first.groups, second.groups) == ({"equal-scores": 1}, {"equal-scores": 1, "failed": 3})
     assert first.session == second.session != DroppedGroups(clock).report().session
@@ -101,7 +101,7 @@ def test_a_report_holds_totals_under_one_session(clock):
 
 def test_an_example_that_cannot_be_decoded_costs_the_example_alone(clock):
     dropped = DroppedGroups(clock)
-    dropped.note(ZERO, lambda: str(1 / 0))
+    dropped.record(ZERO, lambda: str(1 / 0))
     assert dropped.explain().startswith("1 group collected, all dropped: every score is 0; --env.")
 
 

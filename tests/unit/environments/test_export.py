@@ -192,7 +192,7 @@ def test_a_file_that_is_there_is_left_as_it_is_unless_told_otherwise(command, gr
 @pytest.mark.parametrize("command", [run_sft, run_dpo])
 @pytest.mark.parametrize("flags", [[], ["--groups", "g.jsonl", "--api-url", "http://localhost:8000"]])
 def test_a_broker_is_asked_only_where_it_is_named(command, flags, tmp_path):
-    with pytest.raises(ConfigError, match=r"--groups FILE, or --api-url URL"):
+    with pytest.raises(ConfigError, match=r"--groups FILE, or a broker, --api-url URL"):
         command([str(tmp_path / "out.jsonl"), *flags])
 
 
@@ -265,7 +265,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        with pytest.raises(ConfigError, match=f"--port {port} cannot be had .*0 for any"):
+        with pytest.raises(ConfigError, match=f"--port {port} cannot be bound .*0 for any"):
             run_view([str(tmp_path / "g.jsonl"), "--port", port])
 
 

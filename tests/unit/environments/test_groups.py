@@ -6,7 +6,7 @@ from atropos_api.wire.columns_groups import encode_submission
 from environments.sdk.config import BaseEnvConfig
 from environments.sdk.groups import GroupRules, group_items, to_wire
 from environments.sdk.reporting import EQUAL_SCORES, Rejection
-from environments.sdk.session.token_sequences import SampleLog, SequenceNode
+from environments.sdk.session.tokens_and_masks import SampleLog, SequenceNode
 
 RULES = GroupRules(group_size=2, max_token_length=16, ensure_scores_are_not_same=True)
 
@@ -20,32 +20,32 @@ def convert(**more):
 
 
 def test_a_usable_group_is_not_rejected():
-    assert RULES.why_rejected(convert()) is None
+    assert RULES.rejection(convert()) is None
 
 
 def test_equal_scores_are_rejected_only_where_asked():
-    assert RULES.why_rejected(convert(scores=(1.0, 1.0))) == Rejection(EQUAL_SCORES, "every score is 1")
+    assert RULES.rejection(convert(scores=(1.0, 1.0))) == Rejection(EQUAL_SCORES, "every score is 1")
     lenient = GroupRules(group_size=2, max_token_length=16, ensure_scores_are_not_same=False)
-    assert lenient.why_rejected(convert(scores=(1.0, 1.0))) is None
+    assert lenient.rejection(convert(scores=(1.0, 1.0))) is None
 
 
 def test_a_sequence_as_long_as_the_trainers_limit_is_rejected():
-    assert RULES.why_rejected(convert(length=15)) is None
-    assert "16 tokens" in RULES.why_rejected(convert(length=16)).why
+    assert RULES.rejection(convert(length=15)) is None
+    assert "16 tokens" in RULES.rejection(convert(length=16)).why
     anything = GroupRules(group_size=2, max_token_length=0, ensure_scores_are_not_same=True)
-    assert anything.why_rejected(convert(length=99)) is None
+    assert anything.rejection(convert(length=99)) is None
 
 
 def test_group_overrides_change_the_size_expected():
     """R38: a group may say that it is of another size."""
     three = {"tokens": [[5]] * 3, "masks": [[5]] * 3, "scores": [0, 1, 2]}
-    assert "3 rollouts where 2 were expected" in RULES.why_rejected(to_wire(three, SampleLog("train"))).why
+    assert "3 rollouts where 2 were expected" in RULES.rejection(to_wire(three, SampleLog("train"))).why
     told = to_wire({**three, "group_overrides": {"group_size": 3}}, SampleLog("train"))
-    assert RULES.why_rejected(told) is None
+    assert RULES.rejection(told) is None
 
 
 def test_none_as_group_overrides_is_no_error():
-    assert RULES.why_rejected(convert(group_overrides=None)) is None
+    assert RULES.rejection(convert(group_overrides=None)) is None
 
 
 def test_empty_lists_mean_nothing_was_given():
@@ -129,7 +129,7 @@ def test_groups_of_any_scheduled_size_may_be_sent_and_of_no_other():
     rules = GroupRules(
         group_size=2, max_token_length=0, ensure_scores_are_not_same=False, scheduled_sizes=frozenset({2, 3})
     )
-    refused = [size for size in (1, 2, 3, 4) if rules.why_rejected(of_size(size))]
+    refused = [size for size in (1, 2, 3, 4) if rules.rejection(of_size(size))]
     assert refused == [1, 4]
 
 

@@ -9,7 +9,7 @@ from environments.sdk.errors import InferenceRefused, InferenceUnavailable, Toke
 from environments.sdk.inference.http_transport import Response
 from environments.sdk.inference.sampling import Reasoning, Sampling
 from environments.sdk.server_manager import ServerManager
-from environments.sdk.session.token_sequences import keep_journal
+from environments.sdk.session.tokens_and_masks import record_samples
 from environments.sdk.testing import FakeInference, InProcess, logprob_of, served
 from environments.sdk.testing_servers import FakeOpenAI, FakeSglang, FakeTrl
 
@@ -125,7 +125,7 @@ async def test_trl_is_asked_with_text_and_refused_for_training_without_logprobs(
 
 
 async def test_trl_with_logprobs_of_the_very_prompt_can_be_trained_on(tokenizer):
-    fake = FakeTrl(respond=lambda *_: [7, 8], encode=tokenizer.encode, tells_logprobs=True)
+    fake = FakeTrl(respond=lambda *_: [7, 8], encode=tokenizer.encode, returns_logprobs=True)
     async with manager(tokenizer, config("trl"), transport=InProcess(fake)).managed_server() as session:
         await session.chat_completion(messages=[QUESTION])
     assert session.nodes[0].logprobs[-2:] == [logprob_of(7, 0), logprob_of(8, 1)]
@@ -154,7 +154,7 @@ async def test_a_server_that_tells_no_prompt_logprobs_is_no_teacher(tokenizer):
 
 
 async def test_more_samples_than_a_provider_gives_at_once_are_asked_for_in_parts(tokenizer):
-    fake = FakeOpenAI(say=[str(i) for i in range(99)], most_n=8)
+    fake = FakeOpenAI(replies=[str(i) for i in range(99)], most_n=8)
     answer = await manager(tokenizer, config("openai"), transport=InProcess(fake)).chat_completion(
         messages=[QUESTION], n=19
     )
@@ -181,7 +181,7 @@ async def test_p28_parts_of_a_group_do_not_share_a_seed(tokenizer):
         await session.chat_completion(messages=[QUESTION], n=2, seed=7)
         await session.chat_completion(messages=[QUESTION], n=2)
     assert [request.get("seed") for request in fake.requests] == [7, 15, 23, 7, None]
-    chat = FakeOpenAI(ignores_n=True, say=["a", "b", "c"])
+    chat = FakeOpenAI(ignores_n=True, replies=["a", "b", "c"])
     await manager(tokenizer, config("openai"), transport=InProcess(chat)).chat_completion(
         messages=[QUESTION], n=3, seed=7
     )
@@ -189,7 +189,7 @@ async def test_p28_parts_of_a_group_do_not_share_a_seed(tokenizer):
 
 
 async def test_a_provider_that_ignores_n_is_found_out_and_then_asked_one_by_one(tokenizer):
-    fake = FakeOpenAI(ignores_n=True, say=["a", "b", "c", "d"])
+    fake = FakeOpenAI(ignores_n=True, replies=["a", "b", "c", "d"])
     servers = manager(tokenizer, config("openai"), transport=InProcess(fake))
     for _ in range(2):
         answer = await servers.chat_completion(messages=[QUESTION], n=4)
@@ -204,7 +204,7 @@ async def test_evaluation_has_its_own_places_and_timings(tokenizer):
     fake = FakeInference(lambda *_: [end], end=end, delay_seconds=0.01)
     limits = config("vllm", num_max_requests_at_once=2, num_requests_for_eval=3)
     servers = manager(tokenizer, limits, transport=InProcess(fake))
-    with keep_journal("eval"):
+    with record_samples("eval"):
         async with anyio.create_task_group() as group:
             for _ in range(9):
                 group.start_soon(lambda: servers.chat_completion(messages=[QUESTION], temperature=0))
@@ -357,7 +357,7 @@ async def test_one_call_can_do_without_reasoning(tokenizer):
 
 
 async def test_text_completions_of_a_provider_keep_extra_fields_and_drop_the_librarys(tokenizer):
-    fake = FakeOpenAI(say=["four"])
+    fake = FakeOpenAI(replies=["four"])
     servers = manager(tokenizer, config("openai", model_name="m"), transport=InProcess(fake))
     answer = await servers.completion(prompt="2+2=", timeout=3, extra_body={"provider": "x"}, model="other")
     assert answer.choices[0].text == "four"

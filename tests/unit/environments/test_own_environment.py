@@ -14,10 +14,10 @@ import pytest
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.files import FileInTheWay
 from environments.commands import load_environment, run_installed
-from environments.scaffold import write_environment
+from environments.scaffold import TEMPLATES, write_environment
 from environments.sdk.rehearsal import Rehearsal
 from environments.sdk.runtime.commands import evaluate_alone
-from environments.sdk.session.token_sequences import messages_of
+from environments.sdk.session.tokens_and_masks import messages_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "howto" / "your-own-environment.md"
 
@@ -72,7 +72,7 @@ async def test_results_of_an_evaluation_are_replaced_only_where_that_is_said(tmp
         before = (folder / "metrics.json").read_bytes()
         rehearsal.env.overwrite_results = False
         rehearsal.env.held_out = []  # another evaluation could not even be reported
-        with pytest.raises(FileInTheWay, match="or let --overwrite replace them"):
+        with pytest.raises(FileInTheWay, match="or replace them with --overwrite"):
             await evaluate_alone(rehearsal.env)
         assert (folder / "metrics.json").read_bytes() == before
         rehearsal.env.overwrite_results = True
@@ -91,7 +91,7 @@ def test_what_env_init_writes_passes_its_own_tests(tmp_path):
     validate = [sys.executable, "blue_sky_env.py", "validate"]
     done = subprocess.run(validate, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "2 of 2 items passed"), done.stderr
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         write_environment("blue_sky", tmp_path)
     with pytest.raises(ConfigError, match="cannot name an environment"):
         write_environment("../x", tmp_path)
@@ -124,6 +124,6 @@ def test_an_installed_package_offers_its_environment_by_name(tmp_path, monkeypat
 
 def test_the_files_it_writes_are_python():
     for source in ("environment.py.txt", "tests.py.txt"):
-        path = Path(sys.modules["environments.scaffold"].__file__).with_name(source)
+        path = TEMPLATES / source
         text = path.read_text().replace("${name}", "x").replace("$class_name", "XEnv").replace("$name", "x")
         ast.parse(text)

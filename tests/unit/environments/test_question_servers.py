@@ -14,7 +14,7 @@ from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import ItemDropped
 from environments.sdk.runtime.commands import evaluate_alone, process, validate
 from environments.sdk.server_manager import ServerManager
-from environments.sdk.session.token_sequences import keep_journal
+from environments.sdk.session.tokens_and_masks import record_samples
 from environments.sdk.testing import FakeInference, InProcess
 from environments.tasks.question_env import PromptTemplateUnusable
 
@@ -242,7 +242,7 @@ async def test_answers_may_become_longer_over_the_run(make):
     assert limits == [100, 300, 440, 440]
     env.max_token_len = 300
     assert env.answer_limit(60) == 239
-    with keep_journal("eval"):
+    with record_samples("eval"):
         assert env.answer_limit(60) == 440
 
 
@@ -281,7 +281,7 @@ async def test_math_validates_its_rewards(make, capsys):
 
 
 def test_an_unknown_evaluation_set_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="aime is unknown; evaluation sets are aime_2024"):
+    with pytest.raises(ValueError, match="unknown evaluation sets: aime; known are aime_2024"):
         MathZeroEnvConfig(eval_sets=["aime"])
 
 

@@ -146,8 +146,8 @@ def test_where_nothing_can_be_written_the_run_goes_on_and_says_so_once(
         for number in range(3):
             offer(recent, number, clock)
         recent.close()
-    assert [record.message for record in caplog.records if "no longer kept to be read" in record.message] == [
-        f"{tmp_path}/file/environment.jsonl: groups are no longer kept to be read (File exists)"
+    assert [record.message for record in caplog.records if "no more groups are saved" in record.message] == [
+        f"{tmp_path}/file/environment.jsonl: no more groups are saved to it (File exists)"
     ]
 
 

@@ -11,7 +11,7 @@ from environments.sdk.errors import SamplingNotTrainable, TokensUnavailable
 from environments.sdk.inference.server import OpenAIServer
 from environments.sdk.inference.vllm import VllmServer
 from environments.sdk.session.session import ManagedSession
-from environments.sdk.session.token_sequences import NO_LOGPROB, NOT_TRAINED
+from environments.sdk.session.tokens_and_masks import NO_LOGPROB, NOT_TRAINED
 from environments.sdk.testing import FakeInference, InProcess, logprob_of
 
 pytestmark = pytest.mark.anyio
@@ -217,7 +217,7 @@ def test_a_finished_session_is_freed_at_once_and_not_by_the_garbage_collector(to
 import gc, anyio
 from environments.sdk.config import APIServerConfig
 from environments.sdk.inference.vllm import VllmServer
-from environments.sdk.session.token_sequences import SequenceNode
+from environments.sdk.session.tokens_and_masks import SequenceNode
 from environments.sdk.session.session import ManagedSession
 from environments.sdk.testing import FakeInference, InProcess
 from environments.sdk.tokenizer import load_tokenizer

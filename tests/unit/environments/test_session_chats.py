@@ -12,7 +12,7 @@ from environments.sdk.inference.vllm import VllmServer
 from environments.sdk.session.openai_client import ManagedServerAdapter
 from environments.sdk.session.prefix_matching import DriftLog
 from environments.sdk.session.session import ManagedSession
-from environments.sdk.session.token_sequences import NOT_TRAINED
+from environments.sdk.session.tokens_and_masks import NOT_TRAINED
 from environments.sdk.testing import FakeInference, InProcess
 from environments.sdk.testing_servers import TEMPLATES, make_chat_tokenizer
 from environments.sdk.tools import HermesParser, JsonParser, ToolCall, tool_parser
@@ -251,7 +251,9 @@ def test_other_parsers_are_vllms_by_name(tokenizers, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.tool_parsers", SimpleNamespace(ToolParserManager=known))
     found = tool_parser("known", tokenizers["qwen"]).parse("add")
     assert (found.content, [call.function.name for call in found.calls]) == ("", ["add"])
-    with pytest.raises(ToolParserUnknown, match=r"'hermez'.*none of that name.*--env\.tool_parser to hermes or json"):
+    with pytest.raises(
+        ToolParserUnknown, match=r"'hermez'.*no parser of that name.*--env\.tool_parser to hermes or json"
+    ):
         tool_parser("hermez", tokenizers["qwen"])
 
 

@@ -18,7 +18,7 @@ from environments.sdk.rehearsal import Rehearsal
 from environments.sdk.runtime.cli import read_command, run_verb
 from environments.sdk.runtime.commands import NothingToCollect
 from environments.sdk.runtime.rollouts import Delivery, RolloutRunner
-from environments.sdk.runtime.worker import EnvironmentWorker, crossed
+from environments.sdk.runtime.worker import EnvironmentWorker, interval_passed
 from environments.sdk.teacher import TeacherDistillationConfig, TeacherDistillationEnv
 
 pytestmark = pytest.mark.anyio
@@ -148,14 +148,14 @@ def test_an_empty_file_is_no_error(tmp_path):
 
 
 def test_no_jump_of_steps_misses_an_evaluation():
-    assert [crossed(before, now, 100) for before, now in ((99, 100), (50, 260), (100, 199), (0, 0))] == [
+    assert [interval_passed(before, now, 100) for before, now in ((99, 100), (50, 260), (100, 199), (0, 0))] == [
         True,
         True,
         False,
         False,
     ]
-    assert not crossed(0, 5, 0)
-    assert not crossed(0, 5, -1)
+    assert not interval_passed(0, 5, 0)
+    assert not interval_passed(0, 5, -1)
 
 
 def test_checkpoints_are_whole_and_found_under_a_stable_name(tmp_path):

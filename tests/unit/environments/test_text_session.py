@@ -6,7 +6,7 @@ from environments.sdk.config import APIServerConfig
 from environments.sdk.errors import RequestRefused, TokensUnavailable
 from environments.sdk.groups import scored_group, to_wire
 from environments.sdk.server_manager import ServerManager
-from environments.sdk.session.token_sequences import ESTIMATED, NOT_TRAINED, SampleLog, keep_journal
+from environments.sdk.session.tokens_and_masks import ESTIMATED, NOT_TRAINED, SampleLog, record_samples
 from environments.sdk.testing import InProcess
 from environments.sdk.testing_servers import FakeOpenAI
 
@@ -17,7 +17,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 def text_manager(tokenizer, **options):
-    provider = FakeOpenAI(say=["five", "six"])
+    provider = FakeOpenAI(replies=["five", "six"])
     server = APIServerConfig(server_type="openai", base_url="http://provider/v1", model_name="big")
     manager = ServerManager([server], load_tokenizer=lambda: tokenizer, transport=InProcess(provider), **options)
     return manager, provider
@@ -25,7 +25,7 @@ def text_manager(tokenizer, **options):
 
 async def test_a_provider_of_text_can_be_evaluated_through_a_session(tokenizer):
     manager, provider = text_manager(tokenizer)
-    with keep_journal("eval"):
+    with record_samples("eval"):
         async with manager.managed_server() as session:
             answer = await session.chat_completion(messages=CHAT, n=2, temperature=0.0, max_tokens=9)
             plain = await session.completion(prompt="2+3=", max_tokens=9)
@@ -48,9 +48,9 @@ async def test_estimated_tokens_are_marked_and_never_claim_logprobs(tokenizer):
     async with manager.managed_server() as session:
         await session.chat_completion(messages=CHAT, n=2)
         raw = scored_group(session.nodes, [0.0, 1.0])
-        journal = SampleLog("train", nodes=list(session.nodes))
+        sample_log = SampleLog("train", nodes=list(session.nodes))
         del raw["policy_versions"]
-        group = to_wire(raw, journal)
+        group = to_wire(raw, sample_log)
     assert group.generation_params[ESTIMATED] is True
     assert group.inference_logprobs is None
     trained = [token for token in group.masks[0] if token != NOT_TRAINED]
@@ -61,7 +61,7 @@ async def test_a_provider_is_given_parts_of_every_kind_and_the_choice_of_tools(t
     manager, provider = text_manager(tokenizer)
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     chat = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, image]}]
-    with keep_journal("eval"):
+    with record_samples("eval"):
         async with manager.managed_server() as session:
             await session.chat_completion(messages=chat, tools=TOOLS, tool_choice="required")
     (_, request), *_ = provider.requests

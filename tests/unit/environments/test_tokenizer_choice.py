@@ -155,7 +155,7 @@ async def test_a_plain_vllm_is_asked_to_read_a_text(tokenizer, swapped):
 async def test_a_server_that_tells_nothing_is_taken_at_its_word_with_a_line(tokenizer, caplog):
     caplog.set_level(logging.INFO)
     await manager(Answers(**PLAIN), lambda: tokenizer).servers[0].generate([3], SAMPLING, "train")
-    assert "http://fake tells nothing of its tokenizer" in caplog.text
+    assert "http://fake reports nothing about its tokenizer" in caplog.text
 
 
 async def test_tokens_that_only_the_models_other_files_add_are_no_difference(tokenizer):

@@ -10,7 +10,7 @@ import pytest
 
 from environments.sdk.errors import InferenceRefused
 from environments.sdk.rehearsal import Rehearsal
-from environments.sdk.session.token_sequences import NO_LOGPROB, NOT_TRAINED
+from environments.sdk.session.tokens_and_masks import NO_LOGPROB, NOT_TRAINED
 from environments.verifiers_server import VerifiersEnv, VerifiersEnvConfig, VerifiersMissing, VerifiersRolloutFailed
 
 pytestmark = pytest.mark.anyio

@@ -50,7 +50,7 @@ def test_a_report_shows_the_rollouts_of_a_run_and_says_of_which_there_can_be_no_
     assert "Three." in page.read_text()
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rollouts: ")]
     assert f"rollouts: {page}" in told
-    assert any(f"no page of {groups['environment-2']} ({groups['environment-2']}:1: no JSON" in line for line in told)
+    assert any(f"no page of {groups['environment-2']} ({groups['environment-2']}:1: not JSON" in line for line in told)
 
 
 def test_the_doctor_reports_versions_memory_and_ports() -> None:

@@ -139,7 +139,7 @@ def test_mistakes_on_the_command_line_are_told_with_the_remedy(argv: list[str], 
         ("environments: [{file: f.py, openai: 7}]\ntrainer: {model_name: m}\n", "section 'environments' takes"),
         ("trainer: {model_name: m}\nmodes: {shared_vllm: [1]}\n", "section 'modes' takes settings by weight bridge"),
         ("trainer: {model_name: m}\nmodes: [1]\n", "section 'modes' takes settings by weight bridge mode, got [1]"),
-        ("trainer: {model_name: m}\nenv: {group_size: 3}\n", "which server?"),
+        ("trainer: {model_name: m}\nenv: {group_size: 3}\n", "names no environment server"),
     ],
 )
 def test_mistakes_in_a_run_file_are_told_with_the_remedy(tmp_path: Path, text: str, told: str) -> None:

@@ -74,10 +74,10 @@ def test_the_launcher_names_the_log_directory_that_it_cannot_write(occupied: Pat
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--vllm.port", "abc"), "--vllm.port abc: no port"),
-        (("--api.port", "99999"), "--api.port 99999: no port"),
-        (("--api.port", "0"), "--api.port 0: no port"),
-        (("--num-inference-nodes", "2", "--vllm.port", "65535"), "--vllm.port 65536: no port"),
+        (("--vllm.port", "abc"), "--vllm.port abc: not a port"),
+        (("--api.port", "99999"), "--api.port 99999: not a port"),
+        (("--api.port", "0"), "--api.port 0: not a port"),
+        (("--num-inference-nodes", "2", "--vllm.port", "65535"), "--vllm.port 65536: not a port"),
     ],
 )
 def test_a_port_that_is_none_is_told(tmp_path: Path, flags: tuple[str, ...], told: str) -> None:
@@ -109,7 +109,7 @@ def test_a_variable_of_a_starter_that_is_no_number_is_told(variables: dict[str, 
         ("env://", r"\$MASTER_PORT abc names no port"),
         ("tcp://127.0.0.1:99999", "names no port"),
         ("file:///nowhere/meeting", "there is no directory /nowhere"),
-        ("tcp://no-such-host.invalid:29500", "did not meet the others"),
+        ("tcp://no-such-host.invalid:29500", "could not connect to the others"),
     ],
 )
 def test_a_meeting_point_that_is_none_is_told(init_method: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,17 +76,17 @@ def test_a_crash_is_told_with_exit_code_and_last_lines(supervisor: Supervisor) -
 
 def test_what_may_be_started_again_is_until_that_was_too_often(supervisor: Supervisor) -> None:
     first = supervisor.start(restartable("vllm-2", SLEEP, restarts=1))
-    assert supervisor.revive() == []
+    assert supervisor.restart_failed() == []
     first.process.kill()
     assert wait_until(lambda: first.has_failed, 5)
-    (told,) = supervisor.revive()
+    (told,) = supervisor.restart_failed()
     assert told.startswith("vllm-2 was killed by SIGKILL after ")
     second = supervisor["vllm-2"]
     assert second.process.pid != first.process.pid
     supervisor.check()
     second.process.kill()
     assert wait_until(lambda: second.has_failed, 5)
-    assert supervisor.revive() == []
+    assert supervisor.restart_failed() == []
     assert "was killed by SIGKILL" in str(check_until_failure(supervisor))
 
 

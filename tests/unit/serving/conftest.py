@@ -22,10 +22,10 @@ async def engine():
 
 
 @pytest.fixture
-def door():
+def gate():
     return AdmissionGate()
 
 
 @pytest.fixture
-async def fence(engine, door, header):
-    return Fence(engine, door, header=header)
+async def fence(engine, gate, header):
+    return Fence(engine, gate, header=header)

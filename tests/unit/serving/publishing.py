@@ -23,9 +23,9 @@ async def publish(fence, header, version, **fields):
     return await fence.end(publish_id, version)
 
 
-async def refusal_of(door):
+async def refusal_of(gate):
     with pytest.raises(Problem) as caught:
-        await asyncio.wait_for(door.enter(), 1)
+        await asyncio.wait_for(gate.enter(), 1)
     return caught.value.kind
 
 

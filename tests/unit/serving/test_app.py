@@ -49,24 +49,24 @@ class Wire:
 class Application:
     """The application behind the front; it records the paths of its requests."""
 
-    def __init__(self, door):
-        self.asked, self.inside, self._door = [], [], door
+    def __init__(self, gate):
+        self.asked, self.inside, self._gate = [], [], gate
 
     async def __call__(self, scope, receive, send):
         self.asked.append(scope["path"])
-        self.inside.append(self._door.inside)
+        self.inside.append(self._gate.inside)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
 
 @pytest.fixture
-def door():
+def gate():
     return AdmissionGate()
 
 
 @pytest.fixture
-def app(door):
-    return Application(door)
+def app(gate):
+    return Application(gate)
 
 
 async def ask(front, path, **fields):
@@ -75,8 +75,8 @@ async def ask(front, path, **fields):
     return wire
 
 
-async def test_with_keys_every_route_but_health_needs_one_and_the_bridge_token_is_one(app, door):
-    front = Front(app, app, door, root_path="", keys=[b"sesam", b"bridge"], sites=ANY_SITE)
+async def test_with_keys_every_route_but_health_needs_one_and_the_bridge_token_is_one(app, gate):
+    front = Front(app, app, gate, root_path="", keys=[b"sesam", b"bridge"], sites=ANY_SITE)
     routes = ["/generate", "/v1/completions", "/v1/load_lora_adapter", "/bridge/info", "/lora/status", "/metrics"]
     for path in routes:
         for method in ("GET", "POST"):
@@ -91,13 +91,13 @@ async def test_with_keys_every_route_but_health_needs_one_and_the_bridge_token_i
         assert (await ask(front, "/v1/completions", key=key)).status == 200
 
 
-async def test_without_keys_nothing_is_asked(app, door):
-    front = Front(app, app, door, root_path="", keys=[], sites=ANY_SITE)
+async def test_without_keys_nothing_is_asked(app, gate):
+    front = Front(app, app, gate, root_path="", keys=[], sites=ANY_SITE)
     assert (await ask(front, "/bridge/info", method="GET")).status == 200
 
 
-async def test_generating_routes_pass_the_door_and_vllms_loading_of_adapters_is_ours(app, door):
-    front = Front(app, app, door, root_path="/behind", keys=[], sites=ANY_SITE)
+async def test_generating_routes_pass_the_door_and_vllms_loading_of_adapters_is_ours(app, gate):
+    front = Front(app, app, gate, root_path="/behind", keys=[], sites=ANY_SITE)
     for path in ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/bridge/pause"):
         await ask(front, f"/behind{path}")
     assert app.asked == [
@@ -107,13 +107,13 @@ async def test_generating_routes_pass_the_door_and_vllms_loading_of_adapters_is_
         "/behind/bridge/pause",
     ]
     assert app.inside == [1, 0, 0, 0]
-    door.refuse(problems.paused())
+    gate.refuse(problems.paused())
     assert (await ask(front, "/behind/v1/completions")).status == 503
 
 
-async def test_routes_of_no_use_here_are_not_answered(app, door):
+async def test_routes_of_no_use_here_are_not_answered(app, gate):
     """They answered 500, or ended other clients' requests whose names can be guessed."""
-    front = Front(app, app, door, root_path="", keys=[], sites=ANY_SITE)
+    front = Front(app, app, gate, root_path="", keys=[], sites=ANY_SITE)
     for path in ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/inference/v1/abort_requests", "/abort_requests"):
         answer = await ask(front, path)
         assert answer.status == 404
@@ -121,9 +121,9 @@ async def test_routes_of_no_use_here_are_not_answered(app, door):
     assert app.asked == []
 
 
-async def test_another_sites_page_gets_no_answer_by_any_route_but_health(app, door):
+async def test_another_sites_page_gets_no_answer_by_any_route_but_health(app, gate):
     sites = Sites(host="127.0.0.1", names=[], origins=[], has_keys=False)
-    front = Front(app, app, door, root_path="", keys=[], sites=sites)
+    front = Front(app, app, gate, root_path="", keys=[], sites=sites)
     foreign = [(b"host", b"127.0.0.1:9001"), (b"origin", b"http://evil.example")]
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/bridge/pause", "/ping/"):
         assert (await ask(front, path, headers=foreign)).status == 403
@@ -135,10 +135,10 @@ async def test_another_sites_page_gets_no_answer_by_any_route_but_health(app, do
         assert (await ask(front, path, method="GET", headers=rebound)).status == 200
 
 
-async def test_a_websocket_of_another_sites_page_is_refused(app, door):
+async def test_a_websocket_of_another_sites_page_is_refused(app, gate):
     """Browsers open a websocket to another site without a preflight request."""
     sites = Sites(host="127.0.0.1", names=[], origins=[], has_keys=False)
-    front = Front(app, app, door, root_path="", keys=[], sites=sites)
+    front = Front(app, app, gate, root_path="", keys=[], sites=sites)
     wire = Wire("/v1/realtime", headers=[(b"host", b"127.0.0.1:9001"), (b"origin", b"http://evil.example")])
     wire.scope["type"] = "websocket"
     del wire.scope["method"]
@@ -164,7 +164,7 @@ class BreakingEngine:
         return pieces()
 
 
-async def test_a_stream_that_breaks_ends_with_the_reason(door, monkeypatch):
+async def test_a_stream_that_breaks_ends_with_the_reason(gate, monkeypatch):
     monkeypatch.setattr(generate, "engine_problems", contextlib.nullcontext)
     monkeypatch.setattr(generate, "sampling_params", lambda _: None)
     engine = BreakingEngine()
@@ -176,8 +176,8 @@ async def test_a_stream_that_breaks_ends_with_the_reason(door, monkeypatch):
         boot_id="b",
         keep=1,
     )
-    fence = Fence(engine, door, header=None)
-    handler = GenerateHandler(engine, fence, door, adapters, Replies(boot_id="b", tokenizer=None), None)
+    fence = Fence(engine, gate, header=None)
+    handler = GenerateHandler(engine, fence, gate, adapters, Replies(boot_id="b", tokenizer=None), None)
     body = json.dumps({"prompt": [5], "stream": True, "logprobs": None, "detokenize": False}).encode()
     wire = await ask(handler, "/generate", body=body)
     assert [message["type"] for message in wire.sent].count("http.response.start") == 1
@@ -186,10 +186,10 @@ async def test_a_stream_that_breaks_ends_with_the_reason(door, monkeypatch):
     name, data = last.split("\n")
     assert name == "event: error"
     assert json.loads(data.removeprefix("data: "))["type"].endswith("engine-dead")
-    assert door.inside == 0
+    assert gate.inside == 0
 
 
-async def test_an_adapter_that_goes_while_its_request_waits_at_the_door_leaves_nobody_inside(door, monkeypatch):
+async def test_an_adapter_that_goes_while_its_request_waits_at_the_door_leaves_nobody_inside(gate, monkeypatch):
     """If the gate counted one request too many, no later publish would find the server drained."""
     monkeypatch.setattr(generate, "sampling_params", lambda _: None)
     engine = BreakingEngine()
@@ -203,9 +203,9 @@ async def test_an_adapter_that_goes_while_its_request_waits_at_the_door_leaves_n
             raise Problem(404, "unknown-model", "it has been unloaded meanwhile")
 
     monkeypatch.setattr(adapters, "named", named)
-    fence = Fence(engine, door, header=None)
-    handler = GenerateHandler(engine, fence, door, adapters, Replies(boot_id="b", tokenizer=None), None)
+    fence = Fence(engine, gate, header=None)
+    handler = GenerateHandler(engine, fence, gate, adapters, Replies(boot_id="b", tokenizer=None), None)
     wire = await ask(handler, "/generate", body=b'{"prompt": [5], "model": "first"}')
     assert wire.status == 404
     assert looked == ["first", "first"]
-    assert door.inside == 0
+    assert gate.inside == 0

@@ -15,16 +15,16 @@ from .publishing import begin, publish, refusal_of
 pytestmark = pytest.mark.anyio
 
 
-async def test_r27_a_sharing_server_serves_nothing_before_the_first_publish(fence, door, header):
-    assert await refusal_of(door) == "no-policy"
+async def test_r27_a_sharing_server_serves_nothing_before_the_first_publish(fence, gate, header):
+    assert await refusal_of(gate) == "no-policy"
     await publish(fence, header, 1)
-    await door.enter()
+    await gate.enter()
     assert fence.policy_version == 1
 
 
-async def test_a_server_that_shares_nothing_serves_at_once(engine, door):
-    fence = Fence(engine, door, header=None)
-    await door.enter()
+async def test_a_server_that_shares_nothing_serves_at_once(engine, gate):
+    fence = Fence(engine, gate, header=None)
+    await gate.enter()
     assert fence.policy_version is None
     await fence.serve_fixed(4)
     assert (fence.policy_version, engine.calls) == (4, [("stamp", "4")])
@@ -36,37 +36,37 @@ async def test_a_publish_pauses_with_discard_and_resumes_under_the_new_version(f
     assert answer["recomputed_tokens"] == 12
 
 
-async def test_draining_waits_for_those_inside_and_no_longer_than_its_limit(fence, door, header):
+async def test_draining_waits_for_those_inside_and_no_longer_than_its_limit(fence, gate, header):
     await publish(fence, header, 1)
-    await door.enter()
+    await gate.enter()
     began = asyncio.get_running_loop().time()
     answer = await fence.begin(lease_seconds=30, drain_seconds=0.05, in_flight="drain")
     assert answer["drained"] is False
     assert asyncio.get_running_loop().time() - began < 1
 
 
-async def test_finish_waits_until_the_last_has_left(fence, door, header):
+async def test_finish_waits_until_the_last_has_left(fence, gate, header):
     await publish(fence, header, 1)
-    await door.enter()
-    await door.enter()
+    await gate.enter()
+    await gate.enter()
     beginning = asyncio.ensure_future(begin(fence, in_flight="finish"))
     for _ in range(2):
         await asyncio.sleep(0.03)
         assert not beginning.done()
-        door.leave()
+        gate.leave()
     await asyncio.wait_for(beginning, 1)
 
 
-async def test_recompute_does_not_wait(fence, door, header):
+async def test_recompute_does_not_wait(fence, gate, header):
     await publish(fence, header, 1)
-    await door.enter()
+    await gate.enter()
     await asyncio.wait_for(begin(fence, in_flight="recompute", drain_seconds=60.0), 1)
 
 
-async def test_newcomers_wait_outside_until_the_publish_has_ended(fence, door, header):
+async def test_newcomers_wait_outside_until_the_publish_has_ended(fence, gate, header):
     await publish(fence, header, 1)
     publish_id = await begin(fence)
-    entering = asyncio.ensure_future(door.enter())
+    entering = asyncio.ensure_future(gate.enter())
     await asyncio.sleep(0.01)
     assert not entering.done()
     header.begin_write(2)
@@ -96,30 +96,30 @@ async def test_r37_keeping_kv_salts_later_prefixes_and_discards_nothing(fence, e
     assert fence.publishes_keeping_kv == 1
 
 
-async def test_r26_a_lapse_before_anything_was_written_goes_on_under_the_old_version(fence, engine, door, header):
+async def test_r26_a_lapse_before_anything_was_written_goes_on_under_the_old_version(fence, engine, gate, header):
     await publish(fence, header, 1)
     await begin(fence, lease_seconds=0.02)
-    await asyncio.wait_for(door.enter(), 1)
+    await asyncio.wait_for(gate.enter(), 1)
     assert engine.calls[-1] == ("resume", None)
     assert (fence.policy_version, fence.torn) == (1, False)
 
 
-async def test_r26_a_lapse_with_torn_weights_stays_paused_until_a_whole_publish(fence, engine, door, header):
+async def test_r26_a_lapse_with_torn_weights_stays_paused_until_a_whole_publish(fence, engine, gate, header):
     await publish(fence, header, 1)
     await begin(fence, lease_seconds=0.02)
     header.begin_write(2)
     await asyncio.sleep(0.1)
-    assert await refusal_of(door) == "weights-torn"
+    assert await refusal_of(gate) == "weights-torn"
     assert engine.calls[-1] == ("pause", True)
 
     publish_id = await begin(fence, lease_seconds=0.02)  # another trainer that dies before it writes
     await asyncio.sleep(0.1)
-    assert await refusal_of(door) == "weights-torn"
+    assert await refusal_of(gate) == "weights-torn"
     with pytest.raises(Problem):
         await fence.end(publish_id, 3)
 
     await publish(fence, header, 4)
-    await door.enter()
+    await gate.enter()
     assert (fence.policy_version, fence.torn) == (4, False)
 
 
@@ -147,12 +147,12 @@ async def test_a_renewed_lease_holds(fence, header):
     assert (await fence.end(publish_id, 1))["version"] == 1
 
 
-async def test_an_aborted_publish_that_wrote_is_torn(fence, door, header):
+async def test_an_aborted_publish_that_wrote_is_torn(fence, gate, header):
     await publish(fence, header, 1)
     publish_id = await begin(fence)
     header.begin_write(2)
     assert (await fence.abort(publish_id))["torn"] is True
-    assert await refusal_of(door) == "weights-torn"
+    assert await refusal_of(gate) == "weights-torn"
 
 
 async def test_versions_rise_and_the_header_must_agree(fence, header):
@@ -171,12 +171,12 @@ async def test_a_second_publish_is_refused_while_one_is_under_way(fence):
     assert (caught.value.status, caught.value.kind) == (409, "publish-in-progress")
 
 
-async def test_an_engine_that_cannot_pause_leaves_the_door_as_it_was(fence, engine, door, header):
+async def test_an_engine_that_cannot_pause_leaves_the_door_as_it_was(fence, engine, gate, header):
     await publish(fence, header, 1)
     engine.failing.add("pause")
     with pytest.raises(RuntimeError):
         await begin(fence)
-    await asyncio.wait_for(door.enter(), 1)
+    await asyncio.wait_for(gate.enter(), 1)
 
 
 async def test_a_repeated_end_has_the_same_answer_and_no_effect(fence, engine, header):
@@ -189,22 +189,22 @@ async def test_a_repeated_end_has_the_same_answer_and_no_effect(fence, engine, h
     assert engine.calls == calls
 
 
-async def test_paused_by_hand_stays_paused_over_a_publish(fence, engine, door, header):
+async def test_paused_by_hand_stays_paused_over_a_publish(fence, engine, gate, header):
     await publish(fence, header, 1)
     await fence.hold()
-    assert await refusal_of(door) == "paused"
+    assert await refusal_of(gate) == "paused"
     await publish(fence, header, 2)
     assert engine.calls[-1] == ("stamp", "2")
-    assert await refusal_of(door) == "paused"
+    assert await refusal_of(gate) == "paused"
     await fence.release()
-    await door.enter()
+    await gate.enter()
     assert engine.calls[-1] == ("resume", None)
 
 
-async def test_stopping_turns_everybody_away_even_those_waiting(fence, door, header):
+async def test_stopping_turns_everybody_away_even_those_waiting(fence, gate, header):
     await publish(fence, header, 1)
     await begin(fence)
-    entering = asyncio.ensure_future(door.enter())
+    entering = asyncio.ensure_future(gate.enter())
     await asyncio.sleep(0)
     fence.stop()
     with pytest.raises(Problem) as caught:
@@ -230,7 +230,7 @@ class NotedChange:
     async def keep(self):
         self.calls.append("kept")
 
-    async def take_back(self):
+    async def restore(self):
         self.calls.append("taken back")
         return self.can_go_back
 
@@ -241,42 +241,42 @@ async def overwritten(fence, version, **fields):
     return publish_id, change
 
 
-async def test_an_aborted_change_is_taken_back_and_the_old_version_served(engine, door):
-    fence = Fence(engine, door, header=None)
+async def test_an_aborted_change_is_taken_back_and_the_old_version_served(engine, gate):
+    fence = Fence(engine, gate, header=None)
     await fence.serve_fixed(1)
     publish_id, change = await overwritten(fence, 2)
     assert (await fence.abort(publish_id))["torn"] is False
-    await door.enter()
+    await gate.enter()
     assert (change.calls, fence.policy_version, engine.calls[-1]) == (["taken back"], 1, ("resume", None))
 
 
-async def test_a_change_that_cannot_be_taken_back_is_refused_until_a_whole_publish(engine, door):
-    fence = Fence(engine, door, header=None)
+async def test_a_change_that_cannot_be_taken_back_is_refused_until_a_whole_publish(engine, gate):
+    fence = Fence(engine, gate, header=None)
     publish_id, change = await overwritten(fence, 1)
     change.can_go_back = False
     assert (await fence.abort(publish_id))["torn"] is True
     publish_id, other = await overwritten(fence, 2)  # what this one could put back is torn as well
     assert (await fence.abort(publish_id))["torn"] is True
     assert other.calls == []
-    assert await refusal_of(door) == "weights-torn"
+    assert await refusal_of(gate) == "weights-torn"
     publish_id, last = await overwritten(fence, 3)
     await fence.end(publish_id, 3)
-    await door.enter()
+    await gate.enter()
     assert (last.calls, fence.policy_version, fence.torn) == (["kept"], 3, False)
 
 
-async def test_a_change_whose_end_nobody_told_is_neither_kept_nor_taken_back(engine, door):
+async def test_a_change_whose_end_nobody_told_is_neither_kept_nor_taken_back(engine, gate):
     """The other servers may have gone on under the new version, or not."""
-    fence = Fence(engine, door, header=None)
+    fence = Fence(engine, gate, header=None)
     await fence.serve_fixed(1)
     _, change = await overwritten(fence, 2, lease_seconds=0.02)
     await asyncio.sleep(0.1)
-    assert await refusal_of(door) == "weights-torn"
+    assert await refusal_of(gate) == "weights-torn"
     assert change.calls == []
 
 
-async def test_a_version_that_is_not_new_changes_nothing(engine, door):
-    fence = Fence(engine, door, header=None)
+async def test_a_version_that_is_not_new_changes_nothing(engine, gate):
+    fence = Fence(engine, gate, header=None)
     await fence.serve_fixed(5)
     publish_id = await begin(fence)
     with pytest.raises(Problem) as caught:
@@ -295,11 +295,11 @@ async def test_whole_weights_do_not_end_a_publish_while_another_write_has_begun(
     assert caught.value.kind == "write-incomplete"
 
 
-async def test_a_server_that_stops_lets_nobody_in_after_a_publish_that_ends_then(fence, door, header):
+async def test_a_server_that_stops_lets_nobody_in_after_a_publish_that_ends_then(fence, gate, header):
     """Its clients are the next server's by then, and may have seen a newer version there."""
     publish_id = await begin(fence)
     header.begin_write(1)
     header.end_write(1)
     fence.stop()
     await fence.end(publish_id, 1)
-    assert await refusal_of(door) == "stopping"
+    assert await refusal_of(gate) == "stopping"

@@ -27,20 +27,20 @@ async def lapsed(fence):
     assert await reached(lambda: not fence.publishing)
 
 
-async def test_r41_a_lapse_after_the_whole_write_serves_the_version_that_the_header_names(fence, engine, door, header):
+async def test_r41_a_lapse_after_the_whole_write_serves_the_version_that_the_header_names(fence, engine, gate, header):
     await publish(fence, header, 1)
     publish_id = await begin(fence, lease_seconds=0.02)
     header.begin_write(2)
     header.end_write(2)
     await lapsed(fence)
-    await door.enter()
+    await gate.enter()
     assert (fence.policy_version, fence.torn, engine.calls[-1]) == (2, False, ("resume", "2"))
     late = await fence.end(publish_id, 2)
     assert late["version"] == 2, "a trainer that wakes up is told what it asked for"
     assert await kind_of(fence.end(publish_id, 3)) == "publish-lapsed"
 
 
-async def test_r41_an_abort_after_the_whole_write_serves_the_version_that_the_header_names(fence, engine, door, header):
+async def test_r41_an_abort_after_the_whole_write_serves_the_version_that_the_header_names(fence, engine, gate, header):
     await publish(fence, header, 1, in_flight="keep_kv")
     publish_id = await begin(fence, in_flight="keep_kv")
     header.begin_write(2)
@@ -48,11 +48,11 @@ async def test_r41_an_abort_after_the_whole_write_serves_the_version_that_the_he
     told = {"publish_id": publish_id, "torn": False, "policy_version": 2}
     assert await fence.abort(publish_id) == told
     assert await fence.abort(publish_id) == told, "asked again, because the answer was lost"
-    await door.enter()
+    await gate.enter()
     assert engine.calls[-2:] == [("salt", "policy-2"), ("resume", "2")]
 
 
-async def test_r41_weights_that_were_torn_are_not_served_by_a_resume_once_they_are_whole(fence, engine, door, header):
+async def test_r41_weights_that_were_torn_are_not_served_by_a_resume_once_they_are_whole(fence, engine, gate, header):
     """A trainer that stood still over its lease in the middle of the write, and finishes it afterwards."""
     await publish(fence, header, 1)
     await begin(fence, lease_seconds=0.02)
@@ -60,15 +60,15 @@ async def test_r41_weights_that_were_torn_are_not_served_by_a_resume_once_they_a
     await lapsed(fence)
     header.end_write(2)
     await fence.release()
-    assert await refusal_of(door) == "weights-torn"
+    assert await refusal_of(gate) == "weights-torn"
     assert engine.paused
     await begin(fence, lease_seconds=0.02)
     await lapsed(fence)
-    await door.enter()
+    await gate.enter()
     assert fence.policy_version == 2
 
 
-async def test_r41_held_by_hand_a_lapse_stamps_the_whole_version_and_stays_paused(fence, engine, door, header):
+async def test_r41_held_by_hand_a_lapse_stamps_the_whole_version_and_stays_paused(fence, engine, gate, header):
     await publish(fence, header, 1)
     await begin(fence, lease_seconds=0.05)
     header.begin_write(2)
@@ -77,11 +77,11 @@ async def test_r41_held_by_hand_a_lapse_stamps_the_whole_version_and_stays_pause
     await lapsed(fence)
     assert (engine.calls[-1], engine.paused) == (("stamp", "2"), True)
     await fence.release()
-    await door.enter()
+    await gate.enter()
     assert (fence.policy_version, engine.paused) == (2, False)
 
 
-async def test_r41_an_end_that_does_not_get_through_can_be_repeated(fence, engine, door, header):
+async def test_r41_an_end_that_does_not_get_through_can_be_repeated(fence, engine, gate, header):
     publish_id = await begin(fence)
     header.begin_write(1)
     header.end_write(1)
@@ -91,12 +91,12 @@ async def test_r41_an_end_that_does_not_get_through_can_be_repeated(fence, engin
     assert fence.publishing
     engine.failing.clear()
     assert (await fence.end(publish_id, 1))["version"] == 1
-    await door.enter()
+    await gate.enter()
 
 
 @pytest.mark.parametrize("way", ["end", "abort", "lapse", "pause"])
 async def test_r41_while_the_engine_does_not_go_on_the_publish_is_open_and_goes_on_by_itself_later(
-    fence, engine, door, header, way
+    fence, engine, gate, header, way
 ):
     await publish(fence, header, 1)
     publish_id = await begin(fence, lease_seconds=0.05)
@@ -105,14 +105,14 @@ async def test_r41_while_the_engine_does_not_go_on_the_publish_is_open_and_goes_
     engine.failing.add("resume")
     if way == "pause":
         engine.failing.add("pause")
-        await reached(lambda: fence._publish.given_up)
+        await reached(lambda: fence._publish.abandoned)
         with pytest.raises(RuntimeError, match="does not pause"):
             await begin(fence, lease_seconds=0.05)
     elif way != "lapse":
         with pytest.raises(RuntimeError, match="does not resume"):
             await (fence.end(publish_id, 2) if way == "end" else fence.abort(publish_id))
     await asyncio.sleep(0.2)
-    entering = asyncio.ensure_future(door.enter())
+    entering = asyncio.ensure_future(gate.enter())
     await asyncio.sleep(0)
     assert (fence.publishing, entering.done(), engine.paused) == (True, False, True)
     engine.failing.clear()
@@ -121,12 +121,12 @@ async def test_r41_while_the_engine_does_not_go_on_the_publish_is_open_and_goes_
 
 
 async def test_r41_a_begin_supersedes_a_publish_whose_lease_has_run_out_though_the_engine_did_not_go_on(
-    fence, engine, door, header
+    fence, engine, gate, header
 ):
     await publish(fence, header, 1)
     await begin(fence, lease_seconds=0.02)
     engine.failing.add("resume")
-    assert await reached(lambda: fence._publish.given_up)
+    assert await reached(lambda: fence._publish.abandoned)
     second = await begin(fence)
     engine.failing.clear()
     await asyncio.sleep(0.1)
@@ -134,7 +134,7 @@ async def test_r41_a_begin_supersedes_a_publish_whose_lease_has_run_out_though_t
     header.begin_write(2)
     header.end_write(2)
     await fence.end(second, 2)
-    await door.enter()
+    await gate.enter()
     assert fence.policy_version == 2
 
 
@@ -145,12 +145,12 @@ async def test_a_begin_before_the_lease_has_run_out_is_told_for_how_long_it_last
     assert (caught.value.status, caught.value.retry_after_seconds) == (409, 20)
 
 
-async def test_a_begin_whose_answer_was_lost_is_asked_for_again_by_its_id(fence, engine, door, header):
+async def test_a_begin_whose_answer_was_lost_is_asked_for_again_by_its_id(fence, engine, gate, header):
     await publish(fence, header, 1)
-    await door.enter()
+    await gate.enter()
     asked = [asyncio.ensure_future(begin(fence, publish_id=OURS, in_flight="finish")) for _ in range(2)]
     await asyncio.sleep(0.02)
-    door.leave()
+    gate.leave()
     assert await asyncio.gather(*asked) == [OURS, OURS]
     assert await begin(fence, publish_id=OURS) == OURS
     assert engine.calls.count(("pause", True)) == 2, "one for each publish"
@@ -174,23 +174,23 @@ async def test_a_begin_that_arrives_after_its_publish_is_over_opens_nothing(fenc
 
 
 async def test_a_trainer_that_dies_while_the_server_drains_holds_it_up_no_longer_than_its_lease(
-    fence, engine, door, header
+    fence, engine, gate, header
 ):
     await publish(fence, header, 1)
-    await door.enter()
+    await gate.enter()
     beginning = asyncio.ensure_future(begin(fence, publish_id=OURS, in_flight="finish", lease_seconds=0.05))
     await asyncio.sleep(0.01)
-    await asyncio.wait_for(door.enter(), 1)
+    await asyncio.wait_for(gate.enter(), 1)
     assert not fence.publishing
-    door.leave()
-    door.leave()
+    gate.leave()
+    gate.leave()
     assert await kind_of(beginning) == "publish-lapsed"
     assert not engine.paused
 
 
-async def test_a_lease_that_is_renewed_holds_while_the_server_drains_and_nothing_can_be_ended_yet(fence, door, header):
+async def test_a_lease_that_is_renewed_holds_while_the_server_drains_and_nothing_can_be_ended_yet(fence, gate, header):
     await publish(fence, header, 1)
-    await door.enter()
+    await gate.enter()
     beginning = asyncio.ensure_future(begin(fence, publish_id=OURS, in_flight="finish", lease_seconds=0.1))
     for _ in range(4):
         await asyncio.sleep(0.05)
@@ -199,13 +199,13 @@ async def test_a_lease_that_is_renewed_holds_while_the_server_drains_and_nothing
     with pytest.raises(WriteRefused):
         header.begin_write(2)
     assert (await fence.abort(OURS))["policy_version"] == 1
-    door.leave()
+    gate.leave()
     assert await kind_of(beginning) == "publish-lapsed"
-    await door.enter()
+    await gate.enter()
 
 
 @pytest.mark.parametrize("moment", ["before the write", "in the write", "after the write"])
-async def test_r41_a_resume_by_hand_during_a_publish_changes_nothing(fence, engine, door, header, moment):
+async def test_r41_a_resume_by_hand_during_a_publish_changes_nothing(fence, engine, gate, header, moment):
     await publish(fence, header, 1)
     publish_id = await begin(fence)
     calls = list(engine.calls)
@@ -213,7 +213,7 @@ async def test_r41_a_resume_by_hand_during_a_publish_changes_nothing(fence, engi
         header.begin_write(2)
     if moment == "after the write":
         header.end_write(2)
-    entering = asyncio.ensure_future(door.enter())
+    entering = asyncio.ensure_future(gate.enter())
     await fence.release()
     await asyncio.sleep(0.01)
     assert (engine.calls, fence.torn, entering.done()) == (calls, False, False)
@@ -225,28 +225,28 @@ async def test_r41_a_resume_by_hand_during_a_publish_changes_nothing(fence, engi
     await asyncio.wait_for(entering, 1)
 
 
-async def test_a_resume_by_hand_lets_go_on_what_a_publish_still_waits_for(fence, engine, door, header):
+async def test_a_resume_by_hand_lets_go_on_what_a_publish_still_waits_for(fence, engine, gate, header):
     await publish(fence, header, 1)
-    await door.enter()
+    await gate.enter()
     await fence.hold()
     beginning = asyncio.ensure_future(begin(fence, in_flight="finish"))
     await asyncio.sleep(0.01)
     await fence.release()
     assert not engine.paused
-    door.leave()
+    gate.leave()
     await asyncio.wait_for(beginning, 1)
 
 
-async def test_a_resume_by_hand_that_fails_leaves_the_server_held(fence, engine, door, header):
+async def test_a_resume_by_hand_that_fails_leaves_the_server_held(fence, engine, gate, header):
     await publish(fence, header, 1)
     await fence.hold()
     engine.failing.add("resume")
     with pytest.raises(RuntimeError):
         await fence.release()
-    assert await refusal_of(door) == "paused", "nobody waits in an engine that stands still"
+    assert await refusal_of(gate) == "paused", "nobody waits in an engine that stands still"
     engine.failing.clear()
     await fence.release()
-    await door.enter()
+    await gate.enter()
 
 
 class SlowChange:
@@ -255,32 +255,32 @@ class SlowChange:
     async def keep(self):
         raise AssertionError
 
-    async def take_back(self):
+    async def restore(self):
         await asyncio.sleep(0.15)
         return True
 
 
-async def test_an_abort_that_takes_longer_than_the_lease_does_not_lapse_meanwhile(engine, door):
-    fence = Fence(engine, door, header=None)
+async def test_an_abort_that_takes_longer_than_the_lease_does_not_lapse_meanwhile(engine, gate):
+    fence = Fence(engine, gate, header=None)
     await fence.serve_fixed(1)
     publish_id = await begin(fence, lease_seconds=0.05)
     fence.overwrite(publish_id, 2, SlowChange())
     assert (await fence.abort(publish_id))["torn"] is False
-    await door.enter()
+    await gate.enter()
     assert fence.policy_version == 1
 
 
 async def test_what_is_decoded_beside_lapses_aborts_and_publishes_is_stamped_with_the_weights_it_is_of(
-    fence, engine, door, header
+    fence, engine, gate, header
 ):
     """The weights are one number; a step reads it and nothing writes it while the engine runs."""
     weights, wrong = [1], []
 
     async def ask():
-        await door.enter()
+        await gate.enter()
         read = []
         spans = await engine.decode(40, lambda start, end: read.extend(weights * (end - start)))
-        door.leave()
+        gate.leave()
         wrong.extend(read[at] for start, end, stamped in spans for at in range(start, end) if read[at] != stamped)
 
     await publish(fence, header, 1)

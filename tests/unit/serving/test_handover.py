@@ -41,18 +41,18 @@ class Served:
         try:
             yield self
         finally:
-            self.app.door.refuse(problems.stopping())
+            self.app.gate.refuse(problems.stopping())
             self.server.should_exit = True
             await serving
 
-    async def hand_over(self, gives, *, drain_seconds=0.0):
+    async def hand_over(self, sender, *, drain_seconds=0.0):
         self.server.stop_accepting()
-        self.app.door.close()
+        self.app.gate.close()
         return await hand_over(
             self.server.server_state.connections,
-            gives,
+            sender,
             drain_seconds=drain_seconds,
-            is_drained=lambda: self.app.door.inside == 0,
+            is_drained=lambda: self.app.gate.inside == 0,
         )
 
 
@@ -69,8 +69,8 @@ class Replacement:
 
     async def replace(self, **options):
         """Returns once the new server is at work; the old one's port and requests are gone by then."""
-        arrival = asyncio.ensure_future(arriving(self.channel.takes))
-        assert await self.old.hand_over(self.channel.gives, **options)
+        arrival = asyncio.ensure_future(arriving(self.channel.receiver))
+        assert await self.old.hand_over(self.channel.sender, **options)
         self.new.server.arrived = await arrival
         await self._stack.enter_async_context(self.new.running(self._second))
 
@@ -131,7 +131,7 @@ LONG = request(text="x" * 300_000)
 async def test_r42_whatever_has_no_answer_yet_is_answered_by_the_next_server_once(before, after, expected):
     async with Replacement() as both:
         reader, writer = await both.connect()
-        both.old.app.door.close()  # so that nothing is answered before the handover
+        both.old.app.gate.close()  # so that nothing is answered before the handover
         for data in before:
             writer.write(data)
         await settle()
@@ -210,11 +210,11 @@ async def test_a_request_in_many_pieces_arrives_whole_and_is_forgotten_once_it_i
 async def test_a_client_that_leaves_meanwhile_is_no_trouble_to_the_others():
     async with Replacement() as both:
         leaving, (reader, writer) = socket.create_connection(("127.0.0.1", both.port)), await both.connect()
-        both.old.app.door.close()
+        both.old.app.gate.close()
         leaving.sendall(request())
         writer.write(request())
         await settle()
-        assert await both.old.hand_over(both.channel.gives)
+        assert await both.old.hand_over(both.channel.sender)
         leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         leaving.close()  # by a reset
         await both.replace()
@@ -224,13 +224,13 @@ async def test_a_client_that_leaves_meanwhile_is_no_trouble_to_the_others():
 async def test_what_a_server_that_is_killed_had_given_is_answered_by_the_next():
     async with Replacement() as both:
         reader, writer = await both.connect()
-        both.old.app.door.close()
+        both.old.app.gate.close()
         writer.write(request())
         await settle()
         (connection,) = both.old.server.server_state.connections
-        await handover._send(both.channel.gives, [connection.give_away()])
+        await handover._send(both.channel.sender, [connection.detach()])
         both.channel.end()  # its starter says it, after a SIGKILL
-        both.new.server.arrived = await arriving(both.channel.takes)
+        both.new.server.arrived = await arriving(both.channel.receiver)
         async with both.new.running(both._second.dup()):
             assert await answer(reader) == 2
 
@@ -244,16 +244,16 @@ async def test_a_server_without_a_descriptor_to_spare_says_so_and_ends_its_conne
         writer.write(request())
         assert await answer(reader) == 1
         monkeypatch.setattr(socket, "send_fds", refuse)
-        assert not await both.old.hand_over(both.channel.gives)
-        assert "cannot be given to the next server" in caplog.text
+        assert not await both.old.hand_over(both.channel.sender)
+        assert "cannot be handed to the next server" in caplog.text
         assert await reader.read() == b""
 
 
 async def test_encrypted_connections_are_neither_given_nor_waited_for(monkeypatch):
     async with Replacement() as both:
-        monkeypatch.setattr(Connection, "can_ever_be_given", False)
+        monkeypatch.setattr(Connection, "can_ever_be_passed", False)
         reader, writer = await both.connect()
         writer.write(request())
         assert await answer(reader) == 1
-        await asyncio.wait_for(both.old.hand_over(both.channel.gives), 1)
-        assert await arriving(both.channel.takes) == []
+        await asyncio.wait_for(both.old.hand_over(both.channel.sender), 1)
+        assert await arriving(both.channel.receiver) == []

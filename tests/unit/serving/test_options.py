@@ -17,7 +17,7 @@ from example_trainer.serving.config import (
     read_config,
     vllm_arguments,
 )
-from example_trainer.serving.start import _tells_that_it_starts
+from example_trainer.serving.start import _answers_while_starting
 
 
 def config(**fields):
@@ -210,5 +210,5 @@ def test_an_adapter_needs_a_server_of_adapters_and_to_be_one(tmp_path):
 )
 def test_a_server_says_that_it_starts_unless_its_clients_expect_a_certificate_first(flags, told):
     with listen("127.0.0.1", 0) as listening:
-        assert _tells_that_it_starts(ServerSockets(listening), flags) is told
-        assert not _tells_that_it_starts(ServerSockets(listening, predecessor=listening), flags)
+        assert _answers_while_starting(ServerSockets(listening), flags) is told
+        assert not _answers_while_starting(ServerSockets(listening, predecessor=listening), flags)

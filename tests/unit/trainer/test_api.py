@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from atropos_api.client import BrokerClient, RunSuperseded
+from atropos_api.common import concurrency
 from atropos_api.testing import served_broker
 from atropos_api.wire import Batch, DropReport, EnvironmentRequest, RunRequest
 from example_trainer import api
@@ -96,7 +97,7 @@ def test_a_stop_is_noticed_while_a_long_poll_hangs() -> None:
 def test_waiting_is_said_and_what_needs_doing_meanwhile_is_done(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(api, "WAIT_LINE_SECONDS", 0.3)
+    monkeypatch.setattr(concurrency, "WAIT_LINE_SECONDS", 0.3)
     monkeypatch.setattr(api, "IDLE_SECONDS", 0.1)
     idle: list[int] = []
     release = threading.Event()
@@ -152,7 +153,7 @@ def test_a_trainer_that_was_taken_over_cannot_end_the_run_of_its_successor() -> 
 def test_a_wait_in_vain_repeats_what_environments_say_of_dropped_groups(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(api, "WAIT_LINE_SECONDS", 0.2)
+    monkeypatch.setattr(concurrency, "WAIT_LINE_SECONDS", 0.2)
     monkeypatch.setattr(api, "LONG_POLL_SECONDS", 0.05)
     with served_broker() as url, BrokerClient(url) as client:
         session = BrokerSession(client)

@@ -214,7 +214,7 @@ def test_resume_auto_passes_over_a_damaged_checkpoint_and_says_what_is_wrong_wit
     damage(damaged)
     with caplog.at_level(logging.WARNING):
         assert find_checkpoint("auto", tmp_path) == whole
-    assert "passing over checkpoint-2" in caplog.text
+    assert "skips checkpoint-2" in caplog.text
     assert words in caplog.text
 
 

@@ -50,7 +50,7 @@ DOCUMENTED_DEFAULTS = {
 
 REFUSED = [
     ({"dtype": "float16"}, "loss scaling"),
-    ({"world_size": 2}, "--optimizer adamw_8bit cannot step weights that are spread over ranks"),
+    ({"world_size": 2}, "--optimizer adamw_8bit cannot step weights that are sharded over ranks"),
     ({"world_size": 2, "optimizer": "adamw", "overlap_publish": True}, "--overlap-publish would gather weights"),
     ({"world_size": 2, "optimizer": "adamw", "keep_versions": 2}, "--keep-versions 2 keeps older weights"),
     ({"world_size": 2, "optimizer": "adamw", "master_weights": "host"}, "use fp32, of which each rank holds a part"),
@@ -144,6 +144,49 @@ def test_r36_the_forward_reads_the_views_unless_something_needs_the_masters() ->
 def test_shared_mode_publishes_each_step_and_restart_modes_at_their_interval() -> None:
     assert make(weight_bridge_mode="shared_vllm", vllm_restart_interval=7).publish_interval == 1
     assert make(weight_bridge_mode="lora_restart", vllm_restart_interval=7).publish_interval == 7
+
+
+def test_lora_only_swaps_each_step_unless_an_interval_is_named() -> None:
+    assert make(weight_bridge_mode="lora_only").publish_interval == 1
+    assert make(weight_bridge_mode="lora_only", vllm_restart_interval=5).publish_interval == 5
+    assert make(weight_bridge_mode="lora_only", vllm_restart_interval=3).publish_interval == 3, "the default, but named"
+
+
+IDLE = {
+    "none": (
+        "in_flight=recompute",
+        "sync_budget=0.5",
+        "forward_weights=views",
+        "start_vllm=never",
+        "broadcast_backend=nccl",
+    ),
+    "lora_restart": ("in_flight=keep_kv", "vllm_config_path=x", "start_vllm=never"),
+    "lora_only": ("in_flight=finish", "drain_seconds=3", "restart_method=reload", "forward_weights=masters"),
+    "shared_vllm": ("vllm_restart_interval=9", "restart_method=reload", "start_vllm=never", "sync_budget=0.5"),
+}
+
+
+@pytest.mark.parametrize(("mode", "setting"), [(mode, one) for mode, settings in IDLE.items() for one in settings])
+def test_a_setting_that_does_nothing_in_a_mode_is_named_in_a_warning(mode: str, setting: str) -> None:
+    field, _, value = setting.partition("=")
+    warnings = make(**{"weight_bridge_mode": mode, field: value}).warnings()
+    flag = f"--{field.replace('_', '-')}"
+    assert [one.startswith(f"{flag} ") and f"has no effect in mode {mode}: " in one for one in warnings] == [True]
+
+
+def test_a_setting_that_counts_is_not_warned_about() -> None:
+    shared = {"weight_bridge_mode": "shared_vllm", "forward_weights": "masters", "sync_budget": 0.5}
+    assert make(**shared, in_flight="recompute", drain_seconds=3).warnings() == []
+    assert (
+        make(weight_bridge_mode="none", restart_method="reload", drain_seconds=3, vllm_restart_interval=2).warnings()
+        == []
+    )
+    assert make(weight_bridge_mode="lora_only", start_vllm="never", vllm_restart_interval=2).warnings() == []
+
+
+def test_adapters_are_not_sent_to_a_server_that_splits_its_layers() -> None:
+    with pytest.raises(ValidationError, match="lora_only refuses --vllm-tensor-parallel-size 2"):
+        make(weight_bridge_mode="lora_only", vllm_tensor_parallel_size=2)
 
 
 def test_r19_a_high_rate_for_full_fine_tuning_is_warned_about() -> None:

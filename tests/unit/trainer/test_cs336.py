@@ -117,7 +117,7 @@ def test_the_dispatcher_takes_the_loss_by_name_and_says_what_it_lacks() -> None:
     assert facts["clipped"].all()
     with pytest.raises(ValueError, match="'grpo_clip' needs old_log_probs"):
         cs336.compute_policy_gradient_loss(logs, "grpo_clip", rewards, advantages, None, 0.2)
-    with pytest.raises(ValueError, match="'ppo' is none of"):
+    with pytest.raises(ValueError, match="'ppo' is not one of"):
         cs336.compute_policy_gradient_loss(logs, "ppo", rewards, advantages)  # type: ignore[arg-type]
 
 

@@ -103,7 +103,7 @@ def test_the_environments_options_need_an_environment() -> None:
 
 
 def test_the_trainer_alone_says_whose_option_it_is() -> None:
-    with pytest.raises(ConfigError, match=r"--group-size is the environment's: give its server --env\.group_size"):
+    with pytest.raises(ConfigError, match=r"--group-size is an option of the environment: pass --env\.group_size"):
         run(["--model-path", "m", "--group-size", "4"])
 
 

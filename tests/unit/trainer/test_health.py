@@ -117,7 +117,7 @@ def test_every_sign_is_tried_here() -> None:
 def test_stop_on_takes_health_or_the_names_of_signs() -> None:
     assert TrainingConfig(model_name="m", stop_on=["health"]).stop_on == ["health"]
     assert TrainingConfig(model_name="m", stop_on=["kl", "loss"]).stop_on == ["kl", "loss"]
-    with pytest.raises(ValidationError, match="klingon is no sign; there are health, mean_ratio"):
+    with pytest.raises(ValidationError, match="klingon is not a health sign; use one of health, mean_ratio"):
         TrainingConfig(model_name="m", stop_on=["klingon"])
 
 

@@ -191,7 +191,7 @@ def test_a_loss_of_ones_own_replaces_the_surrogate_and_keeps_the_other_terms(own
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("scalar", "gave .* for 3 tokens"),
+        ("scalar", "returned .* for 3 tokens"),
         ("detached", "with gradient"),
         ("broken", "fails on three tokens"),
         ("absent", "cannot be imported"),

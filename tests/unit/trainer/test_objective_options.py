@@ -87,7 +87,7 @@ def test_a_flag_reaches_the_loss(argv: str, field: str, value: object) -> None:
 
 
 REFUSED = [
-    ({"loss_type": "ppo"}, "ppo is none of grpo"),
+    ({"loss_type": "ppo"}, "ppo is not a loss type; use one of grpo"),
     ({"loss_type": "not a path:loss"}, "package.module:function"),
     ({"loss_type": "cispo", "importance_sampling": "truncated"}, "--cispo-cap"),
     ({"loss_type": "pkg.losses:mine", "importance_sampling": "masked"}, "weighs its own ratios"),

@@ -89,7 +89,7 @@ def test_a_tensor_arrives_bit_for_bit_among_others(tensor: torch.Tensor) -> None
 
 
 def test_what_is_no_plain_data_is_refused_before_it_is_sent() -> None:
-    with pytest.raises(TypeError, match="a Evil is no message between ranks"):
+    with pytest.raises(TypeError, match="a Evil cannot be sent between ranks"):
         encode([Evil()])
 
 
@@ -111,7 +111,7 @@ def exchange(ranks: Ranks) -> dict[str, Any]:
     for name in ("_object_to_tensor", "_tensor_to_object"):
         setattr(distributed_c10d, name, forbidden)
     value = {"rank": ranks.rank, "long": list(range(1000 * ranks.rank)), "tensor": torch.full((ranks.rank,), 2.0)}
-    return {"gathered": ranks.gather(value), "led": ranks.lead(lambda: (Path("x"), torch.arange(3), None))}
+    return {"gathered": ranks.gather(value), "led": ranks.on_main(lambda: (Path("x"), torch.arange(3), None))}
 
 
 def test_ranks_exchange_messages_of_any_size_without_pickle(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_an_address_that_is_nobodys_here_is_listened_for_on_all_interfaces(monke
 
 
 def test_a_port_that_is_taken_is_told() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RuntimeError, match="cannot be listened on"):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RuntimeError, match="cannot listen on"):
         make_store(*taken.getsockname(), world_size=1, is_master=True, timeout=timedelta(seconds=5))
 
 

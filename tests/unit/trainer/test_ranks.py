@@ -202,7 +202,7 @@ def save(ranks: Ranks, model: Path, groups: list[Group], root: Path) -> None:
     )
     optimizer = WholeState(learner.optimizer) if learner.policy.is_sharded else learner.optimizer
     with learner.policy.gathered():
-        ranks.lead(lambda: save_checkpoint(root, state, learner.policy, optimizer, random_state()))
+        ranks.on_main(lambda: save_checkpoint(root, state, learner.policy, optimizer, random_state()))
 
 
 def resume(ranks: Ranks, model: Path, groups: list[Group], root: Path) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def train_on_with_dropout(ranks: Ranks, model: Path, groups: list[Group], root: 
         step=1, updates=1, policy_version=1, highest_version=1, run_id="r", run_name="n", seed=0, config={}
     )
     random = random_state() | {"ranks": ranks.gather(random_state())}
-    ranks.lead(lambda: save_checkpoint(root, state, alone.policy, alone.optimizer, random))
+    ranks.on_main(lambda: save_checkpoint(root, state, alone.policy, alone.optimizer, random))
     alone.train(batch)
     resumed = make_learner(model, ranks, options, settings)
     restore(root / "checkpoint-1", resumed.policy, resumed.optimizer, rank=ranks.rank)
@@ -281,11 +281,11 @@ def agree(ranks: Ranks) -> dict[str, Any]:
         raise ValueError("no broker")
 
     with pytest.raises((ValueError, RanksFailed), match="no broker"):
-        ranks.lead(fail)
+        ranks.on_main(fail)
     return {
-        "led": ranks.lead(lambda: f"from {ranks.rank}"),
+        "led": ranks.on_main(lambda: f"from {ranks.rank}"),
         "gathered": ranks.gather(ranks.rank),
-        "most": ranks.most(ranks.rank),
+        "most": ranks.max(ranks.rank),
         "any": [ranks.any(ranks.rank == 1), ranks.any(False)],
     }
 

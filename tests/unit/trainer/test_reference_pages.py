@@ -117,5 +117,5 @@ def test_every_sign_of_trouble_is_listed() -> None:
 
 
 def test_an_unknown_page_is_one_line() -> None:
-    with pytest.raises(ConfigError, match="which page"):
+    with pytest.raises(ConfigError, match="unknown page"):
         run(["clii"])

@@ -34,7 +34,7 @@ def test_the_checksum_is_that_of_the_content():
         (b"", "header is longer"),
         (b"\xff" * 40, "header is longer"),
         (b"\x02" + bytes(7) + b"{}", "lack adapter_config"),
-        (b"\x02" + bytes(7) + b"no", "no adapter in safetensors form"),
+        (b"\x02" + bytes(7) + b"no", "not an adapter in safetensors format"),
     ],
 )
 def test_a_body_that_is_no_adapter_is_told_apart_with_the_reason(body, told):

@@ -40,6 +40,7 @@ def test_the_header_is_marked_before_the_first_weight_is_written_and_after_the_l
         write()
         seen.append((fake.server.fence.publishing, fake.server.header.state().torn))
 
-    policy.write_served, bridge._attached.proven = watched, True
+    policy.write_served = watched
+    bridge._check.proven.add(bridge._attached.boot_id)
     bridge.publish(1)
     assert seen == [(True, True), (True, True)]

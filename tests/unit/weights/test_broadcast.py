@@ -76,10 +76,10 @@ def test_all_go_on_under_the_new_version_or_all_are_taken_back(bridge_to, loads,
     clients = [Client("a"), Client("b", loads=loads)]
     bridge = bridge_to(*clients)
     if loads:
-        bridge._move(bridge._members, 2, _Cost())
+        bridge._switch_version(bridge._members, 2, _Cost())
     else:
         with pytest.raises(ServerRefused):
-            bridge._move(bridge._members, 2, _Cost())
+            bridge._switch_version(bridge._members, 2, _Cost())
     for each in clients:
         assert [what for what, _ in each.told] == ["begin", "load", last]
         assert len({publish_id for _, publish_id in each.told}) == 1
@@ -89,10 +89,10 @@ def test_who_serves_an_older_version_or_torn_weights_is_behind_and_a_newer_one_i
     clients = [Client("a", version=2), Client("b", version=1), Client("c", version=2, torn=True), Client("d")]
     clients[3].version = None
     bridge = bridge_to(*clients)
-    assert [each.client.url for each in bridge._behind(2)] == ["http://b", "http://c", "http://d"]
+    assert [each.client.url for each in bridge._outdated_members(2)] == ["http://b", "http://c", "http://d"]
     clients[0].version = 3
     with pytest.raises(PublishFailed, match="http://a serves version 3"):
-        bridge._behind(2)
+        bridge._outdated_members(2)
 
 
 @pytest.mark.parametrize(("told", "needed"), [({}, False), ({"version": None}, True), ({"torn": True}, True)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from example_trainer.weights.base import PublishReport, SyncBudget
+from example_trainer.weights.base import PublishReport
+from example_trainer.weights.publish_loop import SyncBudget
 
 
 class Clock:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from example_trainer.config import TrainingConfig
 from example_trainer.weights.broadcast import BroadcastBridge
 from example_trainer.weights.factory import make_bridge
-from example_trainer.weights.lora_only import LoraHotswapBridge
+from example_trainer.weights.lora_only import LoraHotswapBridge, ServersHotswapBridge
 from example_trainer.weights.restart import RestartBridge
 from example_trainer.weights.shared_vllm import SharedVllmBridge
 
@@ -85,9 +85,20 @@ def test_with_several_inference_nodes_whole_weights_are_sent_to_each(tmp_path):
     settings = {"weight_bridge_mode": "shared_vllm", "num_inference_nodes": 2}
     bridge = make_bridge(config(tmp_path, vllm_port=9130, **settings))
     assert isinstance(bridge, BroadcastBridge)
-    assert bridge._options.server_urls == ["http://127.0.0.1:9130", "http://127.0.0.1:9131"]
+    assert bridge._options.server_urls == ("http://127.0.0.1:9130", "http://127.0.0.1:9131")
     assert bridge._options.backend == "gloo"
-    urls = ["http://a:1", "http://b:2"]
-    named = make_bridge(config(tmp_path, inference_urls=urls, broadcast_backend="nccl", **settings))
+    urls = ("http://a:1", "http://b:2")
+    named = make_bridge(config(tmp_path, inference_urls=[*urls], broadcast_backend="nccl", **settings))
     assert (named._options.server_urls, named._options.backend) == (urls, "nccl")
     assert config(tmp_path, **settings).forwards_from_masters
+
+
+def test_lora_only_sends_adapters_to_every_server_that_is_named(tmp_path):
+    settings = {"weight_bridge_mode": "lora_only", "num_inference_nodes": 2}
+    several = make_bridge(config(tmp_path, inference_urls=["http://a:1", "http://b:2"], **settings))
+    assert isinstance(several, ServersHotswapBridge)
+    assert [bridge._options.server_url for bridge in several._bridges] == ["http://a:1", "http://b:2"]
+    assert len({bridge._options.adapters_dir for bridge in several._bridges}) == 2, "each server has files of its own"
+    assert [bridge._options.vllm for bridge in several._bridges] == [None, None]
+    by_port = make_bridge(config(tmp_path, vllm_host="far", vllm_port=9130, **settings))
+    assert [bridge._options.server_url for bridge in by_port._bridges] == ["http://far:9130", "http://far:9131"]

@@ -9,8 +9,8 @@ from example_trainer.errors import ProofFailed, ServerRefused
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AtroposServer, SwapServer
-from example_trainer.weights.base import SyncCheck
 from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
+from example_trainer.weights.publish_loop import ParityCheck
 
 PAYLOAD = AdapterPayload.write({"a.lora_A.weight": torch.ones(2, 3)}, {"r": 2})
 RIGHT, WRONG = PAYLOAD.digest(), AdapterPayload.write({"a.lora_A.weight": torch.zeros(2, 3)}, {"r": 2}).digest()
@@ -80,6 +80,6 @@ def test_a_server_that_has_started_anew_or_serves_nothing_is_published_to(tmp_pa
 
 
 def test_every_nth_sync_is_proven():
-    every_third, none = SyncCheck(3), SyncCheck(0)
+    every_third, none = ParityCheck(every=3), ParityCheck(every=0)
     assert [every_third.is_due() for _ in range(7)] == [False, False, True, False, False, True, False]
     assert not any(none.is_due() for _ in range(3))

@@ -80,7 +80,7 @@ def test_every_optimizer_learns_in_the_served_tensors_themselves(in_place, famil
         assert bridge.publish(version).version == fake.server.policy_version == version
     assert losses[-1] < losses[0] - 0.1
     assert policy.is_served
-    bridge._attached.proven = False
+    bridge._check.proven.clear()
     step(policy, optimizer)
     bridge.publish(6)  # proves the logprobs of both sides again
 

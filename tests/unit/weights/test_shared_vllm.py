@@ -141,7 +141,8 @@ def test_r41_whichever_exchange_is_lost_the_publish_gets_through_with_the_weight
     for version, path in enumerate(exchanges, 2):
         train_one_step(policy)
         fake.server.lost[path] = lost
-        bridge._attached.proven = path != "/generate"
+        if path == "/generate":
+            bridge._check.proven.clear()
         started = time.monotonic()
         assert bridge.publish(version).version == fake.server.policy_version == version
         assert time.monotonic() - started < 10, "nobody waits for a lease to run out"
@@ -356,7 +357,7 @@ def test_other_weights_at_the_server_are_replaced_with_a_warning(shared, tiny_mo
 
 
 def test_a_trainer_started_first_waits_with_a_line_and_goes_on(tiny_model, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("example_trainer.weight_protocol.client._LINE_SECONDS", 0.2)
+    monkeypatch.setattr("atropos_api.common.concurrency.WAIT_LINE_SECONDS", 0.2)
     with served_fake(tiny_model("qwen2"), tmp_path / "manifest") as fake:
         hidden = fake.server.manifest_path.rename(tmp_path / "not yet")
         options = SharedOptions(

@@ -35,11 +35,12 @@ class Front:
         self.app = make_memory_app()
 
     @property
-    def state(self):
-        return self.app.state
+    def context(self):
+        return self.app.context
 
-    def prompt_calls(self):
-        return self.app.prompt_calls()
+    @property
+    def direct_calls(self):
+        return self.app.direct_calls
 
     async def __call__(self, scope, receive, send):
         await self.app(scope, receive, send)

@@ -45,7 +45,7 @@ def redis_server(one_redis):
 
 
 @pytest.fixture
-def pair(redis_server, killed_broker):
+def two_brokers(redis_server, killed_broker):
     """An active broker and its standby."""
     active, standby = (killed_broker("--store", redis_server.url, "--lease", str(LEASE)) for _ in range(2))
     active.start()
@@ -68,8 +68,8 @@ def wait_for_word_of(standby, active):
         time.sleep(0.02)
 
 
-def test_the_standby_says_so_and_who_is_active_and_follows_it(pair):
-    active, standby = pair
+def test_the_standby_says_so_and_who_is_active_and_follows_it(two_brokers):
+    active, standby = two_brokers
     status, problem = readiness(standby)
     assert (status, problem["type"].rpartition("/")[2]) == (503, "standby")
     assert problem["active"]["pid"] == active.pid
@@ -83,10 +83,10 @@ def test_the_standby_says_so_and_who_is_active_and_follows_it(pair):
     assert time.monotonic() - started < LEASE
 
 
-def test_killed_or_stopped_at_each_step_its_standby_takes_over_and_nothing_is_lost_or_duplicated(pair, load):
+def test_killed_or_stopped_at_each_step_its_standby_takes_over_and_nothing_is_lost_or_duplicated(two_brokers, load):
     """R18: a broker that is resumed after its lease has ended changes nothing any more."""
-    work = load(*pair)
-    active, standby = pair
+    work = load(*two_brokers)
+    active, standby = two_brokers
     ends = [(step, stop) for step in STEPS for stop in ("", ":stop")]
     if not EVERY:
         ends = [random.choice(ends[::2]), random.choice(ends[1::2])]
@@ -181,9 +181,9 @@ def stop_and_repeat(killed_broker, store, step, waits):
 
 
 @LONG
-def test_killed_at_random_the_standby_takes_over_within_the_lease(pair, load):
-    active, standby = pair
-    work = load(*pair, environments=8)
+def test_killed_at_random_the_standby_takes_over_within_the_lease(two_brokers, load):
+    active, standby = two_brokers
+    work = load(*two_brokers, environments=8)
     waits = []
     for _ in range(50):
         assert standby.wait_until(503)
@@ -201,12 +201,12 @@ def test_killed_at_random_the_standby_takes_over_within_the_lease(pair, load):
     assert statistics.median(waits) < LEASE + 0.5 or LEASE > 1
 
 
-def test_redis_killed_and_restarted_costs_a_pause_and_nothing_else(redis_server, pair, load):
-    work = load(*pair)
+def test_redis_killed_and_restarted_costs_a_pause_and_nothing_else(redis_server, two_brokers, load):
+    work = load(*two_brokers)
     for _ in range(10 if EVERY else 1):
         work.wait_for_batches(2)
         redis_server.kill()
-        assert all(broker.wait_until(503) for broker in pair)
+        assert all(broker.wait_until(503) for broker in two_brokers)
         time.sleep(random.uniform(0, 1.5 * LEASE))
         redis_server.start()
         work.check()
@@ -215,11 +215,11 @@ def test_redis_killed_and_restarted_costs_a_pause_and_nothing_else(redis_server,
 
 
 @LONG
-def test_redis_that_hangs_is_a_503_until_it_goes_on(redis_server, pair, load):
-    work = load(*pair)
+def test_redis_that_hangs_is_a_503_until_it_goes_on(redis_server, two_brokers, load):
+    work = load(*two_brokers)
     work.wait_for_batches(1)
     redis_server.pause()
-    assert all(broker.wait_until(503) for broker in pair)
+    assert all(broker.wait_until(503) for broker in two_brokers)
     redis_server.resume()
     work.wait_for_batches(2)
     work.finish()

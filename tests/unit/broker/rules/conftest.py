@@ -11,7 +11,7 @@ from atropos_api.wire import EnvironmentRequest, PolicyUpdate, RunRequest
 from atropos_api.wire.group_json import check_group, decode_fields
 
 
-class Desk:
+class BrokerScene:
     """One broker and what its callers do."""
 
     def __init__(self, **settings):
@@ -21,40 +21,40 @@ class Desk:
         self.restart()
 
     def restart(self):
-        self.broker = Broker(*self.store, settings=self.settings, clock=lambda: self.now)
-        self.legacy = AtroposContract(self.broker)
+        self.inner = Broker(*self.store, settings=self.settings, clock=lambda: self.now)
+        self.legacy = AtroposContract(self.inner)
 
     @property
     def counters(self):
-        return self.broker.state.counters
+        return self.inner.state.counters
 
     def begin(self, **options):
         defaults = {"name": "run", "batch_size": 8, "max_token_length": 64, "num_steps": 0, "take_over": True}
-        self.info = self.broker.begin_run(RunRequest(**(defaults | options)))
+        self.info = self.inner.begin_run(RunRequest(**(defaults | options)))
         return self.info
 
     def register(self, name="env", group_size=4, **options):
         request = EnvironmentRequest(name=name, group_size=group_size, max_token_length=64, **options)
-        return self.broker.register_environment(request).environment_id
+        return self.inner.register_environment(request).environment_id
 
     def send(self, env, *idents, size=4, version=None, key=None):
         groups = [self.fields(ident, size, version) for ident in idents]
-        return self.broker.submit(env, [check_group(fields, env_id=env) for fields in groups], key=key)
+        return self.inner.submit(env, [check_group(fields, env_id=env) for fields in groups], key=key)
 
     def fields(self, ident, size=4, version=None, env_id=0):
         group = make_group(size, 2, first_token=ident * 1000, version=version, env_id=env_id)
         return decode_fields(msgspec.json.encode(group))
 
     def batch(self, number, **options):
-        rows = self.broker.get_batch(number, **options)
+        rows = self.inner.get_batch(number, **options)
         return None if rows is None else self.idents(rows)
 
     def idents(self, rows):
-        return [msgspec.json.decode(body)["tokens"][0][0] // 1000 for body in self.broker.read_bodies(rows)]
+        return [msgspec.json.decode(body)["tokens"][0][0] // 1000 for body in self.inner.read_bodies(rows)]
 
     def publish(self, version, step):
         update = PolicyUpdate(run_id=self.info.run_id, version=version, step=step, published_at=self.now)
-        return self.broker.update_policy(update)
+        return self.inner.update_policy(update)
 
     def register_trainer(self, batch_size=8, **options):
         defaults = {"wandb_group": "group", "wandb_project": "project", "max_token_len": 64, "checkpoint_dir": ""}
@@ -66,9 +66,9 @@ class Desk:
         self.now += 31
 
     def room(self, env):
-        return self.broker.heartbeat(env).room_sequences
+        return self.inner.heartbeat(env).room_sequences
 
 
 @pytest.fixture
-def desk(request):
-    return Desk(**getattr(request, "param", {}))
+def broker(request):
+    return BrokerScene(**getattr(request, "param", {}))

@@ -30,7 +30,7 @@ def test_accuracy_compares_the_final_answer_with_whatever_key_the_reference_has(
 
 
 def test_an_item_without_a_readable_reference_is_an_error_not_a_zero(verifier):
-    with pytest.raises(GoldUnparsable, match="mend or drop"):
+    with pytest.raises(GoldUnparsable, match="correct or remove"):
         scores_of(AccuracyReward(verifier=verifier), [{"completion": r"\boxed{1}", "answer": "  "}])
     with pytest.raises(SampleIncomplete, match="none of answer"):
         scores_of(AccuracyReward(verifier=verifier), [{"completion": r"\boxed{1}"}])

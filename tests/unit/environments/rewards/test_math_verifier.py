@@ -160,7 +160,7 @@ def test_an_expression_that_makes_sympy_hang_is_given_up_and_its_child_replaced_
     ticks, (hung, fine) = asyncio.run(judge_beside_a_clock())
     assert (hung.outcome, fine.outcome) == (Outcome.UNDECIDED, Outcome.CORRECT)
     # Not by the clock, which allows four times as much.
-    assert "its CPU time is used up" in hung.reason
+    assert "the CPU time limit was reached" in hung.reason
     assert ticks > 30
     assert verifier.child_pids != [before]
     assert not is_running(before)
@@ -217,7 +217,7 @@ def test_a_gold_that_hangs_is_the_golds_fault(sleeper):
 
 def test_a_child_that_dies_is_replaced_and_asked_once_more(sleeper):
     judgement = sleeper.judge("1", "die")
-    assert (judgement.outcome, judgement.reason) == (Outcome.UNDECIDED, "it ended with code 7")
+    assert (judgement.outcome, judgement.reason) == (Outcome.UNDECIDED, "the process exited with code 7")
     assert sleeper.judge("1", "1").correct
     assert sleeper.replaced == 2
 
@@ -265,8 +265,8 @@ def test_children_end_with_a_killed_parent():
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (("/no/such/program",), "does not start"),
-        ((sys.executable, "-c", "import sys; sys.exit(3)"), "ended with code 3"),
+        (("/no/such/program",), "cannot be started"),
+        ((sys.executable, "-c", "import sys; sys.exit(3)"), "exited with code 3"),
         ((sys.executable, "-c", 'print(\'{"ready": false, "reason": "no math_verify"}\')'), "pip install"),
     ],
 )

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from environments.rewards import ScoreRange, make_reward, score_samples
-from environments.rewards.combine import BUILT_IN, load_reward
+from environments.rewards.registry import BUILT_IN, load_reward
 
 PAGE = Path(__file__).parents[4] / "docs" / "reference" / "rewards.md"
 NEEDED = {"pattern": {"pattern": "x"}, "pairwise": {"judge": lambda left, right: 0.5}}

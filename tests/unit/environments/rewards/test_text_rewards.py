@@ -103,7 +103,7 @@ def test_gsm8k_takes_the_last_number_when_no_mark_is_required():
 
 
 def test_gsm8k_tells_an_unreadable_reference_from_a_wrong_answer():
-    with pytest.raises(GoldUnparsable, match="holds no number"):
+    with pytest.raises(GoldUnparsable, match="has no number"):
         GSM8kReward().score("#### 4", "many")
 
 

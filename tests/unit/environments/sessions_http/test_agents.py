@@ -10,7 +10,7 @@ from environments.arithmetic_server import ArithmeticEnv
 from environments.sdk.config import SessionSettings
 from environments.sdk.runtime.cli import read_command
 from environments.sdk.session.served import SessionsNotServed
-from environments.sdk.session.token_sequences import NOT_TRAINED, keep_journal
+from environments.sdk.session.tokens_and_masks import NOT_TRAINED, record_samples
 
 pytestmark = pytest.mark.anyio
 
@@ -20,7 +20,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 async def test_an_agent_with_openais_own_client_leaves_exact_sequences_in_the_rollouts_journal(manager, tokenizer):
     openai = pytest.importorskip("openai")
-    with keep_journal("train") as journal:
+    with record_samples("train") as sample_log:
         async with (
             manager.managed_server(use_proxy=True) as session,
             openai.AsyncOpenAI(base_url=session.get_url(), api_key=session.api_key, max_retries=0) as client,
@@ -34,8 +34,8 @@ async def test_an_agent_with_openais_own_client_leaves_exact_sequences_in_the_ro
     assert tokenizer.decode([token for token in long.masked_tokens if token != NOT_TRAINED]) == "1<|end|>2<|end|>"
     assert called.choices[0].finish_reason == "tool_calls"
     assert json.loads(called.choices[0].message.tool_calls[0].function.arguments) == {"a": 1}
-    assert journal.versions == {3}
-    assert {*session.nodes} < {*journal.nodes}
+    assert sample_log.versions == {3}
+    assert {*session.nodes} < {*sample_log.nodes}
     assert len({first.id, second.id, called.id}) == 3
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from environments.sdk.config import KEY_VARIABLE, BaseEnvConfig
 from environments.sdk.inference.sampling import TRUNCATING
-from environments.sdk.session.openai_requests import REFUSED, TAKEN
+from environments.sdk.session.openai_requests import REFUSED, SUPPORTED
 from environments.sdk.session.openai_routes import SPLIT_HEADER
 from environments.sdk.session.served import IDLE_SECONDS
 from environments.sdk.session.turns import PIECE_TOKENS
@@ -23,7 +23,7 @@ def tables(text):
 
 def test_the_tables_of_fields_are_the_codes_own():
     flags, taken, refused = tables(PAGE.read_text())
-    assert taken == [[f"`{field.name}`", ROUTES[field.routes], field.meaning] for field in TAKEN]
+    assert taken == [[f"`{field.name}`", ROUTES[field.routes], field.meaning] for field in SUPPORTED]
     assert refused == [
         [f"`{name}`", ", ".join(f"`{json.dumps(value)}`" for value in rule.neutral), rule.reason]
         for name, rule in REFUSED.items()

@@ -7,7 +7,7 @@ from environments.sdk.errors import RequestRefused, SamplingNotTrainable
 from environments.sdk.inference.sampling import TRUNCATING
 from environments.sdk.session.openai_client import ManagedServerAdapter
 from environments.sdk.session.openai_requests import FIELDS, REFUSED, read_request
-from environments.sdk.session.token_sequences import keep_journal
+from environments.sdk.session.tokens_and_masks import record_samples
 
 pytestmark = pytest.mark.anyio
 
@@ -258,15 +258,15 @@ async def test_a_greedy_request_in_training_is_told_the_ways_there_are(manager, 
 
 
 async def test_a_request_marked_as_evaluation_may_be_greedy_and_leaves_no_sequence(manager, inside):
-    with keep_journal("train") as journal:
+    with record_samples("train") as sample_log:
         async with inside(manager) as (session, http):
             aside = {"X-Atropos-Split": "eval"}
             body = {"messages": [USER], "temperature": 0, "top_p": 0.5}
             assert (await http.post("chat/completions", json=body, headers=aside)).status_code == 200
             assert manager.fake.requests[0]["temperature"] == 0.0
-            assert session.nodes == journal.nodes == []
+            assert session.nodes == sample_log.nodes == []
             assert (await post(http))[0] == 200
-            assert len(session.nodes) == len(journal.nodes) == 1
+            assert len(session.nodes) == len(sample_log.nodes) == 1
             wrong = await http.post("chat/completions", json=body, headers={"X-Atropos-Split": "test"})
             assert wrong.status_code == 400
 

@@ -20,9 +20,7 @@ from environments.sdk.inference.sampling import Sample, Split
 from environments.sdk.session.messages import Conversation
 
 NOT_TRAINED = -100
-
 NO_LOGPROB = 1.0
-
 ESTIMATED = "estimated_tokens"
 """The key in a group's `generation_params` that marks its tokens as re-tokenised text, not as the sampled tokens."""
 
@@ -75,7 +73,7 @@ class SequenceNode:
         return None
 
 
-def grow(base: SequenceNode | None, prompt_tokens: Sequence[int], sample: Sample) -> SequenceNode:
+def extend_sequence(base: SequenceNode | None, prompt_tokens: Sequence[int], sample: Sample) -> SequenceNode:
     """Return the sequence after a turn: `base` unchanged, then the prompt's new part untrained, then the sample."""
     kept = len(base.tokens) if base is not None else 0
     start = len(prompt_tokens)
@@ -111,37 +109,37 @@ class SampleLog:
         return None
 
 
-_journal: ContextVar[SampleLog | None] = ContextVar("journal", default=None)
+_sample_log: ContextVar[SampleLog | None] = ContextVar("sample_log", default=None)
 
 
 @contextmanager
-def keep_journal(split: Split) -> Iterator[SampleLog]:
+def record_samples(split: Split) -> Iterator[SampleLog]:
     """Log what is sampled inside the block, in this task and those it starts."""
-    journal = SampleLog(split)
-    token = _journal.set(journal)
+    sample_log = SampleLog(split)
+    token = _sample_log.set(sample_log)
     try:
-        yield journal
+        yield sample_log
     finally:
-        _journal.reset(token)
+        _sample_log.reset(token)
 
 
 def current_split() -> Split:
-    journal = _journal.get()
-    return journal.split if journal is not None else "train"
+    sample_log = _sample_log.get()
+    return sample_log.split if sample_log is not None else "train"
 
 
-def current_journal() -> SampleLog | None:
-    return _journal.get()
+def current_sample_log() -> SampleLog | None:
+    return _sample_log.get()
 
 
-def record(nodes: Sequence[SequenceNode], split: Split) -> None:
+def log_nodes(nodes: Sequence[SequenceNode], split: Split) -> None:
     """Log new sequences; of an evaluation only their policy versions are kept."""
-    journal = _journal.get()
-    if journal is None:
+    sample_log = _sample_log.get()
+    if sample_log is None:
         return
-    journal.versions.update(v for node in nodes for _, _, v in node.policy_versions if v is not None)
+    sample_log.versions.update(v for node in nodes for _, _, v in node.policy_versions if v is not None)
     if split == "train":
-        journal.nodes.extend(nodes)
+        sample_log.nodes.extend(nodes)
 
 
 Decode = Callable[[list[int]], str]

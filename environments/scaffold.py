@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from string import Template
 from tempfile import TemporaryDirectory
 
-from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.cliconfig import ConfigError, run_cli
 
+TEMPLATES = Path(__file__).with_name("scaffold_templates")
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 PLACES = {
     "environment.py.txt": "{name}_env.py",
@@ -43,12 +43,16 @@ def write_environment(name: str, where: Path) -> Path:
         raise ConfigError(f"{name!r} cannot name an environment; use small letters, digits and _, a letter first")
     folder = where / name
     if folder.exists():
-        raise ConfigError(f"{folder} is there already; choose another name or remove it")
+        raise ConfigError(f"{folder} exists already; choose another name or remove it")
     words = {"name": name, "class_name": "".join(part.capitalize() for part in name.split("_")) + "Env"}
-    with TemporaryDirectory(dir=where, prefix=f".{name}.") as beside:
+    with TemporaryDirectory(dir=where, prefix=f".{name}.") as temporary:
         for source, place in PLACES.items():
-            target = Path(beside, name, place.format(name=name))
+            target = Path(temporary, name, place.format(name=name))
             target.parent.mkdir(parents=True, exist_ok=True)
-            text = files(__name__).joinpath(source).read_text(encoding="utf-8")
+            text = (TEMPLATES / source).read_text(encoding="utf-8")
             target.write_text(Template(text).substitute(words), encoding="utf-8")
-        return Path(beside, name).rename(folder)
+        return Path(temporary, name).rename(folder)
+
+
+if __name__ == "__main__":
+    run_cli(run)

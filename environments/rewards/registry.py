@@ -1,0 +1,148 @@
+"""The registry of rewards finds one by its name: `make_reward("gsm8k")`.
+
+A name is one of this package (`BUILT_IN`), of an entry point in the group `atropos.rewards`, by which installed
+packages offer rewards, or `module:attribute`, where the module may also be a file (`rewards.py:polite`). A class is
+instantiated with the parameters given; a plain function takes none.
+
+A function with TRL's signature is a reward too: `f(prompts, completions, **columns) -> list[float]`. Prompts and
+completions are texts, or lists of messages if the data's prompts are chats, as in TRL; every column of the data is
+passed as a list, and `completion_ids` has the sampled tokens. It may be async. A score of None means that the reward
+does not apply to the sample; it adds 0, as in TRL's sum.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from environments.rewards.protocol import Reward, RewardUnknown, RewardUnusable
+
+ENTRY_POINT_GROUP = "atropos.rewards"
+
+BUILT_IN: Mapping[str, str] = {
+    "accuracy": "environments.rewards.math:AccuracyReward",
+    "cosine": "environments.rewards.math:CosineScaledReward",
+    "format": "environments.rewards.text:FormatReward",
+    "gsm8k": "environments.rewards.math:GSM8kReward",
+    "length_linear": "environments.rewards.text:LinearLengthReward",
+    "length_target": "environments.rewards.text:TargetLengthReward",
+    "pairwise": "environments.rewards.pairwise:PairwiseReward",
+    "pattern": "environments.rewards.text:PatternReward",
+    "r1_zero": "environments.rewards.math:R1ZeroReward",
+    "repetition": "environments.rewards.text:RepetitionPenalty",
+}
+
+
+def reward_names() -> list[str]:
+    """Return every name that `load_reward` knows."""
+    return sorted({*BUILT_IN, *_entry_points()})
+
+
+def load_reward(name: str) -> Any:
+    """Return the class or function called `name`; another package cannot replace a built-in name."""
+    target = BUILT_IN.get(name) or (name if ":" in name else _entry_points().get(name))
+    if target is None:
+        from atropos_api.common.cliconfig import nearest
+
+        known = reward_names()
+        raise RewardUnknown(
+            f"no reward {name!r}{nearest(name, known)} known are {', '.join(known)}; or module:function, "
+            "or file.py:function"
+        )
+    module, _, attribute = target.rpartition(":")
+    try:
+        return getattr(_load_file(module) if module.endswith(".py") else _import(module), attribute)
+    except Exception as error:  # a module may raise anything while it is loaded
+        raise RewardUnknown(f"reward {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def make_reward(name: str, params: Mapping[str, Any] | None = None) -> Reward:
+    """Make the reward called `name`, ready to be called with samples."""
+    loaded = load_reward(name)
+    if not inspect.isclass(loaded):
+        if params:
+            raise RewardUnusable(f"reward {name!r} is a function and takes no params, but {dict(params)} were given")
+        return TrlReward(loaded) if has_trl_signature(loaded) else cast("Reward", loaded)
+    try:
+        return cast("Reward", loaded(**(params or {})))
+    except TypeError as error:
+        raise RewardUnusable(f"reward {name!r}: {error}; it takes {inspect.signature(loaded)}") from error
+
+
+def _import(module: str) -> ModuleType:
+    """Import a module; the working directory is searched last."""
+    with _searched(Path.cwd()):
+        return importlib.import_module(module)
+
+
+@contextmanager
+def _searched(folder: Path) -> Iterator[None]:
+    """Let imports search a folder too, after all other places."""
+    place = str(folder)
+    sys.path.append(place)
+    try:
+        yield
+    finally:
+        sys.path.remove(place)
+
+
+def _load_file(path: str) -> ModuleType:
+    """Load a Python file as a module of its own; the files beside it can be imported by it."""
+    file = Path(path).expanduser().absolute()
+    name = f"atropos_reward_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a module up there
+    with _searched(file.parent):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _entry_points() -> dict[str, str]:
+    from importlib.metadata import entry_points
+
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def has_trl_signature(function: Callable[..., Any]) -> bool:
+    """Return True if the function takes `completions`, which the rewards of this package do not."""
+    try:
+        return "completions" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return False
+
+
+class TrlReward:
+    """A reward of this package that calls a function with TRL's signature."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self._function = function
+        parameters = inspect.signature(function).parameters.values()
+        self._takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+        self._names = {one.name for one in parameters}
+
+    async def __call__(self, samples: Sequence[Mapping[str, Any]]) -> list[float]:
+        names = dict.fromkeys(name for sample in samples for name in sample if name != "completion")
+        arguments: dict[str, list[Any]] = {name: [sample.get(name) for sample in samples] for name in names}
+        arguments["prompts"] = arguments.pop("prompt", [None] * len(samples))
+        arguments["completions"] = [_completion(sample) for sample in samples]
+        wanted = {name: values for name, values in arguments.items() if self._takes_all or name in self._names}
+        returned = self._function(**wanted)
+        scores = await returned if inspect.isawaitable(returned) else returned
+        return [0.0 if score is None else score for score in scores]
+
+
+def _completion(sample: Mapping[str, Any]) -> Any:
+    if isinstance(sample.get("prompt"), str | None):
+        return sample["completion"]
+    return [{"role": "assistant", "content": sample["completion"]}]

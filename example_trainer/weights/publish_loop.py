@@ -1,0 +1,129 @@
+"""The parts of a publish that are the same in every mode: attempts, parity checks, and the budget of publishes.
+
+`publish_with_retries` repeats an attempt that failed for a reason that passes. `ParityCheck` proves the first publish
+to each server process, and later ones as often as `--sync-check` says. `SyncBudget` limits how often to publish, so
+that recomputing interrupted requests does not take most of the generation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from example_trainer.errors import PublishFailed, ServerRefused, ServerUnavailable
+from example_trainer.modeling.policy import Policy
+from example_trainer.weights.base import PublishReport
+from example_trainer.weights.logprob_parity import Difference, prove
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+ATTEMPTS: Final = 4
+FIRST_PAUSE_SECONDS: Final = 0.2
+PASSING_STATUSES: Final = frozenset({404, 409, 410, 500, 503})
+"""Statuses worth a retry; a server may answer 500 while its engine is failing."""
+
+
+def is_lasting(error: Exception) -> bool:
+    """Return True if another attempt would fail too: the server has refused, with a status that does not pass."""
+    return isinstance(error, ServerRefused) and error.status not in PASSING_STATUSES
+
+
+def publish_with_retries(
+    attempt: Callable[[], ResultT], failed: str, *, also: tuple[type[Exception], ...] = ()
+) -> ResultT:
+    """Repeat the attempt if the server fails or restarts in the middle: it gets the same masters once it is back.
+
+    `also` are failures that pass, besides the server's. Raises `PublishFailed`, which begins with `failed`.
+    """
+    passing: tuple[type[Exception], ...] = (ServerUnavailable, ServerRefused, *also)
+    for number in range(ATTEMPTS):
+        try:
+            return attempt()
+        except passing as error:
+            if is_lasting(error) or number == ATTEMPTS - 1:
+                raise PublishFailed(f"{failed}: {error}") from error
+            logger.warning("%s; trying again: %s", failed, error)
+            time.sleep(FIRST_PAUSE_SECONDS * 2**number)
+    raise AssertionError("unreachable")
+
+
+class ParityCheck:
+    """Decides which publishes to prove, and proves them: trainer and server compute the same logprobs."""
+
+    def __init__(self, *, every: int) -> None:
+        self.every = every
+        """Number of publishes from one check to the next; 0: only the first to each server process is checked."""
+        self._since = 0
+        self.limit: Difference | None = None
+        self.proven: set[str] = set()
+        """Boot ids of the server processes to which a publish has been proven."""
+
+    def is_due(self) -> bool:
+        """Return True if the publish just made is to be checked on every server; call it once per publish."""
+        self._since += 1
+        if self.every == 0 or self._since < self.every:
+            return False
+        self._since = 0
+        return True
+
+    def run(
+        self,
+        policy: Policy,
+        generate: Callable[[dict[str, Any]], dict[str, Any]],
+        *,
+        version: int,
+        boot_id: str,
+        max_model_len: int,
+    ) -> None:
+        """Compare the logprobs of both sides; raise `ProofFailed` if they differ."""
+        agreement = prove(
+            policy, generate, version=version, boot_id=boot_id, max_model_len=max_model_len, limit=self.limit
+        )
+        self.limit = agreement.limit
+        self.proven.add(boot_id)
+
+
+class SyncBudget:
+    """The rule of `--sync-budget` over the publishes of the last seconds.
+
+    Each publish makes the server compute the KV entries of its paused requests again. While those
+    tokens exceed `share` of the tokens generated in the window, the next publish waits, but never
+    for more than `most_steps` optimizer steps (the staleness bound, where there is one).
+    """
+
+    def __init__(
+        self,
+        share: float,
+        *,
+        most_steps: int | None = None,
+        window_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._share = share
+        self._most_steps = most_steps
+        self._window_seconds = window_seconds
+        self._clock = clock
+        self._publishes: deque[tuple[float, int, int]] = deque()
+
+    def note(self, report: PublishReport) -> None:
+        self._publishes.append((self._clock(), report.recomputed_tokens, report.generated_tokens))
+
+    def recomputed_fraction(self) -> float:
+        """Return recomputed over generated tokens for the publishes within the window."""
+        oldest = self._clock() - self._window_seconds
+        while self._publishes and self._publishes[0][0] < oldest:
+            self._publishes.popleft()
+        recomputed = sum(entry[1] for entry in self._publishes)
+        return recomputed / max(1, sum(entry[2] for entry in self._publishes)) if recomputed else 0.0
+
+    def allows(self, steps_since_publish: int) -> bool:
+        """Return True if a publish may happen now, that many optimizer steps after the last one."""
+        if steps_since_publish < 1:
+            return False
+        if self._most_steps is not None and steps_since_publish >= max(1, self._most_steps):
+            return True
+        return self.recomputed_fraction() <= self._share

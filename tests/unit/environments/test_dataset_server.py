@@ -1,0 +1,222 @@
+"""A data set of any usual form trains with rewards that are named on the command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from environments.dataset_server import DatasetEnv, load_rows, make_row
+from environments.rewards import make_reward
+from environments.rewards.protocol import RewardUnknown, score_samples
+from environments.sdk.config import APIServerConfig
+from environments.sdk.errors import GoldMissing
+from environments.sdk.runtime.cli import read_command
+from environments.sdk.server_manager import ServerManager
+from environments.sdk.session.tokens_and_masks import record_samples
+from environments.sdk.testing import FakeInference, InProcess
+from environments.tasks.data import DataUnusable
+
+pytestmark = pytest.mark.anyio
+
+ANSWERS = ["short", "an answer.", "a longer answer"]
+SERVER = APIServerConfig(server_type="vllm", base_url="http://fake/v1")
+
+REWARDS = '''
+import numpy as np
+
+def ends_properly(samples):
+    """The signature of this project, and of the guide for TRL."""
+    return np.array([float(s["completion"].strip().endswith(".")) for s in samples], dtype=np.float32)
+
+def mentions_topic(prompts, completions, topic, **kwargs):
+    return [float(word in text) for text, word in zip(completions, topic)]
+
+async def counts(completions, **kwargs):
+    return [None if "short" in str(c) else float(len(c)) for c in completions]
+
+def shows(prompts, completions, completion_ids, topic):
+    return [len(ids) + 10 * len(completions) for ids in completion_ids]
+
+def far_too_large(samples):
+    return [50.0 + len(s["completion"]) for s in samples]
+'''
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+def write(path: Path, *rows):
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+@pytest.fixture
+def make(tokenizer_folder, tmp_path):
+    """Return a function that sets an environment up from flags, as the command line gives them."""
+
+    async def build(row, *flags):
+        data = write(tmp_path / "data.jsonl", row)
+        given = ["--env.data_path", str(data), "--env.val_data_path", str(data), "--env.group_size", "3"]
+        command = read_command(DatasetEnv, "serve", [*given, "--env.tokenizer_name", str(tokenizer_folder), *flags])
+        env = DatasetEnv(command.env, command.servers)
+        asked = []
+
+        def answer(prompt, index):
+            asked.append(env.tokenizer.decode(prompt))
+            return [*env.tokenizer.encode(ANSWERS[index]), 1]
+
+        transport = InProcess(FakeInference(answer, end=1))
+        env.server = ServerManager([SERVER], load_tokenizer=lambda: env.tokenizer, transport=transport)
+        await env.setup()
+        return env, asked
+
+    return build
+
+
+async def scores_of(env):
+    group, _ = await env.collect_trajectories(await env.get_next_item())
+    return group["scores"]
+
+
+@pytest.mark.parametrize(
+    ("record", "question", "answer", "roles"),
+    [
+        ({"prompt": "p"}, "p", "", []),
+        ({"prompt": "p", "completion": "c"}, "p", "c", []),
+        ({"question": "q", "answer": 7, "level": 3}, "q", "7", []),
+        ({"prompt": [{"role": "user", "content": "u"}], "ground_truth": "g"}, "u", "g", ["user"]),
+        (
+            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+            "u",
+            "",
+            ["system", "user"],
+        ),
+        (
+            {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]},
+            "u",
+            "a",
+            ["user"],
+        ),
+    ],
+)
+async def test_every_usual_form_of_a_row_is_read(record, question, answer, roles):
+    row = make_row(record, "here")
+    assert (row.question, row.answer, [message["role"] for message in row.messages]) == (question, answer, roles)
+    assert {*row.columns} == {*record} - {"prompt", "messages", "question"}
+
+
+@pytest.mark.parametrize(
+    ("record", "column", "said"),
+    [
+        ({"text": "x"}, None, "its columns are text. Name the prompt's with --env.prompt_column"),
+        ({"prompt": "x"}, "text", "no prompt under text"),
+        ({"prompt": 5}, None, "text or a list of messages with role and content, not 5"),
+        ({"messages": [{"from": "human"}]}, None, "text or a list of messages"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, None, "nothing to answer"),
+        (["x"], None, "an object with columns"),
+    ],
+)
+async def test_a_row_without_a_prompt_is_named_with_its_place(tmp_path, record, column, said):
+    path = write(tmp_path / "data.jsonl", {"prompt": "fine", "text": "fine"}, record)
+    with pytest.raises(DataUnusable, match=r"data\.jsonl:2") as raised:
+        load_rows(path, "train", prompt_column=column)
+    assert said in str(raised.value)
+
+
+async def test_a_reward_of_a_file_in_the_projects_own_signature_scores(make, rewards):
+    env, _ = await make({"prompt": "p"}, "--env.reward", f"{rewards}:ends_properly")
+    assert await scores_of(env) == [0.0, 1.0, 0.0]
+
+
+async def test_a_reward_with_trls_signature_gets_the_columns(make, rewards):
+    row = {"prompt": "p", "topic": "longer"}
+    env, asked = await make(row, "--env.reward", f"{rewards}:mentions_topic", "--env.prompt_form", "text")
+    assert await scores_of(env) == [0.0, 0.0, 1.0]
+    assert {*asked} == {"p"}, "a prompt that is text is continued"
+
+
+async def test_a_chats_completions_are_messages_and_a_reward_may_be_async_and_not_apply(make, rewards):
+    chat = {"messages": [{"role": "user", "content": "u"}]}
+    env, _ = await make(chat, "--env.reward", f"{rewards}:counts")
+    assert await scores_of(env) == [0.0, 1.0, 1.0], "one message each; the first is None"
+
+
+async def test_a_function_without_keywords_gets_only_what_it_names(rewards):
+    reward = make_reward(f"{rewards}:shows")
+    sample = {"prompt": "p", "completion": "c", "completion_ids": [1, 2], "topic": "t", "other": 5}
+    assert await score_samples(reward, [sample, sample]) == [22.0, 22.0]
+
+
+async def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text("def one(samples):\n    return [1.0] * len(samples)\n")
+    monkeypatch.chdir(tmp_path)
+    assert await score_samples(make_reward("own_rewards:one"), ["x"]) == [1.0]
+
+
+async def test_a_system_prompt_is_in_the_tokens_unless_the_data_has_its_own(make, tmp_path):
+    (tmp_path / "system.txt").write_text("Be brief and kind.\n")
+    flags = ["--env.reward", "format", "--env.system_prompt"]
+    env, asked = await make({"prompt": "p"}, *flags, str(tmp_path / "system.txt"))
+    await scores_of(env)
+    assert "Be brief and kind." in asked[0]
+    env, asked = await make({"prompt": "p"}, *flags, "Be brief. " * 100)
+    await scores_of(env)
+    assert asked[0].count("Be brief.") == 100, "a text that is too long for a name of a file"
+    own = {"messages": [{"role": "system", "content": "own"}, {"role": "user", "content": "p"}]}
+    env, asked = await make(own, *flags, "Another.")
+    await scores_of(env)
+    assert "own" in asked[0]
+    assert "Another." not in asked[0]
+
+
+async def test_rewards_are_weighed_logged_by_part_and_advised_on_once(make, rewards, caplog):
+    large = json.dumps({"name": f"{rewards}:far_too_large", "label": "large"})
+    target = '{"name": "length_target", "weight": 0.5, "params": {"target": 8, "tolerance": 8, "unit": "characters"}}'
+    env, _ = await make({"prompt": "p"}, "--env.reward", large, target)
+    logged = []
+    env.log_metrics = lambda metrics, step: logged.append(metrics)
+    scores = await scores_of(env)
+    assert scores[0] == pytest.approx(55.0 + 0.5 * (1 - 3 / 8))
+    with caplog.at_level(logging.WARNING):
+        await env.wandb_log()
+        await scores_of(env)
+        await env.wandb_log()
+    assert logged[0][env._prefixed("reward/large")] == pytest.approx(50 + sum(map(len, ANSWERS)) / 3)
+    assert env._prefixed("reward/length_target") in logged[1]
+    assert sum("±5" in record.message for record in caplog.records) == 1
+
+
+async def test_an_evaluation_has_the_mean_of_the_reward_and_of_its_parts(make, rewards):
+    env, _ = await make({"prompt": "p", "answer": "7"}, "--env.reward", f"{rewards}:ends_properly", "format")
+    with record_samples("eval"):
+        sample = await env.attempt(env.held_out[0])
+    assert (sample["gold"], sample["text"], sample["reward"]) == ("7", "short", 0.0)
+    metrics = env.evaluation_metrics([sample, {**sample, "reward": 1.0}])
+    assert metrics["eval/reward"] == 0.5
+    parts = {name for name in metrics if name.startswith("eval/reward/")}
+    assert parts == {"eval/reward/ends_properly", "eval/reward/format"}
+
+
+async def test_a_misspelt_reward_ends_the_start_with_those_that_there_are(make, rewards, tmp_path):
+    with pytest.raises(RewardUnknown, match="did you mean format"):
+        await make({"no prompt": 1}, "--env.reward", "formt")
+    with pytest.raises(RewardUnknown, match="nowhere"):
+        await make({"prompt": "p"}, "--env.reward", f"{tmp_path}/nowhere.py:f")
+    (tmp_path / "broken.py").write_text("undefined_name\n")
+    with pytest.raises(RewardUnknown, match="NameError: name 'undefined_name'"):
+        await make({"prompt": "p"}, "--env.reward", f"{tmp_path}/broken.py:f")
+    with pytest.raises(RewardUnknown, match="no_such"):
+        await make({"prompt": "p"}, "--env.reward", f"{rewards}:no_such")
+
+
+async def test_validate_says_that_only_the_user_knows_right_answers(make, rewards):
+    env, _ = await make({"prompt": "p"}, "--env.reward", f"{rewards}:ends_properly")
+    with pytest.raises(GoldMissing):
+        list(env.gold_items())
