@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,18 +27,29 @@ def decode_under_publishes(reference, wait_until):
             weights[answer["version"]] = new
             return answer
 
+        published = threading.Event()
+
+        def ask(number):
+            """Ask again until the last publish: one request each can be over before 32 were ever seen together."""
+            replies = []
+            while not (published.is_set() and replies):
+                length = lengths[number]
+                reply = server.generate(prompts[number], max_tokens=length, ignore_eos=True, compact=True)
+                replies.append(reply)
+            return replies
+
         publish()
+        lengths = [rng.randrange(output_tokens // 2, output_tokens) for _ in prompts]
         with ThreadPoolExecutor(SEQUENCES) as pool:
-            lengths = [rng.randrange(output_tokens // 2, output_tokens) for _ in prompts]
-            pending = [
-                pool.submit(server.generate, prompt, max_tokens=length, ignore_eos=True, compact=True)
-                for prompt, length in zip(prompts, lengths, strict=True)
-            ]
-            wait_until(lambda: server.debug()["requests_inside"] >= inside)
-            answers = []
-            for _ in range(publishes):
-                answers.append(publish())
-                time.sleep(0.05)
-            return [future.result() for future in pending], answers, weights
+            pending = [pool.submit(ask, number) for number in range(SEQUENCES)]
+            try:
+                wait_until(lambda: server.debug()["requests_inside"] >= inside, 120)
+                answers = []
+                for _ in range(publishes):
+                    answers.append(publish())
+                    time.sleep(0.05)
+            finally:
+                published.set()
+            return [reply for future in pending for reply in future.result()], answers, weights
 
     return decode
