@@ -138,9 +138,9 @@ async def test_nobody_may_write_without_a_publish(fence, header):
 
 
 async def test_a_renewed_lease_holds(fence, header):
-    publish_id = await begin(fence, lease_seconds=0.1)
+    publish_id = await begin(fence, lease_seconds=1.0)
     for _ in range(4):
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
         fence.renew(publish_id)
     header.begin_write(1)
     header.end_write(1)

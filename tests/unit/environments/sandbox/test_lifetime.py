@@ -74,7 +74,7 @@ def tool(request):
 
 @pytest.mark.parametrize("ending", ["", "time.sleep(60)"], ids=["ended", "timed out"])
 async def test_processes_that_hide_end_with_the_code(tool, mark, ending):
-    tool.wall_seconds = 2.0 if ending else 10.0
+    tool.wall_seconds = 4.0 if ending else 10.0
     result = await tool.run(HIDING.format(mark=mark, ending=ending))
     assert "left behind" in result.output
     assert result.timed_out == bool(ending)
