@@ -30,6 +30,7 @@ LONG = {
     "ATROPOS_CROWD": "20000",
     "ATROPOS_DEMO_MODES": "lora_only,lora_restart,none,broadcast",
     "ATROPOS_FAMILIES": "all",
+    "ATROPOS_FLAGS": "all",
     "ATROPOS_GENERATED_CLIENT": "1",
     "ATROPOS_HANDOVER_STEPS": "40",
     "ATROPOS_HUB_WAITS": "1",

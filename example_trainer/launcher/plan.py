@@ -28,6 +28,7 @@ from example_trainer.launcher.endpoints import (
 from example_trainer.launcher.run_dir import RunDir, as_plain_data
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, EnvironmentSettings, RunSettings, SectionFlags, merge
 from example_trainer.options.publish import served_rank, versions_kept
+from example_trainer.options.without_effect import SERVER_FIELDS
 from example_trainer.processes.child import ChildSpec
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.processes.tree import PACKAGE_ROOT, python_path
@@ -183,7 +184,10 @@ class _Builder:
 
     def trainer(self) -> ChildSpec:
         config = self.settings.trainer
-        asked = config.model_dump(mode="json", exclude_unset=True, exclude=set(LAUNCHER_FIELDS))
+        outlives = config.mode.server_outlives_publish
+        # The servers have them from the launcher; the trainer would warn that it has no use for them.
+        given = SERVER_FIELDS if outlives and self.places.vllm_ports else ()
+        asked = config.model_dump(mode="json", exclude_unset=True, exclude={*LAUNCHER_FIELDS, *given})
         settled: dict[str, Any] = {
             "model_name": self.model,
             "weight_bridge_mode": config.weight_bridge_mode,
@@ -196,7 +200,6 @@ class _Builder:
             settled["inference_urls"] = list(self.places.vllm_urls)
         elif config.shares_memory:
             settled["vllm_config_path"] = str(self._manifest)
-        outlives = config.mode.server_outlives_publish
         if config.mode.awaits_policy:
             settled["start_vllm"] = "never"
         path = self._write(TRAINER, {TRAINER: asked | settled})

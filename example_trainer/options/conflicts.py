@@ -236,31 +236,3 @@ def _refuse_lora(config: TrainingOptions) -> str | None:
             "use --weight-bridge-mode lora_restart, which serves the values that the trainer computes with"
         )
     return None
-
-
-def settings_without_effect(config: TrainingOptions) -> list[str]:
-    """Return a sentence for each setting that was changed and does nothing in this weight sync mode."""
-    mode, several = config.mode, config.num_inference_nodes > 0
-    rules = (
-        ("vllm_restart_interval", not mode.server_outlives_publish or mode.interval_if_set, "each step is published"),
-        ("in_flight", mode.shares_memory, "requests end under the weights that they began with, or are restarted"),
-        (
-            "sync_budget",
-            mode.shares_memory and config.forwards_from_masters,
-            "it spaces publishes where a forward reads the masters",
-        ),
-        ("forward_weights", mode.shares_memory, "the forward reads the trainer's own weights"),
-        ("drain_seconds", mode.name != "lora_only", "an adapter is swapped while requests go on"),
-        ("vllm_config_path", config.shares_memory, "no memory is shared"),
-        ("restart_method", not mode.server_outlives_publish, "the server is not restarted"),
-        ("start_vllm", mode.name == "lora_only" and not several, "only lora_only starts a server where none answers"),
-        ("broadcast_backend", config.broadcasts, "weights are broadcast in shared_vllm with --num-inference-nodes"),
-    )
-    changed = [
-        (field, why)
-        for field, counts, why in rules
-        if not counts and getattr(config, field) != type(config).model_fields[field].default
-    ]
-    return [
-        f"{flag(field)} {getattr(config, field)} has no effect in mode {mode.name}: {why}" for field, why in changed
-    ]

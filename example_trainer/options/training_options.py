@@ -17,11 +17,11 @@ from atropos_api.common.identity import Address
 from atropos_api.common.option_flags import aliases
 from atropos_api.common.secrets import SECRET
 from example_trainer.monitoring.health import ANY_SIGN, parse_limits, sign_names
-from example_trainer.options.conflicts import settings_without_effect
 from example_trainer.options.model import BatchOptions, LoraOptions, ModelOptions, OptimizerOptions
 from example_trainer.options.objective import ObjectiveOptions
 from example_trainer.options.presets import CourseOptions, PresetOptions
 from example_trainer.options.publish import PublishOptions
+from example_trainer.options.without_effect import settings_without_effect
 
 MOST_SERVERS = 512
 LARGEST_SEED = 2**32 - 1
