@@ -47,7 +47,7 @@ class HotswapOptions:
     """Options to start a server with if none answers; None: wait for one."""
     wait_timeout_seconds: float = 600.0
     versions_kept: int = USUAL_STALENESS + 2
-    sync_check_every: int = 0
+    sync_check_every: int | None = 0
 
 
 class LoraHotswapBridge(WeightBridge):

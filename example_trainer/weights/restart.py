@@ -47,7 +47,7 @@ class RestartOptions:
     method: Literal["restart", "reload"] = "restart"
     adapter_arguments: Sequence[str] = ()
     """Extra arguments for starting a server of adapters."""
-    sync_check_every: int = 0
+    sync_check_every: int | None = 0
 
 
 class RestartBridge(WeightBridge):

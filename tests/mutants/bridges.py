@@ -33,7 +33,7 @@ _SENT = "unit/weights/test_adapter_payload.py::test_"
 _STOCK = "unit/weights/test_adapter_target.py::test_"
 _RESTARTED = "unit/weights/test_restart.py::test_"
 _ALL = "unit/weights/test_broadcast.py::test_"
-_SPACED = "unit/weights/test_budget.py::test_"
+_SPACED = "unit/weights/test_publish_loop.py::test_"
 
 BRIDGES: tuple[Mutant, ...] = (
     # Shared weights: what a publish writes, and when
