@@ -20,7 +20,8 @@ PUBLISHED_FORMS: Mapping[str, Mapping[str, object]] = {
 }
 """Settings, besides the surrogate, that a loss type takes from its paper unless the user sets them."""
 
-_OWN_LOSS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""A part of the user's own, named as `package.module:function`."""
 
 
 class ObjectiveOptions(BaseModel):
@@ -151,7 +152,7 @@ class ObjectiveOptions(BaseModel):
     @classmethod
     def _check_loss_type(cls, value: str) -> str:
         known = get_args(LossType)
-        if value in known or _OWN_LOSS.fullmatch(value):
+        if value in known or IMPORT_PATH.fullmatch(value):
             return value
         raise ValueError(f"{value} is not a loss type; use one of {', '.join(known)}, or package.module:function")
 
