@@ -22,6 +22,18 @@ REWARD_STD: Final = "reward/std"
 REWARD_OVERLONG_PENALTY: Final = "reward/overlong_penalty"
 """Mean of what --overlong-penalty added to the rewards, which are logged without it."""
 
+# Advantages of all sequences of the batch, 0 for those without a training signal
+ADVANTAGE_MEAN: Final = "advantages/mean"
+"""Mean; 0 if every group is whole, since each group's own mean is its baseline."""
+ADVANTAGE_STD: Final = "advantages/std"
+"""Population standard deviation; about 1 where --advantage-norm divides, less the more groups have no signal."""
+ADVANTAGE_MIN: Final = "advantages/min"
+"""The smallest."""
+ADVANTAGE_MAX: Final = "advantages/max"
+"""The largest."""
+ADVANTAGE_ZERO_GROUPS: Final = "advantages/zero_group_fraction"
+"""Share of groups whose advantages are all 0: their rewards are equal, so nothing is learned from them."""
+
 # Lengths and contents, in tokens sampled by the model
 RESPONSE_LENGTH_MEAN: Final = "response/length_mean"
 """Mean over all sequences of the batch."""

@@ -134,6 +134,7 @@ def describe(batch: Batch, training: TrainingBatch) -> PreparedBatch:
     metrics = _length_metrics(lengths, [len(row.targets) for row in training.rows])
     metrics[names.RESPONSE_REPETITION] = repetition(answers)
     metrics |= _share_metrics(training, sum(lengths))
+    metrics |= advantage_metrics(training.advantages)
     metrics |= _environment_metrics(batch.groups)
     return PreparedBatch(training=training, whole=training, metrics=metrics)
 
@@ -177,6 +178,18 @@ def _share_metrics(training: TrainingBatch, sampled_tokens: int) -> dict[str, fl
         names.REWARD_OVERLONG_PENALTY: training.overlong_penalty,
         names.NO_SIGNAL_FRACTION: training.counts.get("no_signal", 0) / max(1, sequences),
         **{names.LEFT_OUT.format(cause=cause): float(count) for cause, count in training.counts.items()},
+    }
+
+
+def advantage_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return statistics of the advantages of all sequences, and the share of groups in which all are 0."""
+    values = np.asarray([value for group in groups for value in group], dtype=np.float64)
+    return {
+        names.ADVANTAGE_MEAN: float(values.mean()),
+        names.ADVANTAGE_STD: float(values.std()),
+        names.ADVANTAGE_MIN: float(values.min()),
+        names.ADVANTAGE_MAX: float(values.max()),
+        names.ADVANTAGE_ZERO_GROUPS: sum(not any(group) for group in groups) / len(groups),
     }
 
 
