@@ -113,7 +113,7 @@ class TrainingBatch:
     rewards: list[float]
     """Rewards of all sequences of the batch, trained or not."""
     advantages: list[list[float]]
-    """Advantages of all sequences by group, trained or not; the mean over its tokens where an environment gives them."""
+    """Advantages of all sequences by group, trained or not; the mean over tokens where an environment gives them."""
     response_lengths: list[int]
     """Number of sampled tokens of every sequence, counted by its mask."""
     counts: dict[str, int] = field(default_factory=dict)
