@@ -75,6 +75,18 @@ class ObjectiveOptions(BaseModel):
         description="Mask tokens of negative advantage in sequences whose mean log-ratio, sampler to policy, is "
         "above this; None: off.",
     )
+    staleness_mask: int | None = Field(
+        None,
+        ge=0,
+        description="Mask tokens whose policy version is more than this many steps old, each by its own version: the "
+        "older part of an answer that was sampled across publishes; None: off.",
+    )
+    staleness_decay: float = Field(
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="Weight of a token's loss: this to the power of its version's age in steps; 1: no weight.",
+    )
     kl_coef: float = Field(
         0.0,
         ge=0.0,

@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 from atropos_api.common import metric_names as names
 from atropos_api.wire import Batch, Group
 from example_trainer.data import MASKED, TrainingBatch
-from example_trainer.objective.metrics import reward_metrics, staleness_metrics
+from example_trainer.objective.metrics import reward_metrics, staleness_metrics, token_ages
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from example_trainer.data import TrainingBatch
     from example_trainer.state import Progress
     from example_trainer.training import StepResult
@@ -73,7 +75,12 @@ class StepClock:
 def measure(batch: TrainingBatch, result: StepResult, progress: Progress) -> dict[str, float]:
     """Return the step's training metrics and its batch's rewards and staleness, counted from the step before."""
     metrics = reward_metrics(batch.rewards, batch.response_lengths) | result.metrics
-    return metrics | staleness_metrics(batch.targets.version_bounds, progress.steps_by_version, progress.step)
+    return metrics | staleness_metrics(ages_of(batch, progress))
+
+
+def ages_of(batch: TrainingBatch, progress: Progress) -> Tensor:
+    """Return `[N]` the ages of a batch's trained tokens, in steps up to the weights that it is trained on."""
+    return token_ages(batch.targets.version_bounds, progress.steps_by_version, progress.step)
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
