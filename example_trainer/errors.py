@@ -38,7 +38,7 @@ class UnusableLoss(TrainerError):
 
 
 class OptimizerUnavailable(TrainerError):
-    """The optimizer asked for needs a package that is not installed."""
+    """The optimizer asked for needs a package that is not installed, or is the user's own and does not work."""
 
 
 class CheckpointError(TrainerError):

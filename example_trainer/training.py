@@ -30,7 +30,7 @@ from example_trainer.modeling.logprobs import head_of, token_logprobs
 from example_trainer.modeling.micro_batches import (
     ROW_MULTIPLE,
     LayoutKind,
-    PackedMicroBatch,
+    PackedBatch,
     Row,
     empty_micro_batch,
     forward_hidden,
@@ -233,7 +233,7 @@ class Learner:
         passed.totals = sum_by_name(self.ranks.gather(dict(passed.totals)))
         return passed
 
-    def _backward(self, micro: PackedMicroBatch, targets: Targets, weights: Tensor, passed: Gradients) -> None:
+    def _backward(self, micro: PackedBatch, targets: Targets, weights: Tensor, passed: Gradients) -> None:
         """Run forward and backward of one micro-batch; add the results to `passed` and to the gradients."""
         at = micro.target_index
         logprobs, entropies = self._forward(micro, targets, self.objective.labels(targets, at))
@@ -252,11 +252,11 @@ class Learner:
         passed.totals[_USEFUL] += micro.useful_tokens
         passed.totals[_COMPUTED] += micro.computed_tokens
 
-    def _forward(self, micro: PackedMicroBatch, targets: Targets, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(self, micro: PackedBatch, targets: Targets, labels: Tensor) -> tuple[Tensor, Tensor]:
         temperatures = targets.temperatures[micro.target_index]
         return self.policy.compute(_logprobs, micro, labels, temperatures, self.settings.chunk_tokens)
 
-    def _micro_batches(self, rows: Sequence[Row]) -> list[PackedMicroBatch]:
+    def _micro_batches(self, rows: Sequence[Row]) -> list[PackedBatch]:
         """Return the packed `rows`, padded with empty micro-batches to the same number on every rank.
 
         Forwards of sharded weights need all ranks, and the check for a stop must come equally often on each.
@@ -315,7 +315,7 @@ class Learner:
 
 
 def _logprobs(
-    module: Any, micro: PackedMicroBatch, labels: Tensor, temperatures: Tensor, chunk_tokens: int
+    module: Any, micro: PackedBatch, labels: Tensor, temperatures: Tensor, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Run a forward of `module`; return logprobs of `labels` and entropies at a micro-batch's trained tokens."""
     weight, bias = head_of(module)

@@ -13,13 +13,15 @@ VERBS = {
     "dpo": "OUT: write pairs of better and worse rollouts as a data set, from --groups FILE or --api-url URL",
     "env": "VERB: work on environments and their data, see atropos env --help",
     "replay": "FILE: train one saved batch again, from the checkpoint before it",
-    "report": "RUN: print the summary of a run directory, redraw its picture and its pages of rollouts",
+    "report": "RUN: print the summary of a run directory, redraw its picture and its pages of rollouts; "
+    "--cost-per-hour PRICE adds the cost",
     "sft": "OUT: write the best rollouts as a data set, from --groups FILE or --api-url URL",
     "top": "URL: watch a broker",
     "view": "[FILE]: a local page of the groups that come in",
 }
 
 
+PRICE_FLAG = "--cost-per-hour"
 OWN_HELP = frozenset({"doctor", "dpo", "env", "replay", "sft", "top", "view"})
 
 
@@ -96,11 +98,25 @@ def _report(rest: list[str]) -> int:
 
     from example_trainer.launcher.summary import as_table, draw, read_timeline, summarise, write_rollout_pages
 
+    rest, cost_per_hour = _take_price(rest)
     run_dir = Path(_one_operand("report", rest))
-    summary = summarise(run_dir, timeline=read_timeline(run_dir))
+    summary = summarise(run_dir, timeline=read_timeline(run_dir), cost_per_hour=cost_per_hour)
     Console().print(as_table(summary))
     sys.stdout.writelines(f"{line}\n" for line in (f"picture: {draw(run_dir)}", *write_rollout_pages(run_dir)))
     return 0
+
+
+def _take_price(rest: list[str]) -> tuple[list[str], float | None]:
+    """Return the arguments without `--cost-per-hour PRICE`, and the price if there is one."""
+    if PRICE_FLAG not in rest:
+        return rest, None
+    at = rest.index(PRICE_FLAG)
+    given = rest[at + 1 : at + 2]
+    try:
+        (price,) = map(float, given)
+    except ValueError:
+        raise ConfigError(f"{PRICE_FLAG} {' '.join(given)} is no price; give a number, {PRICE_FLAG} 2.5") from None
+    return rest[:at] + rest[at + 2 :], price
 
 
 def _replay(rest: list[str]) -> int:

@@ -24,6 +24,7 @@ from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_fla
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
 from example_trainer.launcher.supervisor import Supervisor
+from example_trainer.launcher.totals import processor_use
 from example_trainer.monitoring.trackers import MetricsTail
 from example_trainer.processes.child import ChildFailed, ChildSpec
 from example_trainer.processes.tree import adopt_orphans, is_alive, python_path
@@ -218,8 +219,9 @@ class Launch:
         except ChildFailed as error:
             self.notes.append(f"reward.png could not be drawn: {error}")
         timeline = {"start": self.started_at, "end": time.time(), **_reached(snapshot), **snapshot.marks}
+        timeline |= processor_use()
         write_json(self.run.timeline, timeline)
-        summary = summarise(self.run.root, timeline=timeline)
+        summary = summarise(self.run.root, timeline=timeline, cost_per_hour=self.settings.trainer.cost_per_hour)
         summary.write(self.run.root)
         self.pages = write_rollout_pages(self.run.root)
         return summary

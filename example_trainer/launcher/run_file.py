@@ -48,6 +48,9 @@ class RunConfig(TrainingConfig):
     progress: Literal["auto", "live", "plain"] = Field(
         "auto", description="live: one view that is redrawn; plain: one line per step; auto: live on a terminal."
     )
+    cost_per_hour: float | None = Field(
+        None, ge=0.0, description="Price of all machines per hour, in any currency: the summary then tells the cost."
+    )
 
 
 LAUNCHER_FIELDS = frozenset(RunConfig.model_fields) - frozenset(TrainingConfig.model_fields)

@@ -9,15 +9,25 @@ nearest bf16 number loses every update below half the spacing at its weight, whi
 them. With stochastic rounding an update of a tenth of the spacing moves the weight one time in ten, so the sum over
 steps equals the exact one in expectation (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"). A
 single run has the variance of this rounding: fp32 masters are better if there is memory for them.
+
+An optimizer of the user's own is named by its import path:
+
+    # my_pkg/my_module.py
+    def my_optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.betas[0])
+
+`--optimizer my_pkg.my_module:my_optimizer` steps with it. `groups` are parameter groups with their weight decay; the
+trainer sets each group's `lr` before every step, clips gradients and saves the optimizer's `state_dict`.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +142,8 @@ class OptimizerSettings:
     It keeps no first moment, and decays the second by its own rule.
     """
 
-    name: Literal["adamw", "adamw_8bit", "adafactor"]
+    name: str
+    """A key of `OPTIMIZERS`, or `package.module:function`."""
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -155,14 +166,45 @@ def optimizer_settings(config: TrainingConfig) -> OptimizerSettings:
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Return the named optimizer; its states are on the device of the parameters.
 
-    Raises `OptimizerUnavailable` if its package cannot be imported or cannot step on that device.
+    Raises `OptimizerUnavailable` if it cannot be imported or cannot step on that device.
     """
     trained = list(parameters)
     groups = _decay_groups(trained, settings.weight_decay)
-    make = partial(_MAKERS[settings.name], settings=settings)
+    maker = OPTIMIZERS.get(settings.name) or load_own_optimizer(settings, trained[0].device)
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return maker(groups, settings)
+
     if any(parameter.dtype == torch.bfloat16 for parameter in trained):
         return StochasticRounding(groups, make, seed=settings.seed)
     return make(groups)
+
+
+def load_own_optimizer(settings: OptimizerSettings, device: torch.device) -> OptimizerMaker:
+    """Import `package.module:function` and step a small matrix and vector with it; raise if either fails."""
+    flag = f"--optimizer {settings.name}"
+    module_name, _, function_name = settings.name.partition(":")
+    try:
+        maker: OptimizerMaker = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise OptimizerUnavailable(f"{flag} cannot be imported: {error}; check the path, and PYTHONPATH") from error
+    tried = [nn.Parameter(torch.ones(shape, device=device)) for shape in ((4, 4), (4,))]
+    for parameter in tried:
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer = maker(_decay_groups(tried, settings.weight_decay), replace(settings, lr=1e-3))
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        set_lr(optimizer, 1e-3)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    except Exception as error:
+        raise OptimizerUnavailable(
+            f"{flag} fails on a small matrix: {error!r}; give it the signature of the example in "
+            "docs/reference/library.md"
+        ) from error
+    if held != {id(parameter) for parameter in tried} or any(bool((each == 1).all()) for each in tried):
+        raise OptimizerUnavailable(f"{flag} leaves parameters where they are; let it step all that it is given")
+    return maker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,4 +300,8 @@ def _step_once(make: Any, device: torch.device) -> None:
     make([probe]).step()
 
 
-_MAKERS = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
+OptimizerMaker: TypeAlias = Callable[[list[dict[str, Any]], OptimizerSettings], torch.optim.Optimizer]
+"""A function from parameter groups and settings to an optimizer over them."""
+
+OPTIMIZERS: Mapping[str, OptimizerMaker] = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
+"""The registry of optimizers by the names of `--optimizer`."""

@@ -5,11 +5,14 @@ They are part of `TrainingConfig`; importing this module loads no torch.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from atropos_api.common.option_flags import aliases
+from example_trainer.options.objective import IMPORT_PATH
+
+OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
 
 class ModelOptions(BaseModel):
@@ -126,10 +129,11 @@ class BatchOptions(BaseModel):
 class OptimizerOptions(BaseModel):
     """The optimizer and its schedule."""
 
-    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
+    optimizer: OptimizerName | str = Field(
         "adamw_8bit",
-        description="adamw_8bit needs bitsandbytes. adafactor has an absolute rate and no --adam-* settings. bf16 with "
-        "stochastic rounding: any of them with --master-weights none.",
+        description="adamw_8bit needs bitsandbytes. adafactor has an absolute rate and no --adam-* settings. "
+        "package.module:function is an optimizer of your own. bf16 with stochastic rounding: any of them with "
+        "--master-weights none.",
     )
     lr: float = Field(1e-5, ge=0.0, description="Learning rate.", json_schema_extra=aliases("learning_rate"))
     adam_beta1: float = Field(0.9, ge=0.0, lt=1.0, description="First-moment decay.")
@@ -147,3 +151,11 @@ class OptimizerOptions(BaseModel):
     max_nonfinite_steps: int = Field(
         3, ge=1, description="Stop after this many steps in a row without a finite gradient."
     )
+
+    @field_validator("optimizer")
+    @classmethod
+    def _check_optimizer(cls, value: str) -> str:
+        known = get_args(OptimizerName)
+        if value in known or IMPORT_PATH.fullmatch(value):
+            return value
+        raise ValueError(f"{value} is not an optimizer; use one of {', '.join(known)}, or package.module:function")

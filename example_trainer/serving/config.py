@@ -147,6 +147,16 @@ class ServerConfig(BaseModel):
     def token(self, environ: Mapping[str, str]) -> str | None:
         return self.bridge_token or environ.get("ATROPOS_BRIDGE_TOKEN") or None
 
+    def warnings(self, gpu: Path = NVIDIA_DEVICE) -> list[str]:
+        """Return a sentence for each setting that is valid but often a mistake; `gpu` is there on a GPU machine."""
+        if self.enable_lora and self.enforce_eager and gpu.exists():
+            text = (
+                "--enforce-eager with --enable-lora gives up the speed of CUDA graphs, and adapters do not need it: "
+                "they are copied into buffers that the graphs read; leave --enforce-eager out"
+            )
+            return [text]
+        return []
+
 
 def read_config(argv: Sequence[str]) -> tuple[ServerConfig, list[str]]:
     """Return the server's own options, and the arguments left for vLLM."""

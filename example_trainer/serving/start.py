@@ -36,6 +36,8 @@ def run(argv: Sequence[str]) -> int:
     setup_logging("vllm-server")
     logging.getLogger("example_trainer").setLevel(logging.INFO)  # libraries change the level of the root logger
     _note_ignored()
+    for line in config.warnings():
+        logger.warning("%s", line)
     check_start(config, os.environ)
     sockets = open_sockets(config.host, config.port, os.environ)
     config = config.model_copy(update={"port": sockets.listening.getsockname()[1]})

@@ -26,7 +26,7 @@ SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 def test_a_run_trains_evaluates_sums_up_and_leaves_nothing(standins, traces) -> None:
-    launched = standins("--training-steps", "12")
+    launched = standins("--training-steps", "12", "--cost-per-hour", "3600")
     launched.wait_for_steps(1)
     tree = launched.tree()
     code, out, error = launched.end()
@@ -36,6 +36,9 @@ def test_a_run_trains_evaluates_sums_up_and_leaves_nothing(standins, traces) -> 
     for name in ("config.json", "metrics.jsonl", "summary.json", "reward.png", "configs/trainer.yaml", "logs/latest"):
         assert (launched.run_dir / name).exists(), name
     assert (launched.run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
+    totals = json.loads((launched.run_dir / "summary.json").read_text())["totals"]
+    assert totals["cost"] == pytest.approx(totals["seconds"], abs=0.01), "at one a second"
+    assert totals["cpu_seconds"] > 0
     record = json.loads((launched.run_dir / "config.json").read_text())
     assert set(record["programs"]) == {"broker", "vllm", "environment", "trainer"}
     assert traces(launched, tree) == []

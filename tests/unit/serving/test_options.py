@@ -9,7 +9,7 @@ import pytest
 
 from example_trainer.errors import CannotServe
 from example_trainer.processes.ports import ServerSockets, listen
-from example_trainer.serving import startup
+from example_trainer.serving import start, startup
 from example_trainer.serving.config import (
     ServerConfig,
     kv_budget_on_cpu,
@@ -212,3 +212,32 @@ def test_a_server_says_that_it_starts_unless_its_clients_expect_a_certificate_fi
     with listen("127.0.0.1", 0) as listening:
         assert _answers_while_starting(ServerSockets(listening), flags) is told
         assert not _answers_while_starting(ServerSockets(listening, predecessor=listening), flags)
+
+
+@pytest.mark.parametrize(
+    ("fields", "on_gpu", "warned"),
+    [
+        ({"enable_lora": True, "enforce_eager": True}, True, True),
+        ({"enable_lora": True, "enforce_eager": True}, False, False),
+        ({"enable_lora": True}, True, False),
+        ({"enforce_eager": True}, True, False),
+    ],
+)
+def test_eager_mode_with_adapters_is_remarked_on_a_gpu(tmp_path, fields, on_gpu, warned):
+    device = tmp_path / "nvidia0"
+    if on_gpu:
+        device.touch()
+    found = config(**fields).warnings(device)
+    assert bool(found) == warned
+    assert all("leave --enforce-eager out" in line for line in found)
+
+
+def test_remarks_are_logged_before_anything_is_loaded(monkeypatch, capfd):
+    def refuse(*_):
+        raise CannotServe("far enough")
+
+    monkeypatch.setattr(ServerConfig, "warnings", lambda _: ["a remark"])
+    monkeypatch.setattr(start, "check_start", refuse)
+    with pytest.raises(CannotServe, match="far enough"):
+        start.run(["--model", "m", "--enable-lora"])
+    assert "a remark" in capfd.readouterr().err
