@@ -32,6 +32,7 @@ from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.errors import ModelNotFound
 from example_trainer.launcher.run_dir import require_writable
 from example_trainer.launcher.run_file import trainer_settings
+from example_trainer.memory.fit import with_changes
 from example_trainer.memory.preflight import preflight
 from example_trainer.options.presets import find_environment_option
 
@@ -119,16 +120,16 @@ def run(argv: list[str]) -> int:
         TrainerCommand, own, prog=PROG, description=DESCRIPTION, defaults=settings_from(os.environ) | settings
     )
     asked = TrainingConfig(**command.model_dump(exclude={"dry_run"}, exclude_unset=True))
-    fitted = preflight(asked, starts_server=not asked.mode.server_outlives_publish)
-    config = settle_run_dir(fitted.config)
+    choice = preflight(asked, starts_server=not asked.mode.server_outlives_publish)
+    config = settle_run_dir(with_changes(asked, choice.changes))
     if command.dry_run:
         sys.stdout.write(json.dumps(public_settings(config), indent=2) + "\n")
         return 0
     require_model(config.model_name)
     setup_logging("trainer" if config.world_size == 1 else f"trainer {config.trainer_rank}")
     silence_unused_kernels(config)
-    if fitted.chosen:
-        logger.info("%s", fitted.chosen)
+    if choice.sentence:
+        logger.info("%s", choice.sentence)
     for warning in config.warnings():
         logger.warning("%s", warning)
     return _train(config)

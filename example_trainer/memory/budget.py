@@ -134,7 +134,10 @@ def adapter_parameters(shape: ModelShape, rank: int, targets: list[str] | None) 
 
 
 def server_needs(shape: ModelShape, config: TrainingOptions, *, cached_tokens: int) -> float:
-    """Return the bytes of one GPU that vLLM needs for the weights, its adapters and a cache of so many tokens."""
+    """Return the bytes that vLLM needs on one GPU for the weights, its adapters and a cache of so many tokens.
+
+    Several servers on this GPU, which divide `--gpu-memory-utilization` among them, count together.
+    """
     served = served_bytes(shape, config)
     weight_bytes = served if config.vllm_quantization is None else QUANTISED_BYTES.get(config.vllm_quantization, 0.5)
     adapters = 0
@@ -142,8 +145,9 @@ def server_needs(shape: ModelShape, config: TrainingOptions, *, cached_tokens: i
         kept = versions_kept(config.max_staleness) if config.weight_bridge_mode == "lora_only" else 1
         adapters = kept * shape.layers * adapter_parameters(shape, served_rank(config.lora_r), ["all-linear"])
     cache = shape.cache_bytes_per_token(served) * cached_tokens
-    split = weight_bytes * shape.parameters + served * adapters + cache
-    return split / config.vllm_tensor_parallel_size + SERVER_WORKSPACE_BYTES
+    split = (weight_bytes * shape.parameters + served * adapters + cache) / config.vllm_tensor_parallel_size
+    servers = config.num_inference_nodes if config.broadcasts and config.vllm_gpu is None else 1
+    return servers * (split + SERVER_WORKSPACE_BYTES)
 
 
 def _own_weights(shape: ModelShape, config: TrainingOptions, served: int, trained: int) -> float:

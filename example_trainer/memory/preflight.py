@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Generic
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -17,7 +16,7 @@ from example_trainer.errors import DoesNotFit
 from example_trainer.memory.fit import (
     GB,
     Card,
-    OptionsT,
+    Changes,
     as_flags,
     budget_on,
     card_after,
@@ -34,40 +33,36 @@ THIS_HOST = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fitted(Generic[OptionsT]):
-    """A configuration that fits as far as is known, and a sentence about what `--fit auto` chose, if anything."""
+class Choice:
+    """The flags that `--fit auto` chose: none if the run fits as it is, if nothing is known, or under another value."""
 
-    config: OptionsT
-    chosen: str | None = None
+    changes: Changes = field(default_factory=dict)
+    sentence: str | None = None
+    """A line for the log; None unless `--fit auto` had something to decide."""
 
 
-def preflight(
-    config: OptionsT, *, starts_server: bool, environment: Mapping[str, str] = os.environ
-) -> Fitted[OptionsT]:
-    """Return the configuration, under `--fit auto` with the flags that make it fit; raise `DoesNotFit` if it does not.
+def preflight(config: TrainingOptions, *, starts_server: bool, environment: Mapping[str, str] | None = None) -> Choice:
+    """Raise `DoesNotFit` if a run does not fit its GPU; under `--fit auto` return the changes with which it does.
 
-    `starts_server` says if the inference server will be started with this configuration's settings.
+    `starts_server` says if this configuration's settings are those that the inference server will be started with.
     """
     if config.fit == "off":
-        return Fitted(config=config)
-    gpu = trainer_gpu(config, environment)
+        return Choice()
+    gpu = trainer_gpu(config, os.environ if environment is None else environment)
     total_bytes = card_bytes(config, gpu)
     shape = None if total_bytes is None else local_shape(config.model_name)
     if total_bytes is None or shape is None:
-        return Fitted(config=config)
+        return Choice()
     card = card_of(shape, config, total_bytes, gpu=gpu, starts_server=starts_server)
     found = nearest(shape, config, card) if config.fit == "auto" else None
     if found is None:
         if reason := explain(shape, config, card):
             raise DoesNotFit(reason)
-        return Fitted(config=config)
-    fitted = with_changes(config, found)
-    needed = budget_on(shape, fitted, card_after(found, card))
-    said = as_flags(found) or "no flags: it fits as it is"
-    return Fitted(
-        config=fitted,
-        chosen=f"--fit auto chose {said} ({needed.total / GB:.1f} of {total_bytes / GB:.1f} GB on the GPU)",
-    )
+        return Choice()
+    needed = budget_on(shape, with_changes(config, found), card_after(found, card))
+    said = as_flags(found) or "no flag, since it fits as it is"
+    of = f"{needed.total / GB:.1f} of {total_bytes / GB:.1f} GB on the GPU"
+    return Choice(changes=found, sentence=f"--fit auto chose {said} ({of})")
 
 
 def trainer_gpu(config: TrainingOptions, environment: Mapping[str, str]) -> int:
