@@ -77,14 +77,19 @@ def explain(shape: ModelShape, config: TrainingOptions, card: Card) -> str | Non
     """Return the reason why a configuration does not fit, with the nearest one that does; None if it fits."""
     if fits(shape, config, card):
         return None
-    found = nearest(shape, config, card) or nearest(shape, config, card, trainings=OTHER_TRAININGS)
-    if found is None:
-        remedy = "nothing that this trainer can change fits: take a larger GPU, another one for vLLM (--vllm-gpu), "
-        return _problem(shape, config, card) + "; " + remedy + "shorter sequences or a smaller model"
-    needed = budget_on(shape, with_changes(config, found), card_after(found, card))
+    problem = _problem(shape, config, card)
+    if found := nearest(shape, config, card):
+        return (
+            f"{problem}; {_fitting(shape, config, card, found)}, or let --fit auto choose; --fit off skips this check"
+        )
+    if found := nearest(shape, config, card, trainings=OTHER_TRAININGS):
+        return (
+            f"{problem}; no flag makes this training fit, but {_fitting(shape, config, card, found)}; "
+            "--fit off skips this check"
+        )
     return (
-        f"{_problem(shape, config, card)}; {as_flags(found)} fits ({needed.total / GB:.1f} GB"
-        f"{_host_part(needed)}): --fit auto chooses among such flags itself, --fit off starts without this check"
+        f"{problem}; nothing that this trainer can change fits: take a larger GPU, another one for vLLM (--vllm-gpu), "
+        "shorter sequences or a smaller model; --fit off skips this check"
     )
 
 
@@ -179,8 +184,10 @@ def _problem(shape: ModelShape, config: TrainingOptions, card: Card) -> str:
     return f"--master-weights host needs {needed.host / GB:.1f} GB of host memory, and there are {host / GB:.1f}"
 
 
-def _host_part(needed: Budget) -> str:
-    return f" and {needed.host / GB:.1f} GB of host memory" if needed.host else ""
+def _fitting(shape: ModelShape, config: TrainingOptions, card: Card, changes: Changes) -> str:
+    needed = budget_on(shape, with_changes(config, changes), card_after(changes, card))
+    host = f" and {needed.host / GB:.1f} GB of host memory" if needed.host else ""
+    return f"{as_flags(changes)} fits ({needed.total / GB:.1f} GB{host})"
 
 
 def _lacks_in_share(shape: ModelShape, config: TrainingOptions, card: Card) -> float:
