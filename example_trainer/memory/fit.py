@@ -16,7 +16,7 @@ from importlib import util
 from typing import Any, TypeVar
 
 from atropos_api.common.option_flags import flag
-from example_trainer.memory.budget import Budget, budget, server_needs
+from example_trainer.memory.budget import OPTIMIZER_STATE_BYTES, Budget, budget, server_needs
 from example_trainer.memory.shapes import ModelShape, local_shape
 from example_trainer.options.conflicts import reason_to_refuse
 from example_trainer.options.training_options import TrainingOptions
@@ -104,7 +104,7 @@ def nearest(
         trainings = ({},) if config.trains_adapter else OF_FULL_WEIGHTS
     for training in trainings:
         weights = {name: value for name, value in training.items() if getattr(config, name) != value}
-        if (training and not weights) or not _can_be_made(weights):
+        if (training and not weights) or not _can_be_made(config, weights):
             continue
         for lowers_share in (False, True):
             for memory in _without_effect_on_results(config):
@@ -134,10 +134,9 @@ def budget_on(shape: ModelShape, config: TrainingOptions, card: Card) -> Budget:
     return budget(shape, config, server_bytes=card.share * card.total_bytes)
 
 
-def smallest_share(shape: ModelShape, config: TrainingOptions, card_bytes: float, *, sequences: int) -> float:
-    """Return vLLM's share, in hundredths, that holds the weights and a cache of so many sequences."""
-    needed = server_needs(shape, config, cached_tokens=sequences * config.max_model_len)
-    return math.ceil(100 * needed / card_bytes) / 100
+def least_share(shape: ModelShape, config: TrainingOptions, card_bytes: float) -> float:
+    """Return the share below which vLLM surely cannot start: the weights, and a cache of one sequence."""
+    return server_needs(shape, config, cached_tokens=config.max_model_len, workspace_bytes=0.0) / card_bytes
 
 
 def with_changes(config: OptionsT, changes: Changes) -> OptionsT:
@@ -193,11 +192,13 @@ def _fitting(shape: ModelShape, config: TrainingOptions, card: Card, changes: Ch
 def _lacks_in_share(shape: ModelShape, config: TrainingOptions, card: Card) -> float:
     if not card.share or not card.share_can_change:
         return 0.0
-    return server_needs(shape, config, cached_tokens=config.max_model_len) - card.share * card.total_bytes
+    return (least_share(shape, config, card.total_bytes) - card.share) * card.total_bytes
 
 
-def _can_be_made(weights: Changes) -> bool:
-    """Return True if the packages that these changes of the weights need are installed."""
+def _can_be_made(config: TrainingOptions, weights: Changes) -> bool:
+    """Return True if a change of the weights has its package here and replaces no optimizer of the user's own."""
+    if "optimizer" in weights and config.optimizer not in OPTIMIZER_STATE_BYTES:
+        return False
     needs = weights.get("optimizer") == "adamw_8bit" or weights.get("load_in_4bit")
     return not needs or util.find_spec("bitsandbytes") is not None
 
@@ -219,6 +220,7 @@ def _other_share(shape: ModelShape, config: TrainingOptions, card: Card) -> floa
     if not card.share or not card.share_can_change:
         return None
     room = math.floor(100 * (card.usable_bytes - budget_on(shape, config, card).trainer) / card.total_bytes) / 100
-    comfortable = smallest_share(shape, config, card.total_bytes, sequences=CACHED_SEQUENCES)
+    needed = server_needs(shape, config, cached_tokens=CACHED_SEQUENCES * config.max_model_len)
+    comfortable = math.ceil(100 * needed / card.total_bytes) / 100
     share = min(room, max(comfortable, card.share))
     return share if comfortable <= share != card.share else None

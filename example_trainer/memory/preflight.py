@@ -21,8 +21,8 @@ from example_trainer.memory.fit import (
     budget_on,
     card_after,
     explain,
+    least_share,
     nearest,
-    smallest_share,
     with_changes,
 )
 from example_trainer.memory.shapes import ModelShape, local_shape
@@ -93,5 +93,5 @@ def card_of(shape: ModelShape, config: TrainingOptions, total_bytes: float, *, g
     if is_elsewhere and not config.shares_memory:
         share = 0.0
     elif not starts_server and "gpu_memory_utilization" not in config.model_fields_set:
-        share = smallest_share(shape, config, total_bytes, sequences=1) if config.shares_memory else 0.0
+        share = least_share(shape, config, total_bytes) if config.shares_memory else 0.0
     return Card(total_bytes=total_bytes, share=share, share_can_change=starts_server, host_bytes=host_bytes)

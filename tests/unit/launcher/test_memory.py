@@ -1,4 +1,4 @@
-"""What a run needs on its GPU: each option counts, the nearest setting that fits is named, and the page says the same.
+"""The memory model: each option counts, the nearest setting that fits is named, and the page says the same.
 
 The numbers of the model are those of torch where torch can give them without a GPU: parameters, and the tensors that a
 layer keeps for its backward.
@@ -44,9 +44,9 @@ ROOT = Path(__file__).parents[3]
 RUN_FILES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if "tiny/" not in path.read_text()]
 LARGEST_CARD_GB = {"math_zero_shared": 141.0}
 EIGHT = REFERENCE_SHAPES["8B"]
-SHARED = {"weight_bridge_mode": "shared_vllm"}
-ADAPTER = {"weight_bridge_mode": "lora_restart"}
-TINY = {
+SHARED: dict[str, Any] = {"weight_bridge_mode": "shared_vllm"}
+ADAPTER: dict[str, Any] = {"weight_bridge_mode": "lora_restart"}
+TINY: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -61,7 +61,7 @@ def config_of(**flags: Any) -> TrainingConfig:
 
 
 def needs(**flags: Any) -> Budget:
-    """What an 8B model needs beside a server on another GPU."""
+    """Return the needs of an 8B model beside a server on another GPU."""
     return budget(EIGHT, config_of(**flags), server_bytes=0.0)
 
 
@@ -145,7 +145,7 @@ def test_without_masters_there_is_one_copy_of_the_weights_and_the_step_needs_roo
     assert needed.working >= 8 * EIGHT.vocabulary * EIGHT.hidden  # in fp32 with its gradient
 
 
-LESS = {
+LESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "checkpointing": ({}, {"gradient_checkpointing": True}),
     "smaller micro-batches": ({}, {"token_budget": 2048}),
     "fewer sequences": ({"batch_size": 4}, {"batch_size": 2}),
@@ -217,7 +217,7 @@ def test_a_share_that_cannot_hold_the_served_weights_is_raised() -> None:
     asked = config_of(**ADAPTER, gradient_checkpointing=True)
     reason = explain(EIGHT, asked, card(80, share=0.1))
     assert reason is not None
-    assert "--gpu-memory-utilization 0.1 on a GPU of 80.0 GB lacks 10." in reason
+    assert "--gpu-memory-utilization 0.1 on a GPU of 80.0 GB lacks 8." in reason
     assert "--gpu-memory-utilization 0.29 fits" in reason
 
 
