@@ -89,7 +89,7 @@ def explain(shape: ModelShape, config: TrainingOptions, card: Card) -> str | Non
         )
     return (
         f"{problem}; nothing that this trainer can change fits: take a larger GPU, another one for vLLM (--vllm-gpu), "
-        "shorter sequences or a smaller model; --fit off skips this check"
+        "several ranks (torchrun), shorter sequences or a smaller model; --fit off skips this check"
     )
 
 

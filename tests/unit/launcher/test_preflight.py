@@ -22,7 +22,7 @@ from example_trainer.errors import DoesNotFit
 from example_trainer.launcher.endpoints import fit_to_gpu
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.memory import preflight as module
-from example_trainer.memory.preflight import card_bytes, card_of, preflight, trainer_gpu
+from example_trainer.memory.preflight import card_bytes, card_of, preflight, serves_on, trainer_gpu
 from example_trainer.memory.shapes import REFERENCE_SHAPES
 from example_trainer.processes.tree import gpu_memory_bytes
 
@@ -193,8 +193,25 @@ def test_the_servers_share_counts_if_it_is_on_this_gpu_and_known(
     large_model: Path, flags: dict[str, Any], starts_server: bool, share: float
 ) -> None:
     config = config_of(large_model, **flags)
-    found = card_of(REFERENCE_SHAPES["8B"], config, 80e9, gpu=trainer_gpu(config, {}), starts_server=starts_server)
+    here = serves_on(trainer_gpu(config, {}), config, {})
+    found = card_of(REFERENCE_SHAPES["8B"], config, 80e9, shares_gpu=here, starts_server=starts_server)
     assert (round(found.share, 2), found.share_can_change) == (share, starts_server)
+
+
+def test_the_servers_gpu_is_one_of_the_machine_and_the_trainers_one_of_those_it_sees(large_model: Path) -> None:
+    config = config_of(large_model, weight_bridge_mode="none", vllm_gpu=1)
+    assert serves_on(0, config, {"CUDA_VISIBLE_DEVICES": "1,0"})
+    assert not serves_on(1, config, {"CUDA_VISIBLE_DEVICES": "1,0"})
+    assert serves_on(1, config, {})
+
+
+def test_what_the_launcher_chose_is_left_as_it_is_by_the_trainer(large_model: Path) -> None:
+    run = ["--model-name", str(large_model), "--gpu-memory-gb", "80", "--fit", "auto"]
+    for more in ([], ["--weight-bridge-mode", "lora_restart", "--gpu-memory-gb", "48"], ["--batch-size", "64"]):
+        launched, _ = fit_to_gpu(read_settings([*run, *more]))
+        asked = launched.trainer
+        starts_server = not asked.mode.server_outlives_publish
+        assert preflight(asked, starts_server=starts_server).changes == {}
 
 
 def test_a_share_in_the_servers_section_counts_and_is_not_changed(large_model: Path) -> None:
