@@ -40,9 +40,7 @@ def run(argv: Sequence[str]) -> int:
     sockets = open_sockets(config.host, config.port, os.environ)
     config = config.model_copy(update={"port": sockets.listening.getsockname()[1]})
     starting = StartingAnswers(sockets.listening) if _answers_while_starting(sockets, rest) else None
-    if config.await_model:
-        await_model(config.model)
-    model_is_local = Path(config.model).expanduser().is_dir()
+    model_is_local = config.await_model or Path(config.model).expanduser().is_dir()
     prepare_environment(os.environ, model_is_local=model_is_local)
     sweep_stale_files()
     boot_id = secrets.token_hex(8)
@@ -96,6 +94,8 @@ def _serve(
     gc.freeze()
     gc.enable()
     logger.info("imports took %.1f s", time.monotonic() - began)
+    if config.await_model:
+        await_model(config.model)
     serving = Serving(config, sockets, starting, boot_id=boot_id)
     entry.serve_http = serving.serve
     compat.use_socket(sockets.listening)
