@@ -32,6 +32,7 @@ from example_trainer.options.without_effect import SERVER_FIELDS
 from example_trainer.processes.child import ChildSpec
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.processes.tree import PACKAGE_ROOT, python_path
+from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
 
 BROKER, VLLM, TRAINER, FINAL_SERVER = "broker", "vllm", "trainer", "vllm-final"
 
@@ -141,7 +142,10 @@ class _Builder:
     def vllm(self, index: int) -> ChildSpec:
         name, flags = server_name(index), self.settings.flags["vllm"].without("port", "model")
         content = merge(self._vllm_defaults(index) | dict(self.settings.sections["vllm"]), flags.secret_values)
-        path = self._write(name, {VLLM: content | {"model": self.model, "port": self.places.vllm_ports[index]}})
+        own: dict[str, Any] = {"model": self._base, "port": self.places.vllm_ports[index]}
+        if self.settings.trainer.load_in_4bit:
+            own["await_model"] = True  # the trainer writes the base once it has loaded the model
+        path = self._write(name, {VLLM: content | own})
         command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(VLLM))
         # The others serve while one of several restarts, and the bridge brings it up to date.
         restarts = SERVER_RESTARTS if len(self.places.vllm_ports) > 1 else 0
@@ -154,7 +158,7 @@ class _Builder:
         own: dict[str, Any] = {"model": str(checkpoint), "port": self.places.vllm_ports[0]}
         own["served_model_name"] = [self.model]
         if config.trains_adapter:
-            own |= {"model": self.model, "adapter": str(checkpoint)}
+            own |= {"model": self._base, "adapter": str(checkpoint)}
         path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults(0) | self.settings.section(VLLM) | own})
         command = self._command(self.programs.vllm, path)
         return self._child(FINAL_SERVER, command, environment=self._server_environment(0))
@@ -219,6 +223,11 @@ class _Builder:
             return Path(named).absolute()
         return Path(os.environ.get("LOGDIR") or self.run.bridge).absolute() / MANIFEST_NAME
 
+    @property
+    def _base(self) -> str:
+        """The model that servers load: a base in 4 bits is served as the values that the trainer computes with."""
+        return str((self.run.root / BASE_DIRECTORY).absolute()) if self.settings.trainer.load_in_4bit else self.model
+
     def _vllm_defaults(self, index: int) -> dict[str, Any]:
         config = self.settings.trainer
         on_one_device = len(self.places.vllm_ports) if config.vllm_gpu is None else 1
@@ -237,6 +246,8 @@ class _Builder:
             options["max_loras"] = versions_kept(config.max_staleness)
         if config.mode.awaits_policy:
             options["await_policy"] = True
+        if config.load_in_4bit:
+            options |= {"tokenizer": self.model, "served_model_name": [self.model]}
         if config.vllm_quantization is not None:
             options["quantization"] = config.vllm_quantization
         if config.vllm_enable_sleep_mode:

@@ -51,8 +51,8 @@ class Policy:
         """The context in which masters may change; a bridge whose server reads the masters sets its fence here."""
         self._has_no_other_masters = options.master_weights == "none" and options.adapter is None
         self._copies: dict[str, nn.Parameter] = {}
-        self._quantised = any(is_quantised(parameter) for parameter in module.parameters())
-        self._names = {n: n for n, _ in module.named_parameters()} if self._quantised else checkpoint_names(module)
+        quantised = any(is_quantised(parameter) for parameter in module.parameters())
+        self._names = {n: n for n, _ in module.named_parameters()} if quantised else checkpoint_names(module)
         self._places = places_by_name(module, self._names)
         self._adapter: Adapter | None = None
         self.masters: dict[str, nn.Parameter] = {}
@@ -86,11 +86,6 @@ class Policy:
     @property
     def has_adapter(self) -> bool:
         return self._adapter is not None
-
-    @property
-    def has_quantised_base(self) -> bool:
-        """True if the base is quantised, so forwards use other base weights than those of the loaded checkpoint."""
-        return self._quantised
 
     @property
     def has_dropout(self) -> bool:
@@ -304,10 +299,12 @@ class Policy:
 
     @torch.no_grad()
     def base_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Return the tensors of `checkpoint_tensors` without the adapter: the base that an adapter is served on."""
-        return self._as_checkpoint(
-            {place: dequantised(self._current(name)) for place, name in self._names.items()}, dtype
-        )
+        """Return the tensors of `checkpoint_tensors` without the adapter: the base that an adapter is served on.
+
+        They are in host memory, because a device that holds the base in 4 bits may have no room for it in 16.
+        """
+        values = {place: dequantised(self._current(name)).cpu() for place, name in self._names.items()}
+        return self._as_checkpoint(values, dtype)
 
     def _as_checkpoint(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         tensors.update(persistent_buffers(self.module))

@@ -91,6 +91,10 @@ def _several_ranks(config: TrainingOptions) -> Iterator[str]:
 
 
 _NO_ADAPTERS = "this mode trains full weights, adapters are for --weight-bridge-mode lora_only"
+_NO_STEPS_IN_4_BITS = (
+    "this mode steps the weights themselves, and a step is lost in 4 bits; "
+    "use --weight-bridge-mode lora_only (or lora_restart), which trains an adapter over them"
+)
 
 SHARED_VLLM_REFUSES = {
     "vllm_tensor_parallel_size": "it splits the tensors that the trainer maps",
@@ -101,10 +105,12 @@ SHARED_VLLM_REFUSES = {
     "lora_dropout": _NO_ADAPTERS,
     "lora_target_modules": _NO_ADAPTERS,
     "lora_layer_indices": _NO_ADAPTERS,
-    "load_in_4bit": _NO_ADAPTERS,
+    "load_in_4bit": _NO_STEPS_IN_4_BITS,
 }
 
-ADAPTER_SETTINGS = tuple(field for field, reason in SHARED_VLLM_REFUSES.items() if reason == _NO_ADAPTERS)
+ADAPTER_SETTINGS = tuple(
+    field for field, reason in SHARED_VLLM_REFUSES.items() if reason in {_NO_ADAPTERS, _NO_STEPS_IN_4_BITS}
+)
 
 
 def reason_to_refuse(config: TrainingOptions) -> str | None:
@@ -193,7 +199,8 @@ def _refuse_adapter_settings(config: TrainingOptions) -> str | None:
         field for field in ADAPTER_SETTINGS if getattr(config, field) != type(config).model_fields[field].default
     ]
     if changed:
-        return f"mode none refuses {flag(changed[0])} {getattr(config, changed[0])}: {_NO_ADAPTERS}"
+        reason = SHARED_VLLM_REFUSES[changed[0]]
+        return f"mode none refuses {flag(changed[0])} {getattr(config, changed[0])}: {reason}"
     return None
 
 
@@ -230,9 +237,9 @@ def _refuse_lora(config: TrainingOptions) -> str | None:
             f"lora_only refuses --vllm-tensor-parallel-size {config.vllm_tensor_parallel_size}: adapters are sent "
             "whole, and a server that splits its layers has no place for them; use --weight-bridge-mode lora_restart"
         )
-    if config.weight_bridge_mode == "lora_only" and config.load_in_4bit:
+    if config.load_in_4bit and config.vllm_quantization is not None:
         return (
-            "lora_only refuses --load-in-4bit: the running server computes with the unquantised base; "
-            "use --weight-bridge-mode lora_restart, which serves the values that the trainer computes with"
+            f"--vllm-quantization {config.vllm_quantization} would quantise the values of the 4-bit base again, so "
+            "that the server computes others than the trainer; leave it out, or leave out --load-in-4bit"
         )
     return None

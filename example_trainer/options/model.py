@@ -77,7 +77,9 @@ class LoraOptions(BaseModel):
         None, description="Put adapters on these layers only: 20-31, 0-3,28-31, top-25% or last-12."
     )
     load_in_4bit: bool = Field(
-        False, description="QLoRA: hold the frozen base in 4 bits (nf4, by bitsandbytes) under the adapter."
+        False,
+        description="QLoRA: hold the frozen base in 4 bits (nf4, by bitsandbytes) under the adapter; the server loads "
+        "the values that it computes with, from served/base in the run directory.",
     )
 
 

@@ -36,6 +36,7 @@ _OWN_FIELDS = frozenset(
         "drain_seconds",
         "policy_version",
         "await_policy",
+        "await_model",
         "adapter",
         "max_adapter_mib",
         "bridge_dir",
@@ -69,6 +70,11 @@ class ServerConfig(BaseModel):
     await_policy: bool = Field(
         False,
         description="serve nothing until a trainer has sent its first adapter or weights; also NUM_INFERENCE_NODES=N",
+    )
+    await_model: bool = Field(
+        False,
+        description="wait until a trainer has written --model, for example the base of --load-in-4bit at "
+        "RUN_DIR/served/base, and load it then",
     )
     adapter: Path | None = Field(
         None, description="directory of a LoRA adapter to serve from the start, as --policy-version"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from example_trainer.options.modes import BridgeMode
 from example_trainer.options.publish import served_rank, versions_kept
+from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
 from example_trainer.weights.base import WeightBridge
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def _lora_only(config: TrainingConfig) -> WeightBridge:
                 policy=policy_options(config),
                 server_url=url,
                 adapters_dir=served / str(index) if config.num_inference_nodes > 1 else served,
+                base_dir=config.required_run_dir / BASE_DIRECTORY,
                 bridge_token=config.bridge_token,
                 vllm=_vllm(config, _adapter_arguments(config, kept)) if starts else None,
                 wait_timeout_seconds=config.wait_timeout,
@@ -118,6 +120,7 @@ def _restart(config: TrainingConfig) -> WeightBridge:
             policy=policy_options(config),
             vllm=_vllm(config),
             weights_dir=config.required_run_dir / "served",
+            base_dir=config.required_run_dir / BASE_DIRECTORY,
             restart_interval=config.vllm_restart_interval,
             method=config.restart_method,
             adapter_arguments=_adapter_arguments(config, 1),
@@ -136,6 +139,7 @@ def _vllm(config: TrainingConfig, arguments: Sequence[str] = ()) -> VllmOptions:
         log_path=(config.log_dir or config.required_run_dir / "logs") / "vllm.log",
         served_model_name=config.model_name,
         tokenizer=config.model_name,
+        dtype=config.dtype,
         max_model_len=config.max_model_len,
         gpu_memory_utilization=config.gpu_memory_utilization,
         gpu=config.vllm_gpu,

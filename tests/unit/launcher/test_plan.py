@@ -78,6 +78,20 @@ def test_lora_only_has_a_server_that_waits_for_the_trainers_adapter_and_a_traine
     assert made.final_server is None
 
 
+def test_a_base_in_four_bits_is_served_as_the_values_that_the_trainer_writes(tmp_path: Path) -> None:
+    base = str(tmp_path / "run/served/base")
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", "lora_only", "--load-in-4bit")
+    server = made.settings_of("vllm")["vllm"]
+    assert (server["model"], server["await_model"], server["await_policy"]) == (base, True, True)
+    assert (server["tokenizer"], server["served_model_name"]) == ("some/model", ["some/model"])
+    assert made.settings_of("trainer")["trainer"]["model_name"] == "some/model"
+    assert made.settings_of("environment")["openai"]["model_name"] == "some/model"
+    by_restart = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", "lora_restart", "--load-in-4bit")
+    final = by_restart.settings_of("vllm-final")["vllm"]
+    assert (final["model"], final["adapter"]) == (base, str(tmp_path / "run/latest"))
+    assert (final["tokenizer"], final["served_model_name"]) == ("some/model", ["some/model"])
+
+
 def test_all_programs_agree_on_addresses_and_model(tmp_path: Path) -> None:
     made = plan(tmp_path, *OWN_ENVIRONMENT)
     broker, vllm = made.settings_of("broker")["api"], made.settings_of("vllm")["vllm"]

@@ -141,6 +141,23 @@ def test_a_model_that_is_nowhere_is_refused(name):
         startup.check_model(name)
 
 
+def test_a_model_that_a_trainer_will_write_is_waited_for_and_not_refused(tmp_path, monkeypatch):
+    directory, waits = tmp_path / "base", []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) == 2:
+            directory.mkdir()
+            (directory / "config.json").touch()
+
+    monkeypatch.setattr(startup.time, "sleep", wait)
+    startup.check_start(ServerConfig(model=str(directory), await_model=True), {})
+    startup.await_model(str(directory))
+    assert len(waits) == 2
+    startup.await_model(str(directory))
+    assert len(waits) == 2, "a base that is there, as in a run that is resumed, is loaded at once"
+
+
 def test_a_name_on_the_hub_is_left_to_vllm():
     startup.check_model("owner/name")
 

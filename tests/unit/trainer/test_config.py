@@ -66,12 +66,18 @@ REFUSED = [
     ),
     ({"weight_bridge_mode": "shared_vllm", "lora_r": 8}, "--lora-r 8"),
     ({"weight_bridge_mode": "shared_vllm", "lora_layer_indices": "0-1"}, "--lora-layer-indices"),
-    ({"weight_bridge_mode": "shared_vllm", "load_in_4bit": True}, "--load-in-4bit"),
-    ({"weight_bridge_mode": "lora_only", "load_in_4bit": True}, "use --weight-bridge-mode lora_restart"),
+    (
+        {"weight_bridge_mode": "shared_vllm", "load_in_4bit": True},
+        "a step is lost in 4 bits; use --weight-bridge-mode lora_only",
+    ),
+    ({"weight_bridge_mode": "lora_only", "load_in_4bit": True, "vllm_quantization": "fp8"}, "of the 4-bit base again"),
     ({"weight_bridge_mode": "none", "lora_r": 8}, "none refuses --lora-r 8"),
     ({"weight_bridge_mode": "lora_only", "lora_r": 600}, "vLLM serves adapters up to rank 512"),
     ({"weight_bridge_mode": "lora_restart", "restart_method": "reload"}, "reload is for whole checkpoints"),
-    ({"weight_bridge_mode": "none", "load_in_4bit": True}, "adapters are for"),
+    (
+        {"weight_bridge_mode": "none", "load_in_4bit": True},
+        "a step is lost in 4 bits; use --weight-bridge-mode lora_only",
+    ),
     ({"weight_bridge_mode": "lora_only", "train_layer_indices": "0-1"}, "--lora-layer-indices"),
     ({"weight_bridge_mode": "lora_restart", "train_layer_indices": "0-1"}, "frozen"),
     ({"master_weights": "none", "epochs_per_batch": 2}, "--master-weights fp32"),
@@ -198,6 +204,11 @@ def test_nothing_is_warned_about_at_the_defaults_of_the_guides() -> None:
     assert make().warnings() == []
     assert make(lr=1e-5).warnings() == []
     assert make(weight_bridge_mode="lora_restart").warnings() == []
+
+
+@pytest.mark.parametrize("mode", ["lora_only", "lora_restart"])
+def test_an_adapter_on_a_base_in_four_bits_is_trained_in_both_adapter_modes(mode: str) -> None:
+    assert make(weight_bridge_mode=mode, load_in_4bit=True).warnings() == []
 
 
 @pytest.mark.parametrize("load_in_4bit", [True, False])
