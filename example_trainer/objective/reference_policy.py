@@ -76,7 +76,7 @@ def _held(policy: Policy, name: str, weight: Tensor) -> Tensor:
     """Return the part of a whole weight that this process keeps: its shard if the policy is sharded."""
     if not policy.is_sharded:
         return weight.to(policy.device)
-    from example_trainer.modeling.fsdp import shard_like
+    from example_trainer.modeling.shards import shard_like
 
     return shard_like(weight, policy.masters[name])
 

@@ -104,6 +104,13 @@ SHARED_VLLM_REFUSES = {
     "load_in_4bit": _NO_ADAPTERS,
 }
 
+BROADCAST_REFUSES = SHARED_VLLM_REFUSES | {
+    "vllm_tensor_parallel_size": "each server receives a broadcast in one process, and this splits it into several",
+    "vllm_quantization": "a broadcast sends unquantised weights, which fit no quantised tensor",
+    "vllm_enable_sleep_mode": "a sleeping server has no weights that a broadcast could replace",
+}
+"""The same settings with `--num-inference-nodes`, where no memory is shared: the reasons are others."""
+
 ADAPTER_SETTINGS = tuple(field for field, reason in SHARED_VLLM_REFUSES.items() if reason == _NO_ADAPTERS)
 
 
@@ -142,16 +149,12 @@ def _refuse_ranks(config: TrainingOptions) -> str | None:
     """Return the first setting that several trainer processes do not support, with its reason, or None."""
     if config.world_size == 1:
         return None
-    sharded = not config.trains_adapter
+    instead = "use --world-size 1 or --weight-bridge-mode none"
     causes = (
-        (config.mode.shares_memory, "the served weights are one unsharded copy; use --world-size 1"),
+        (config.shares_memory, f"the served weights are one unsharded copy; {instead}"),
         (
-            sharded and config.optimizer != "adamw",
-            f"--optimizer {config.optimizer} cannot step weights that are sharded over ranks; use --optimizer adamw",
-        ),
-        (
-            sharded and config.master_weights != "fp32",
-            f"--master-weights {config.master_weights} is for one process; use fp32, of which each rank holds a part",
+            config.broadcasts,
+            f"several trainer processes cannot broadcast: each holds a part of the weights, and one sends; {instead}",
         ),
         (config.overlap_publish, "--overlap-publish would gather weights during a forward that also gathers them"),
         (config.keep_versions > 0, f"--keep-versions {config.keep_versions} keeps older weights in one process only"),
@@ -179,7 +182,7 @@ def _refuse_forward_weights(config: TrainingOptions) -> str | None:
 def _refuse_shared(config: TrainingOptions) -> str | None:
     if not config.mode.shares_memory:
         return None
-    for field, reason in SHARED_VLLM_REFUSES.items():
+    for field, reason in (BROADCAST_REFUSES if config.broadcasts else SHARED_VLLM_REFUSES).items():
         value, works = getattr(config, field), type(config).model_fields[field].default
         if value != works:
             return f"shared_vllm refuses {flag(field)} {value}: {reason}; leave it at {works}"

@@ -51,7 +51,8 @@ def _rank(
 def _portable(value: Any) -> Any:
     """Tensors as arrays: a queue hands tensors over by file descriptors, which end with their process."""
     if isinstance(value, torch.Tensor):
-        return value.detach().numpy().copy()
+        value = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()  # numpy has no bf16
+        return value.numpy().copy()
     if isinstance(value, dict):
         return {key: _portable(item) for key, item in value.items()}
     return [_portable(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -50,12 +50,18 @@ DOCUMENTED_DEFAULTS = {
 
 REFUSED = [
     ({"dtype": "float16"}, "loss scaling"),
-    ({"world_size": 2}, "--optimizer adamw_8bit cannot step weights that are sharded over ranks"),
-    ({"world_size": 2, "optimizer": "adamw", "overlap_publish": True}, "--overlap-publish would gather weights"),
-    ({"world_size": 2, "optimizer": "adamw", "keep_versions": 2}, "--keep-versions 2 keeps older weights"),
-    ({"world_size": 2, "optimizer": "adamw", "master_weights": "host"}, "use fp32, of which each rank holds a part"),
+    ({"world_size": 2, "overlap_publish": True}, "--overlap-publish would gather weights"),
+    ({"world_size": 2, "keep_versions": 2}, "--keep-versions 2 keeps older weights"),
     ({"trainer_rank": 1}, "--trainer-rank 1"),
     ({"weight_bridge_mode": "shared_vllm", "world_size": 2}, "one unsharded copy"),
+    (
+        {"weight_bridge_mode": "shared_vllm", "world_size": 2, "num_inference_nodes": 2},
+        "--world-size 2: several trainer processes cannot broadcast",
+    ),
+    (
+        {"weight_bridge_mode": "shared_vllm", "vllm_tensor_parallel_size": 2, "num_inference_nodes": 2},
+        "each server receives a broadcast in one process",
+    ),
     ({"weight_bridge_mode": "shared_vllm", "vllm_tensor_parallel_size": 2}, "--vllm-tensor-parallel-size 2"),
     ({"weight_bridge_mode": "shared_vllm", "vllm_quantization": "fp8"}, "quantised"),
     ({"weight_bridge_mode": "shared_vllm", "vllm_enable_sleep_mode": True}, "--vllm-enable-sleep-mode"),
