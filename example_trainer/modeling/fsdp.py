@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -32,11 +31,12 @@ from example_trainer.errors import UnsupportedModel
 from example_trainer.modeling.loading import load_module, move_buffers, resolve_dtype
 from example_trainer.modeling.policy import Policy
 from example_trainer.modeling.shards import shard_like, sliced, whole
+from example_trainer.modeling.tensor_parallel import check_divisible, data_parallel_mesh, parallelize
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from example_trainer.modeling.loading import PolicyOptions
+    from example_trainer.modeling.loading import PolicyOptions, Sharding
 
 ResultT = TypeVar("ResultT")
 FORWARD_METHOD = "atropos_compute"
@@ -45,12 +45,18 @@ FORWARD_METHOD = "atropos_compute"
 class ShardedPolicy(Policy):
     """A `Policy` sharded over the ranks of the default process group: all ranks must call its methods together."""
 
-    def __init__(self, module: nn.Module, *, reshard_after_forward: bool, **settings: Any) -> None:
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
         """Shard `module`, which is on the device `meta` and has no values yet; `fill` sets them."""
         super().__init__(module, **settings)
+        self._sharding: Sharding = settings["options"].sharding
         self._whole: dict[str, torch.Tensor] | None = None
         on_host = settings["options"].master_weights == "host"
-        _shard(module, self.device, self.dtype, reshard_after_forward=reshard_after_forward, on_host=on_host)
+        size = self._sharding.tensor_parallel_size
+        mesh, tensor_mesh = data_parallel_mesh(self.device, dist.get_world_size(), size)
+        if tensor_mesh is not None:
+            check_divisible(self.hf_config, size)
+            parallelize(module, tensor_mesh)
+        _shard(module, mesh, self.dtype, self._sharding.reshard_after_forward, on_host=on_host)
         module.to_empty(device="cpu" if on_host else self.device)
         move_buffers(module, self.device)
         self.masters = {name: self._current(name) for name in self.masters}
@@ -73,8 +79,8 @@ class ShardedPolicy(Policy):
         _refuse_unfilled(self.module)
 
     @property
-    def is_sharded(self) -> bool:
-        return True
+    def sharding(self) -> Sharding:
+        return self._sharding
 
     def compute(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
         module: Any = self.module
@@ -123,7 +129,6 @@ def load_spread(
     options: PolicyOptions, stored: Any, *, served_dtype: torch.dtype, device: torch.device
 ) -> ShardedPolicy:
     """Load the sharded policy that `options` describe; only rank 0 reads it, into host memory in its stored dtype."""
-    assert options.sharding is not None, "options.sharding is not set"
     dtype = served_dtype if options.master_weights == "none" else torch.float32
     module = load_module(options, stored, dtype, torch.device("meta"))
     policy = ShardedPolicy(
@@ -132,7 +137,6 @@ def load_spread(
         served_dtype=served_dtype,
         device=device,
         options=options,
-        reshard_after_forward=options.sharding.reshard_after_forward,
     )
     reads = dist.get_rank() == 0
     policy.fill(load_module(options, stored, resolve_dtype("auto", stored), torch.device("cpu")) if reads else None)
@@ -150,17 +154,14 @@ def _refuse_unfilled(module: nn.Module) -> None:
                 )
 
 
-def _shard(
-    module: Any, device: torch.device, dtype: torch.dtype, *, reshard_after_forward: bool, on_host: bool
-) -> None:
+def _shard(module: Any, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool, *, on_host: bool) -> None:
     """Shard `module` in place: one group for each transformer layer and one for the rest.
 
     The rest stays gathered until the end of the backward, since embedding, head and final norm are needed at both its
     ends. With `on_host` the shards, their gradients and the optimizer's states are in host memory.
     """
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
     groups = [*_layers(module), module]
     for group in groups:
         reshard = reshard_after_forward if group is not module else False

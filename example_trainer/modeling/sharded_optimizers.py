@@ -32,6 +32,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     def _layouts(self, parameter: Tensor) -> dict[str, tuple[StateShards, torch.dtype]]:
         """Return layout and dtype of each of the parameter's states."""
 
+    def _row_length(self, parameter: Tensor) -> int | None:
+        """Return the length of the rows that the states are laid out for; None if that has no effect on them."""
+        return None
+
     @abstractmethod
     def _update(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         """Step one parameter; `state["step"]` counts this step."""
@@ -49,7 +53,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
                 if not state:
                     layouts = self._layouts(parameter).items()
                     state |= {name: layout.zeros(parameter, dtype) for name, (layout, dtype) in layouts}
-                    state["step"] = 0
+                    state |= self._counts(parameter)
                 state["step"] += 1
                 self._update(parameter, group, state)
 
@@ -60,10 +64,17 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
         for index, saved in state_dict["state"].items():
             parameter = parameters[index]
             layouts = self._layouts(parameter)
-            if saved.keys() != layouts.keys() | {"step"}:
+            counts = self._counts(parameter)
+            if saved.keys() != layouts.keys() | counts.keys():
                 raise ValueError(f"{type(self).__name__} has no states {', '.join(sorted(saved))}")
+            if (length := saved.get("row_length")) != counts.get("row_length"):
+                raise ValueError(f"its states are for rows of {length} elements; here they have {counts['row_length']}")
             held = {name: layout.held(saved[name], parameter) for name, (layout, _) in layouts.items()}
-            self.state[parameter] = {**held, "step": saved["step"]}
+            self.state[parameter] = {**held, **counts, "step": saved["step"]}
+
+    def _counts(self, parameter: Tensor) -> dict[str, int]:
+        length = self._row_length(parameter)
+        return {"step": 0} if length is None else {"step": 0, "row_length": length}
 
 
 class BlockwiseAdamW(ShardedOptimizer):
@@ -88,6 +99,12 @@ class BlockwiseAdamW(ShardedOptimizer):
         states = (StateShards(kept, last_length=blocks * BLOCK_STATES), torch.uint8)
         scales = (StateShards(kept, last_length=blocks), torch.float32)
         return {"state1": states, "state2": states, "absmax1": scales, "absmax2": scales}
+
+    def _row_length(self, parameter: Tensor) -> int | None:
+        if not _has_8bit_states(parameter):
+            return None
+        part = local_part(parameter).shape[-1]
+        return part if part % BLOCK_STATES else parameter.shape[-1]  # parts of whole blocks have the whole row's blocks
 
     def _update(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         assert parameter.grad is not None

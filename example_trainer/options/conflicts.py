@@ -147,6 +147,8 @@ def _refuse_general(config: TrainingOptions) -> str | None:
 
 def _refuse_ranks(config: TrainingOptions) -> str | None:
     """Return the first setting that several trainer processes do not support, with its reason, or None."""
+    if reason := _refuse_tensor_parallel(config):
+        return f"--trainer-tensor-parallel-size {config.trainer_tensor_parallel_size} {reason}"
     if config.world_size == 1:
         return None
     instead = "use --world-size 1 or --weight-bridge-mode none"
@@ -161,6 +163,20 @@ def _refuse_ranks(config: TrainingOptions) -> str | None:
     )
     cause = next((text for holds, text in causes if holds), None)
     return None if cause is None else f"--world-size {config.world_size}: {cause}"
+
+
+def _refuse_tensor_parallel(config: TrainingOptions) -> str | None:
+    size, processes = config.trainer_tensor_parallel_size, config.world_size
+    if size == 1:
+        return None
+    if processes % size:
+        return f"does not divide --world-size {processes}; start a multiple of {size} processes"
+    if config.trains_adapter:
+        return (
+            f"would divide the layers that adapters are put on, and {config.weight_bridge_mode} trains adapters of "
+            "whole layers; use --weight-bridge-mode none, or several processes without it"
+        )
+    return None
 
 
 def _refuse_forward_weights(config: TrainingOptions) -> str | None:

@@ -53,6 +53,15 @@ REFUSED = [
     ({"world_size": 2, "overlap_publish": True}, "--overlap-publish would gather weights"),
     ({"world_size": 2, "keep_versions": 2}, "--keep-versions 2 keeps older weights"),
     ({"trainer_rank": 1}, "--trainer-rank 1"),
+    ({"trainer_tensor_parallel_size": 2}, "does not divide --world-size 1; start a multiple of 2 processes"),
+    (
+        {"trainer_tensor_parallel_size": 2, "world_size": 2, "weight_bridge_mode": "lora_only"},
+        "lora_only trains adapters of whole layers",
+    ),
+    (
+        {"trainer_tensor_parallel_size": 2, "world_size": 2, "weight_bridge_mode": "shared_vllm"},
+        "one unsharded copy",
+    ),
     ({"weight_bridge_mode": "shared_vllm", "world_size": 2}, "one unsharded copy"),
     (
         {"weight_bridge_mode": "shared_vllm", "world_size": 2, "num_inference_nodes": 2},

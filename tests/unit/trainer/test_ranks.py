@@ -46,15 +46,16 @@ def make_config(model: Path, settings: dict[str, Any]) -> TrainingConfig:
 def make_learner(model: Path, ranks: Ranks, options: PolicyOptions, settings: dict[str, Any]) -> Learner:
     config = make_config(model, settings)
     torch.manual_seed(0)
-    spread = options.adapter is None and ranks.world_size > 1
-    policy = load_policy(replace(options, model_name=str(model), sharding=Sharding() if spread else None))
+    size = ranks.world_size // ranks.data.world_size
+    spread = Sharding(tensor_parallel_size=size) if options.adapter is None and ranks.world_size > 1 else None
+    policy = load_policy(replace(options, model_name=str(model), sharding=spread))
     optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
     objective, layout = make_objective(config, policy), choose_layout(policy)
     return Learner(policy, optimizer, learner_settings(config), objective=objective, layout=layout, ranks=ranks)
 
 
 def share(groups: list[Group], ranks: Ranks) -> Batch:
-    return Batch(number=1, run_id="r", groups=groups[ranks.rank :: ranks.world_size])
+    return Batch(number=1, run_id="r", groups=groups[ranks.data.rank :: ranks.data.world_size])
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard  # as FSDP shards layers that are divided already
 
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.modeling import optimizers
@@ -19,13 +20,12 @@ from example_trainer.modeling.shards import local_part, shard_optimizer_state, w
 
 from .ranks import run_ranks
 
-ONE = Ranks()
 STEPS = 3
 SHAPES: dict[str, tuple[int, ...]] = {
-    "rows of whole blocks": (18, 512),
-    "rows that end inside a block": (23, 300),
+    "rows of whole blocks": (20, 512),
+    "rows that end inside a block": (24, 300),
     "fewer rows than ranks": (3, 2048),
-    "narrow": (65, 70),
+    "narrow": (66, 70),
     "experts": (5, 12, 260),
     "a vector": (33,),
 }
@@ -43,26 +43,45 @@ def values(seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
 
 
-def sharded(tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    return tensor if mesh is None else distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
+DIVIDED: dict[str, list[Placement]] = {
+    "rows of whole blocks": [Shard(0), Shard(1)],
+    "rows that end inside a block": [_StridedShard(0, split_factor=2), Shard(0)],
+    "narrow": [Shard(0), Shard(1)],
+}
+"""The matrices that tensor parallelism divides, by rows or by columns."""
+
+
+def sharded(name: str, tensor: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    if mesh is None:
+        return tensor
+    placements = [Shard(0)] if mesh.ndim == 1 else DIVIDED.get(name, [Shard(0), Replicate()])
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
 def make(start: dict[str, torch.Tensor], name: str, mesh: DeviceMesh | None) -> tuple[Any, torch.optim.Optimizer]:
-    parameters = [torch.nn.Parameter(sharded(tensor.clone(), mesh)) for tensor in start.values()]
+    parameters = [torch.nn.Parameter(sharded(key, tensor.clone(), mesh)) for key, tensor in start.items()]
     settings = OptimizerSettings(name=name, lr=1e-2, weight_decay=0.1)  # type: ignore[arg-type]
     return parameters, make_optimizer(parameters, settings)
 
 
 def step(parameters: Any, optimizer: torch.optim.Optimizer, seed: int, mesh: DeviceMesh | None) -> None:
-    for parameter, gradient in zip(parameters, values(seed, parameters[0].dtype).values(), strict=True):
-        parameter.grad = sharded(gradient, mesh)
+    gradients = values(seed, parameters[0].dtype).items()
+    for parameter, (name, gradient) in zip(parameters, gradients, strict=True):
+        parameter.grad = sharded(name, gradient, mesh)
     optimizer.step()
 
 
-def train(ranks: Ranks, saved: dict[str, Any] | None) -> dict[str, Any]:
+def train_all(ranks: Ranks, saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The results by mesh: of one dimension, and for four ranks also of two, as with tensor parallelism."""
+    meshes = {"data": init_device_mesh("cpu", (ranks.world_size,))}
+    if ranks.world_size == 4:
+        meshes["tensor"] = init_device_mesh("cpu", (2, 2))
+    return {name: train(mesh, saved) for name, mesh in meshes.items()}
+
+
+def train(mesh: DeviceMesh | None, saved: dict[str, Any] | None) -> dict[str, Any]:
     """By case: weights after some steps, whole; the state; and the weights after one step from a `saved` state."""
     optimizers.PIECE_ELEMENTS = 1500  # several pieces of each matrix, some of which two ranks share
-    mesh = init_device_mesh("cpu", (ranks.world_size,)) if ranks.world_size > 1 else None
     found: dict[str, Any] = {}
     for case, (name, dtype, _) in CASES.items():
         start = values(0, dtype)
@@ -83,34 +102,41 @@ def train(ranks: Ranks, saved: dict[str, Any] | None) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """By number of ranks, what each has found."""
-    pieces = optimizers.PIECE_ELEMENTS
-    alone = train(ONE, None)
-    optimizers.PIECE_ELEMENTS = pieces
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+    """What one process has found and, by ranks and mesh, what each rank has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizers, "PIECE_ELEMENTS", optimizers.PIECE_ELEMENTS)
+        alone = train(None, None)
     states = {case: found["state"] for case, found in alone.items()}
     directory = tmp_path_factory.mktemp("sharded")
-    return {1: [alone]} | {size: run_ranks(size, directory / f"meeting-{size}", train, states) for size in (2, 4)}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for size in (2, 4):
+        for rank in run_ranks(size, directory / f"meeting-{size}", train_all, states):
+            for mesh, results in rank.items():
+                found.setdefault(f"{size} {mesh}", []).append(results)
+    return alone, found
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_weights_go_where_whole_ones_go_from_the_start_and_from_a_checkpoint_of_one_process(
-    case: str, trained: dict[int, list[dict[str, Any]]]
+    case: str, trained: Any
 ) -> None:
-    (alone,) = trained[1]
-    for size in (2, 4):
-        assert sum(found[case]["held"] for found in trained[size]) == alone[case]["held"], "each weight is held once"
-        for found in trained[size]:
+    alone, together = trained
+    assert together.keys() == {"2 data", "4 data", "4 tensor"}
+    tolerance = CASES[case][2]
+    for mesh, ranks in together.items():
+        if mesh != "4 tensor":
+            assert sum(found[case]["held"] for found in ranks) == alone[case]["held"], "each weight is held once"
+        for found in ranks:
             for kind in ("weights", "resumed"):
                 for name, left, right in zip(SHAPES, found[case][kind], alone[case][kind], strict=True):
-                    np.testing.assert_allclose(left, right.numpy(), rtol=0, atol=CASES[case][2], err_msg=name)
+                    np.testing.assert_allclose(left, right.numpy(), rtol=0, atol=tolerance, err_msg=f"{mesh} {name}")
 
 
+@pytest.mark.parametrize("mesh", ["4 data", "4 tensor"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_state_gathered_from_ranks_is_that_of_one_process(
-    case: str, trained: dict[int, list[dict[str, Any]]]
-) -> None:
-    expected, found = trained[1][0][case]["state"], trained[4][0][case]["state"]
+def test_a_state_gathered_from_ranks_is_that_of_one_process(case: str, mesh: str, trained: Any) -> None:
+    expected, found = trained[0][case]["state"], trained[1][mesh][0][case]["state"]
     states = [state.get("inner", state)["state"] for state in (expected, found)]
     assert states[0].keys() == states[1].keys()
     for number, state in states[0].items():
@@ -124,9 +150,14 @@ def test_a_state_that_was_divided_otherwise_is_refused() -> None:
     parameters, optimizer = make(values(0, torch.float32), "adamw_8bit", None)
     step(parameters, optimizer, 1, None)
     state = optimizer.state_dict()
-    state["state"][0]["absmax1"] = torch.zeros(18, 4)
-    with pytest.raises(ValueError, match=r"shape \(18, 4\).*\(18, 2\) fits"):
-        optimizer.load_state_dict(state)
+    first = state["state"][0]
+    for other, words in (
+        ({"absmax1": torch.zeros(20, 4)}, r"shape \(20, 4\).*\(20, 2\) fits"),
+        ({"row_length": 448}, "rows of 448 elements; here they have 512"),
+    ):
+        state["state"][0] = first | other
+        with pytest.raises(ValueError, match=words):
+            optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", ["adafactor", "adamw_8bit"])
