@@ -187,6 +187,7 @@ def _train(config: TrainingConfig) -> int:
             config.init_method,
             device=config.device,
             timeout_seconds=config.batch_timeout + config.wait_timeout + LEADER_MARGIN_SECONDS,
+            tensor_parallel_size=config.trainer_tensor_parallel_size,
         ) as ranks:
             return _train_in(session if ranks.world_size == 1 else ranked_session(config, client, ranks), config, ranks)
     finally:

@@ -164,7 +164,7 @@ class Learner:
 
     def begin(self, batch: TrainingBatch, should_stop: Callable[[], bool] = lambda: False) -> BatchTraining:
         """Divide the batch into mini-batches, and score what the objective compares with before any weight changes."""
-        parts = plan_mini_batches(batch.rows, self.settings.mini_batches, self.ranks)
+        parts = plan_mini_batches(batch.rows, self.settings.mini_batches, self.ranks.data)
         targets = None
         if parts:
             targets = self.objective.prepare(batch.rows, batch.targets.to(self.policy.device), self.score)
@@ -224,13 +224,13 @@ class Learner:
         unknown = torch.full((len(targets),), math.nan, device=self.policy.device)
         passed = Gradients(unknown, unknown.clone())
         weights = step_weights(
-            rows, len(targets), self.settings.aggregation, self.settings.constant_length, self.ranks
+            rows, len(targets), self.settings.aggregation, self.settings.constant_length, self.ranks.data
         ).to(self.policy.device)
         for micro in self._micro_batches(rows):
             if should_stop():
                 raise StopRequestedError
             self._backward(micro, targets, weights, passed)
-        passed.totals = sum_by_name(self.ranks.gather(dict(passed.totals)))
+        passed.totals = sum_by_name(self.ranks.data.gather(dict(passed.totals)))
         return passed
 
     def _backward(self, micro: PackedBatch, targets: Targets, weights: Tensor, passed: Gradients) -> None:
@@ -287,7 +287,7 @@ class Learner:
         """Fill in `result`: per-token values from the first pass over the batch, means over all optimizer steps."""
         logprobs, entropies = _merge([each.logprobs for each in first]), _merge([each.entropies for each in first])
         own = Seen(targets=targets, logprobs=logprobs, entropies=entropies, first_logprobs=done[0].logprobs)
-        seen = seen_by_all(own, self.ranks)
+        seen = seen_by_all(own, self.ranks.data)
         result.updates = sum(each.moved for each in done)
         result.targets, result.logprobs = seen.targets, seen.first_logprobs
         result.metrics |= self.objective.metrics(seen.targets, seen.logprobs, seen.entropies)

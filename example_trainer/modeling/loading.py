@@ -222,6 +222,8 @@ class Sharding:
 
     reshard_after_forward: bool = True
     """True frees a layer's gathered weights between forward and backward: less memory, one more gather."""
+    tensor_parallel_size: int = 1
+    """Number of consecutive ranks that divide each layer and train the same rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

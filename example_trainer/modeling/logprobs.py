@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from example_trainer.modeling.shards import gathered
+
 KEEP_PROBABILITIES_BELOW = 1 << 23  # elements: 32 MiB in fp32
 DEFAULT_CHUNK_TOKENS = 1024
 MOST_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # 32 MiB in fp32, or 256; two such arrays at a time
@@ -43,7 +45,7 @@ def head_of(module: Any) -> tuple[Tensor, Tensor | None]:
     head = module.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         raise TypeError(f"the output head is a {type(head).__name__}; only a plain linear head can be trained")
-    return head.weight, head.bias
+    return gathered(head.weight), None if head.bias is None else gathered(head.bias)
 
 
 class _ChunkedHead(torch.autograd.Function):

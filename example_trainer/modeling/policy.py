@@ -14,6 +14,7 @@ from example_trainer.errors import CheckpointError
 from example_trainer.modeling.layer_filter import trained_parameters
 from example_trainer.modeling.loading import (
     PolicyOptions,
+    Sharding,
     cast_floating,
     checkpoint_names,
     dequantised,
@@ -93,9 +94,14 @@ class Policy:
         return self._adapter is not None and self._adapter.has_dropout
 
     @property
+    def sharding(self) -> Sharding | None:
+        """The settings with which weights are sharded over several ranks; None if this process holds them whole."""
+        return None
+
+    @property
     def is_sharded(self) -> bool:
         """True if weights are sharded over several ranks, so that all ranks must take part in a forward."""
-        return False
+        return self.sharding is not None
 
     def compute(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
         """Run `function(module, *arguments)` as one forward of the module and return its result."""

@@ -108,6 +108,13 @@ SHARED_VLLM_REFUSES = {
     "load_in_4bit": _NO_STEPS_IN_4_BITS,
 }
 
+BROADCAST_REFUSES = SHARED_VLLM_REFUSES | {
+    "vllm_tensor_parallel_size": "each server receives a broadcast in one process, and this splits it into several",
+    "vllm_quantization": "a broadcast sends unquantised weights, which fit no quantised tensor",
+    "vllm_enable_sleep_mode": "a sleeping server has no weights that a broadcast could replace",
+}
+"""The same settings with `--num-inference-nodes`, where no memory is shared: the reasons are others."""
+
 ADAPTER_SETTINGS = tuple(
     field for field, reason in SHARED_VLLM_REFUSES.items() if reason in {_NO_ADAPTERS, _NO_STEPS_IN_4_BITS}
 )
@@ -146,24 +153,41 @@ def _refuse_general(config: TrainingOptions) -> str | None:
 
 def _refuse_ranks(config: TrainingOptions) -> str | None:
     """Return the first setting that several trainer processes do not support, with its reason, or None."""
+    if reason := _refuse_tensor_parallel(config):
+        return f"--trainer-tensor-parallel-size {config.trainer_tensor_parallel_size} {reason}"
     if config.world_size == 1:
         return None
-    sharded = not config.trains_adapter
+    instead = "use --world-size 1 or --weight-bridge-mode none"
     causes = (
-        (config.mode.shares_memory, "the served weights are one unsharded copy; use --world-size 1"),
+        (config.shares_memory, f"the served weights are one unsharded copy; {instead}"),
         (
-            sharded and config.optimizer != "adamw",
-            f"--optimizer {config.optimizer} cannot step weights that are sharded over ranks; use --optimizer adamw",
+            config.broadcasts,
+            f"several trainer processes cannot broadcast: each holds a part of the weights, and one sends; {instead}",
         ),
         (
-            sharded and config.master_weights != "fp32",
-            f"--master-weights {config.master_weights} is for one process; use fp32, of which each rank holds a part",
+            ":" in config.optimizer and not config.trains_adapter,
+            f"--optimizer {config.optimizer} would step the rows of a rank as if they were whole matrices; "
+            "use adamw, adamw_8bit or adafactor",
         ),
         (config.overlap_publish, "--overlap-publish would gather weights during a forward that also gathers them"),
         (config.keep_versions > 0, f"--keep-versions {config.keep_versions} keeps older weights in one process only"),
     )
     cause = next((text for holds, text in causes if holds), None)
     return None if cause is None else f"--world-size {config.world_size}: {cause}"
+
+
+def _refuse_tensor_parallel(config: TrainingOptions) -> str | None:
+    size, processes = config.trainer_tensor_parallel_size, config.world_size
+    if size == 1:
+        return None
+    if processes % size:
+        return f"does not divide --world-size {processes}; start a multiple of {size} processes"
+    if config.trains_adapter:
+        return (
+            f"would divide the layers that adapters are put on, and {config.weight_bridge_mode} trains adapters of "
+            "whole layers; use --weight-bridge-mode none, or several processes without it"
+        )
+    return None
 
 
 def _refuse_forward_weights(config: TrainingOptions) -> str | None:
@@ -185,7 +209,7 @@ def _refuse_forward_weights(config: TrainingOptions) -> str | None:
 def _refuse_shared(config: TrainingOptions) -> str | None:
     if not config.mode.shares_memory:
         return None
-    for field, reason in SHARED_VLLM_REFUSES.items():
+    for field, reason in (BROADCAST_REFUSES if config.broadcasts else SHARED_VLLM_REFUSES).items():
         value, works = getattr(config, field), type(config).model_fields[field].default
         if value != works:
             return f"shared_vllm refuses {flag(field)} {value}: {reason}; leave it at {works}"

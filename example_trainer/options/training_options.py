@@ -73,6 +73,13 @@ class RunOptions(BaseModel):
     batch_timeout: float = Field(3600.0, gt=0.0, description="Seconds to wait for environments to fill one batch.")
     trainer_rank: int = Field(0, ge=0, description="Rank of this trainer process.")
     world_size: int = Field(1, ge=1, description="Number of trainer processes.")
+    trainer_tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Number of trainer processes that divide each layer (tensor parallelism) and train the same rows; "
+        "--world-size is a multiple of it.",
+        json_schema_extra=aliases("actor_tp_size"),
+    )
     init_method: str = Field(
         "env://", description="Address at which the trainer processes meet, as torch.distributed takes it."
     )

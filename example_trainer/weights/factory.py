@@ -22,7 +22,12 @@ def policy_options(config: TrainingConfig) -> PolicyOptions:
     from example_trainer.modeling.lora import adapter_options
 
     # An adapter is small and its base is frozen, so every rank holds both unsharded; only gradients are summed.
-    is_sharded = config.world_size > 1 and not config.trains_adapter
+    sharding = None
+    if config.world_size > 1 and not config.trains_adapter:
+        sharding = Sharding(
+            reshard_after_forward=config.reshard_after_forward,
+            tensor_parallel_size=config.trainer_tensor_parallel_size,
+        )
     return PolicyOptions(
         model_name=config.model_name,
         dtype=config.dtype,
@@ -31,7 +36,7 @@ def policy_options(config: TrainingConfig) -> PolicyOptions:
         train_layer_indices=config.train_layer_indices,
         adapter=adapter_options(config),
         gradient_checkpointing=config.gradient_checkpointing,
-        sharding=Sharding(reshard_after_forward=config.reshard_after_forward) if is_sharded else None,
+        sharding=sharding,
         debug_loading=config.debug_loading,
     )
 

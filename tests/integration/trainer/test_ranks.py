@@ -51,7 +51,7 @@ def run_alone(bench: Workbench, groups: list[Group], directory: Path) -> None:
         run(apart, 1, directory / "meeting", run_dir=directory, training_steps=STEPS)
 
 
-def test_r12_two_ranks_train_as_one_process_and_one_goes_on_from_their_checkpoint(
+def test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on_from_their_checkpoint(
     bench: Workbench, tmp_path: Path
 ) -> None:
     """One batch holds a group that teaches nothing: a rank is left without rows then, and still takes part."""
@@ -63,7 +63,8 @@ def test_r12_two_ranks_train_as_one_process_and_one_goes_on_from_their_checkpoin
     bench.submit(groups)
     settings = {"run_dir": together, "training_steps": STEPS, "resume": "auto"}
     run(bench, 2, tmp_path / "first", **settings | {"training_steps": 2})
-    run(bench, 1, tmp_path / "second", **settings)
+    run(bench, 2, tmp_path / "second", **settings | {"training_steps": 3, "trainer_tensor_parallel_size": 2})
+    run(bench, 1, tmp_path / "third", **settings)
 
     expected, found = comparable(alone), comparable(together)
     assert [line["step"] for line in found] == [1, 2, 3, 4]

@@ -50,12 +50,27 @@ DOCUMENTED_DEFAULTS = {
 
 REFUSED = [
     ({"dtype": "float16"}, "loss scaling"),
-    ({"world_size": 2}, "--optimizer adamw_8bit cannot step weights that are sharded over ranks"),
-    ({"world_size": 2, "optimizer": "adamw", "overlap_publish": True}, "--overlap-publish would gather weights"),
-    ({"world_size": 2, "optimizer": "adamw", "keep_versions": 2}, "--keep-versions 2 keeps older weights"),
-    ({"world_size": 2, "optimizer": "adamw", "master_weights": "host"}, "use fp32, of which each rank holds a part"),
+    ({"world_size": 2, "overlap_publish": True}, "--overlap-publish would gather weights"),
+    ({"world_size": 2, "keep_versions": 2}, "--keep-versions 2 keeps older weights"),
     ({"trainer_rank": 1}, "--trainer-rank 1"),
+    ({"trainer_tensor_parallel_size": 2}, "does not divide --world-size 1; start a multiple of 2 processes"),
+    (
+        {"trainer_tensor_parallel_size": 2, "world_size": 2, "weight_bridge_mode": "lora_only"},
+        "lora_only trains adapters of whole layers",
+    ),
+    (
+        {"trainer_tensor_parallel_size": 2, "world_size": 2, "weight_bridge_mode": "shared_vllm"},
+        "one unsharded copy",
+    ),
     ({"weight_bridge_mode": "shared_vllm", "world_size": 2}, "one unsharded copy"),
+    (
+        {"weight_bridge_mode": "shared_vllm", "world_size": 2, "num_inference_nodes": 2},
+        "--world-size 2: several trainer processes cannot broadcast",
+    ),
+    (
+        {"weight_bridge_mode": "shared_vllm", "vllm_tensor_parallel_size": 2, "num_inference_nodes": 2},
+        "each server receives a broadcast in one process",
+    ),
     ({"weight_bridge_mode": "shared_vllm", "vllm_tensor_parallel_size": 2}, "--vllm-tensor-parallel-size 2"),
     ({"weight_bridge_mode": "shared_vllm", "vllm_quantization": "fp8"}, "quantised"),
     ({"weight_bridge_mode": "shared_vllm", "vllm_enable_sleep_mode": True}, "--vllm-enable-sleep-mode"),
@@ -188,6 +203,12 @@ def test_a_setting_that_counts_is_not_warned_about() -> None:
         == []
     )
     assert make(weight_bridge_mode="lora_only", start_vllm="never", vllm_restart_interval=2).warnings() == []
+
+
+def test_an_optimizer_of_ones_own_steps_whole_matrices_only() -> None:
+    with pytest.raises(ValidationError, match=r"--world-size 2: --optimizer own:make would step the rows of a rank"):
+        make(world_size=2, optimizer="own:make")
+    assert make(world_size=2, optimizer="own:make", weight_bridge_mode="lora_restart").world_size == 2
 
 
 def test_adapters_are_not_sent_to_a_server_that_splits_its_layers() -> None:

@@ -124,13 +124,13 @@ def test_a_bitsandbytes_without_a_kernel_for_the_device_is_refused_before_the_fi
     def fail(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no 8-bit kernel")
 
-    monkeypatch.setattr(bitsandbytes.optim.AdamW8bit, "step", fail)
+    monkeypatch.setattr(bitsandbytes.functional, "optimizer_update_8bit_blockwise", fail)
     with pytest.raises(OptimizerUnavailable, match=r"cannot step on cpu .no 8-bit kernel.*--optimizer adamw"):
         make_optimizer([torch.nn.Parameter(torch.zeros(2))], OptimizerSettings(name="adamw_8bit", lr=1.0))
 
 
 def test_states_of_the_8bit_optimizer_take_a_byte_each() -> None:
-    parameter = torch.nn.Parameter(torch.randn(256, 64))
+    parameter = torch.nn.Parameter(torch.randn(64, 256))
     optimizer = make_optimizer([parameter], OptimizerSettings(name="adamw_8bit", lr=1e-2))
     parameter.grad = torch.randn_like(parameter)
     optimizer.step()
