@@ -1,5 +1,6 @@
 """The policy in torch: loading, adapters, sharding, packing, logprobs and optimizers.
 
 In reading order: `policy`, `loading`, `lora`, `layer_filter`, `fsdp`; `micro_batches`, `attention`, `model_support`
-(the choice of a layout), `logprobs`, `optimizers`. It may import `config`, `options` and `errors`.
+(the choice of a layout), `logprobs`, `optimizers`, `loss_scale` (of float16). It may import `config`, `options` and
+`errors`.
 """

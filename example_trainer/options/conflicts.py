@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from atropos_api.common.option_flags import flag
+from example_trainer.options.model import FLOAT16_MASTERS
 from example_trainer.options.publish import SERVED_RANKS
 
 if TYPE_CHECKING:
@@ -123,11 +124,8 @@ def reason_to_refuse(config: TrainingOptions) -> str | None:
 
 
 def _refuse_general(config: TrainingOptions) -> str | None:
-    if config.dtype == "float16":
-        return (
-            "--dtype float16 cannot be trained: its gradients underflow without loss scaling; "
-            "use --dtype bfloat16, or float32 on a CPU"
-        )
+    if config.dtype == "float16" and config.master_weights == "none":
+        return f"--dtype float16 with --master-weights none: {FLOAT16_MASTERS}"
     if config.trainer_rank >= config.world_size:
         return f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}"
     if config.master_weights == "none" and config.optimizer_steps_per_batch > 1:

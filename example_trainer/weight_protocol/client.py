@@ -88,6 +88,8 @@ class ServerInfo:
     """True while a publish has begun that has neither ended nor lapsed."""
     token_path: str | None = None
     """File with the bridge token, readable by the server's own user; of a server without a manifest."""
+    dtype: str | None = None
+    """Dtype in which the server computes; None if it does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +126,7 @@ class ServerClient:
             manifest_path=answer.get("manifest_path"),
             how_to_share=answer.get("how_to_share"),
             token_path=answer.get("token_path"),
+            dtype=answer.get("dtype"),
         )
 
     def use_token(self, token: str) -> None:
