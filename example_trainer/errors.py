@@ -29,6 +29,10 @@ class UnsupportedModel(TrainerError):
     """The model computes something that the trainer does not support."""
 
 
+class WrongDtype(TrainerError):
+    """Weights of this dtype cannot be trained with these settings, or the server computes in another one."""
+
+
 class MissingLogprobs(TrainerError):
     """A trained token came without the logprob under which it was sampled."""
 

@@ -26,9 +26,10 @@ import torch
 from example_trainer.modeling.loading import (
     PolicyOptions,
     load_module,
+    name_of,
     pin,
     resolve_device,
-    resolve_dtype,
+    served_dtype_of,
     stored_config,
 )
 from example_trainer.modeling.policy import Policy
@@ -43,7 +44,7 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
     """
     device = resolve_device(options.device)
     stored = stored_config(options)
-    served_dtype = resolve_dtype(options.dtype, stored)
+    served_dtype = served_dtype_of(options, stored)
     frozen = options.adapter is not None
     load_dtype = served_dtype if frozen or options.master_weights == "none" else torch.float32
     waits_for_views = options.master_weights == "none" and not forwards_from_masters
@@ -64,7 +65,7 @@ def load_policy(options: PolicyOptions, *, forwards_from_masters: bool = True) -
         options.model_name,
         sum(parameter.numel() for parameter in module.parameters()) / 1e6,
         sum(master.numel() for master in policy.masters.values()) / 1e6,
-        str(served_dtype).removeprefix("torch."),
+        name_of(served_dtype),
         device,
     )
     return policy

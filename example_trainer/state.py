@@ -37,6 +37,8 @@ class TrainerState:
     """Metrics of the step that were known before its publish; kept because a crash may come before they are logged."""
     health: dict[str, Any] = field(default_factory=dict)
     """State of the health monitor before that step."""
+    loss_scale: dict[str, float] | None = None
+    """State of the loss scale of float16; null for other dtypes."""
     config: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -2,7 +2,8 @@
 
 Denominators are those of the whole optimizer step, so that splitting it into micro-batches, or over ranks, changes
 nothing. A step whose loss or gradient is not finite leaves the weights unchanged and is counted. A batch from which
-nothing can be learnt is skipped without forward, backward or optimizer step.
+nothing can be learnt is skipped without forward, backward or optimizer step. In float16 the loss is scaled
+(`modeling.loss_scale`): a step whose gradient overflows lowers the scale instead, and is counted separately.
 
 With several ranks each trains the groups it was given. If the weights are sharded over the ranks, every forward and
 backward needs all ranks: a rank that has run out of micro-batches takes part with an empty one.
@@ -27,6 +28,7 @@ from example_trainer.distributed.rank_shares import Seen, plan_mini_batches, see
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.errors import TrainingDiverged
 from example_trainer.modeling.logprobs import head_of, token_logprobs
+from example_trainer.modeling.loss_scale import LossScale
 from example_trainer.modeling.micro_batches import (
     ROW_MULTIPLE,
     LayoutKind,
@@ -109,6 +111,8 @@ class Gradients:
     """The global norm before clipping."""
     moved: bool = False
     """True once an optimizer step has applied them."""
+    overflowed: bool = False
+    """True if they were left out because the loss scale was too large."""
 
     @property
     def loss(self) -> float:
@@ -153,6 +157,7 @@ class Learner:
         self.ranks = ranks or Ranks()
         self.updates = 0
         """Optimizer steps taken in the whole run, including before a resume; the schedule depends on it."""
+        self.loss_scale = LossScale.of(policy.dtype)
         self._nonfinite_in_a_row = 0
 
     def train(self, batch: TrainingBatch) -> StepResult:
@@ -186,6 +191,8 @@ class Learner:
         self.policy.collect_gradients()
         if not self.policy.is_sharded:
             self.ranks.sum_gradients(self.policy.masters.values())
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self.policy.masters.values())
         gradients.norm = self._clip_gradients()
         training.done.append(gradients)
         return gradients
@@ -193,9 +200,11 @@ class Learner:
     def apply(self, gradients: Gradients) -> None:
         """Take one optimizer step, unless the loss or the gradients are not finite."""
         if not (math.isfinite(gradients.norm) and math.isfinite(gradients.loss)):
-            self._count_nonfinite(gradients.loss, gradients.norm)
+            self._leave_out(gradients)
             return
         self._nonfinite_in_a_row = 0
+        if self.loss_scale is not None:
+            self.loss_scale.stepped()
         self.updates += 1
         set_lr(self.optimizer, self.settings.learning_rate.at(self.updates))
         with self.policy.changing():
@@ -244,7 +253,10 @@ class Learner:
             name: (losses * weights[at]).sum()
             for name, losses in self.objective.terms(targets, at, logprobs, entropies).items()
         }
-        torch.stack(list(terms.values())).sum().backward()  # type: ignore[no-untyped-call]
+        loss = torch.stack(list(terms.values())).sum()
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale.scale
+        loss.backward()  # type: ignore[no-untyped-call]
         passed.logprobs[at] = logprobs.detach().view(len(at), -1)[:, 0]
         passed.entropies[at] = entropies.detach()
         for name, term in terms.items():
@@ -294,24 +306,43 @@ class Learner:
         computed = sum(each.totals[_COMPUTED] for each in done)
         result.metrics |= {
             names.TRAIN_LOSS: sum(each.loss for each in done) / len(done),
-            names.TRAIN_GRAD_NORM: sum(each.norm for each in done) / len(done),
             names.TRAIN_LR: self.optimizer.param_groups[0]["lr"],
-            names.TRAIN_NONFINITE: float(len(done) - result.updates),
+            names.TRAIN_NONFINITE: float(sum(not (each.moved or each.overflowed) for each in done)),
             names.PADDED_FRACTION: 1 - sum(each.totals[_USEFUL] for each in done) / computed,
             names.FORWARD_TOKENS: computed,
         }
+        norms = [each.norm for each in done if not each.overflowed]
+        if norms:
+            result.metrics[names.TRAIN_GRAD_NORM] = sum(norms) / len(norms)
+        if self.loss_scale is not None:
+            result.metrics[names.TRAIN_SKIPPED_STEPS] = float(sum(each.overflowed for each in done))
+            result.metrics[names.TRAIN_LOSS_SCALE] = self.loss_scale.scale
         for term in done[0].totals.keys() - _COUNTS:
             result.metrics[f"train/loss_{term}"] = sum(each.totals.get(term, 0.0) for each in done) / len(done)
 
-    def _count_nonfinite(self, loss: float, norm: float) -> None:
+    def _leave_out(self, gradients: Gradients) -> None:
+        """Leave out an optimizer step: because of the loss scale, or because loss or gradient are not finite."""
         self.optimizer.zero_grad(set_to_none=True)
+        scale = self.loss_scale
+        if scale is not None and math.isfinite(gradients.loss) and scale.overflowed():
+            gradients.overflowed = True
+            logger.info("left out an optimizer step whose gradient overflowed; the loss scale is now %g", scale.scale)
+            return
+        self._count_nonfinite(gradients.loss, gradients.norm)
+
+    def _count_nonfinite(self, loss: float, norm: float) -> None:
         self._nonfinite_in_a_row += 1
         logger.warning("skipped an optimizer step: loss %s, gradient norm %s", loss, norm)
         if self._nonfinite_in_a_row >= self.settings.max_nonfinite_steps:
             raise TrainingDiverged(
                 f"{self._nonfinite_in_a_row} optimizer steps in a row had no finite gradient (loss {loss}, gradient "
-                f"norm {norm}); lower --lr, or look at the rewards and logprobs of the last batches"
+                f"norm {norm}); {self._remedy()}"
             )
+
+    def _remedy(self) -> str:
+        if self.loss_scale is not None:
+            return "the model may exceed the range of float16, so use --dtype bfloat16; or lower --lr"
+        return "lower --lr, or look at the rewards and logprobs of the last batches"
 
 
 def _logprobs(

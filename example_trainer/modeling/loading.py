@@ -24,10 +24,14 @@ import torch
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from example_trainer.errors import AdapterUnavailable, ModelNotFound, NoSuchDevice
+from example_trainer.errors import AdapterUnavailable, ModelNotFound, NoSuchDevice, WrongDtype
 from example_trainer.modeling.lora import AdapterOptions
+from example_trainer.options.model import FLOAT16_MASTERS
 
 logger = logging.getLogger(__name__)
+
+
+SERVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -52,6 +56,24 @@ def resolve_dtype(name: str, hf_config: Any) -> torch.dtype:
         return dtype
     stored = getattr(hf_config, "dtype", None)
     return stored if isinstance(stored, torch.dtype) else torch.float32
+
+
+def served_dtype_of(options: PolicyOptions, hf_config: Any) -> torch.dtype:
+    """Return the dtype in which the policy is served and computes; raise `WrongDtype` if it cannot be trained."""
+    dtype = resolve_dtype(options.dtype, hf_config)
+    if dtype not in SERVED_DTYPES:
+        raise WrongDtype(
+            f"--dtype {options.dtype}: {options.model_name} is stored as {name_of(dtype)}, which is not served; "
+            "use --dtype bfloat16, or float32 on a CPU"
+        )
+    if dtype == torch.float16 and options.master_weights == "none":
+        raise WrongDtype(f"--dtype {options.dtype}: {options.model_name} is served as float16, and {FLOAT16_MASTERS}")
+    return dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name as the flags and vLLM spell it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def stored_config(options: PolicyOptions) -> Any:
@@ -232,7 +254,7 @@ class PolicyOptions:
 
     model_name: str
     dtype: str = "bfloat16"
-    """Dtype of the served weights: float32, bfloat16, or auto for that of the checkpoint."""
+    """Dtype of the served weights: float32, bfloat16, float16, or auto for that of the checkpoint."""
     device: str = "auto"
     master_weights: MasterWeights = "fp32"
     train_layer_indices: str | None = None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from atropos_api.common.option_flags import flag
+from example_trainer.options.model import FLOAT16_MASTERS
 from example_trainer.options.publish import SERVED_RANKS
 
 if TYPE_CHECKING:
@@ -136,11 +137,8 @@ def reason_to_refuse(config: TrainingOptions) -> str | None:
 
 
 def _refuse_general(config: TrainingOptions) -> str | None:
-    if config.dtype == "float16":
-        return (
-            "--dtype float16 cannot be trained: its gradients underflow without loss scaling; "
-            "use --dtype bfloat16, or float32 on a CPU"
-        )
+    if config.dtype == "float16" and config.master_weights == "none":
+        return f"--dtype float16 with --master-weights none: {FLOAT16_MASTERS}"
     if config.trainer_rank >= config.world_size:
         return f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}"
     if config.master_weights == "none" and config.optimizer_steps_per_batch > 1:
@@ -166,8 +164,7 @@ def _refuse_ranks(config: TrainingOptions) -> str | None:
         ),
         (
             ":" in config.optimizer and not config.trains_adapter,
-            f"--optimizer {config.optimizer} would step the rows of a rank as if they were whole matrices; "
-            "use adamw, adamw_8bit or adafactor",
+            f"--optimizer {config.optimizer} would step a rank's rows as if they were whole; use adamw or adafactor",
         ),
         (config.overlap_publish, "--overlap-publish would gather weights during a forward that also gathers them"),
         (config.keep_versions > 0, f"--keep-versions {config.keep_versions} keeps older weights in one process only"),

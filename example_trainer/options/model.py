@@ -14,6 +14,12 @@ from example_trainer.options.objective import IMPORT_PATH
 
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
+FLOAT16_MASTERS = (
+    "its gradients are scaled, and divided by the scale in fp32 masters; in float16 most of them would become 0. "
+    "Use --master-weights fp32, or --dtype bfloat16"
+)
+"""The reason why float16 weights cannot be their own masters, and what to do."""
+
 
 class ModelOptions(BaseModel):
     """The model, its precision and its device."""
@@ -23,7 +29,9 @@ class ModelOptions(BaseModel):
         json_schema_extra=aliases("model", "model_path"),
     )
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = Field(
-        "bfloat16", description="Dtype of the served weights; auto takes the checkpoint's."
+        "bfloat16",
+        description="Dtype of the served weights; auto takes the checkpoint's. float16 is trained with a dynamic loss "
+        "scale, from fp32 masters.",
     )
     device: str = Field("auto", description="cpu, cuda, cuda:N, or auto (cuda when there is one).")
     torch_threads: int | None = Field(

@@ -200,6 +200,7 @@ class PostStep:
             steps_by_version=remembered(progress.steps_by_version),
             metrics={name: value for name, value in progress.metrics.items() if math.isfinite(value)},
             health=progress.health,
+            loss_scale=None if self._learner.loss_scale is None else self._learner.loss_scale.state(),
             config=public_settings(config),
         )
 

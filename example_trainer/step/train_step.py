@@ -64,6 +64,8 @@ class TrainStep:
         progress.steps_by_version = {int(version): step for version, step in state.steps_by_version.items()}
         progress.metrics, progress.health = dict(state.metrics), state.health
         learner.updates = state.updates
+        if learner.loss_scale is not None and state.loss_scale is not None:
+            learner.loss_scale.load_state(state.loss_scale)
         logger.info("resumed from %s: step %d", checkpoint, state.step)
 
     def prepare(self, batch: Batch, whole: Batch | None = None) -> PreparedBatch:

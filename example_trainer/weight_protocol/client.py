@@ -90,6 +90,8 @@ class ServerInfo:
     """File with the bridge token, readable by the server's own user; of a server without a manifest."""
     base_digest: str | None = None
     """Digest of the dequantised base that the server has loaded; None if its model is not one."""
+    dtype: str | None = None
+    """Dtype in which the server computes; None if it does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +129,7 @@ class ServerClient:
             how_to_share=answer.get("how_to_share"),
             token_path=answer.get("token_path"),
             base_digest=answer.get("base_digest"),
+            dtype=answer.get("dtype"),
         )
 
     def use_token(self, token: str) -> None:

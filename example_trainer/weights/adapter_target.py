@@ -33,6 +33,8 @@ class SwapServer:
     boot_id: str
     policy_version: int | None
     max_model_len: int
+    dtype: str | None = None
+    """Dtype in which it computes; None if it does not say."""
 
 
 class AdapterServer(Protocol):
@@ -74,7 +76,7 @@ class AtroposServer:
 
     def identify(self) -> SwapServer:
         info = self._client.info()
-        return SwapServer(info.boot_id, info.policy_version, info.max_model_len)
+        return SwapServer(info.boot_id, info.policy_version, info.max_model_len, info.dtype)
 
     def send(self, version: int, payload: AdapterPayload) -> str:
         answer = self._client.upload_adapter(adapter_name(version), version, payload.body)

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import torch
 
 from example_trainer.errors import CannotShare, ProofFailed, ServerRefused, ServerUnavailable
+from example_trainer.modeling.loading import SERVED_DTYPES, name_of
 from example_trainer.modeling.policy import Policy
 from example_trainer.weight_protocol.client import NotYet, ServerClient, ServerInfo, check_host, wait_for
 from example_trainer.weight_protocol.manifest import (
@@ -166,7 +167,7 @@ def _refuse_unfit(manifest: BridgeManifest, info: ServerInfo) -> None:
             f"the vLLM server at {manifest.url} runs with --enable-lora, which shared_vllm does not train; "
             "start it without, or use --weight-bridge-mode lora_restart"
         )
-    if manifest.dtype.removeprefix("torch.") not in ("float32", "bfloat16"):
+    if manifest.dtype.removeprefix("torch.") not in map(name_of, SERVED_DTYPES):
         raise CannotShare(
             f"the vLLM server at {manifest.url} serves {manifest.dtype}, which cannot be trained; "
             "start it with --dtype bfloat16, or float32 on a CPU"

@@ -31,7 +31,7 @@ from example_trainer.weight_protocol.client import Fence, NotYet, ServerClient, 
 from example_trainer.weight_protocol.manifest import read_token
 from example_trainer.weight_protocol.transfer import Backend, BroadcastGroup, Rendezvous, describe
 from example_trainer.weights.base import PublishReport, WeightBridge
-from example_trainer.weights.publish_loop import ParityCheck, SyncBudget, publish_with_retries
+from example_trainer.weights.publish_loop import ParityCheck, SyncBudget, publish_with_retries, refuse_other_dtype
 from example_trainer.weights.shared_vllm import begin_after_others
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,8 @@ class BroadcastBridge(WeightBridge):
             client, info = self._until_it_answers(url, partial(self._connect, url))
             self._members.append(_Member(client, info))
         self._policy = load_policy(self._options.policy)
+        for member in self._members:
+            refuse_other_dtype(member.client.url, member.info.dtype, self._policy)
         return self._policy
 
     def publish(self, version: int) -> PublishReport:

@@ -14,13 +14,13 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from example_trainer.errors import CannotSwap, ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
 from example_trainer.model import load_policy
-from example_trainer.modeling.loading import PolicyOptions
+from example_trainer.modeling.loading import PolicyOptions, name_of, served_dtype_of, stored_config
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.publish import USUAL_STALENESS, served_rank
 from example_trainer.vllm_manager import VllmManager, VllmOptions
@@ -30,7 +30,7 @@ from example_trainer.weight_protocol.manifest import read_token
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AdapterServer, AtroposServer, StockServer, SwapServer
 from example_trainer.weights.base import PublishReport, WeightBridge
-from example_trainer.weights.publish_loop import ParityCheck, is_lasting, publish_with_retries
+from example_trainer.weights.publish_loop import ParityCheck, is_lasting, publish_with_retries, refuse_other_dtype
 from example_trainer.weights.served_model import ServedBase, fitted, prepare_base
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ class LoraHotswapBridge(WeightBridge):
         check_host(options.server_url, "--vllm-host or --inference-urls")
         vllm = options.vllm if options.vllm is not None and not is_served(options.server_url) else None
         if vllm is not None and not options.policy.quantises_base:
-            self._manager = self._start_own(vllm)
+            dtype = served_dtype_of(options.policy, stored_config(options.policy))
+            self._manager = self._start_own(replace(vllm, dtype=name_of(dtype)))
         policy = load_policy(options.policy)
         if options.policy.quantises_base:
             self.base = prepare_base(policy, options.base_dir)
@@ -93,7 +94,8 @@ class LoraHotswapBridge(WeightBridge):
         """Wait for the server, for which this policy is loaded already and its base prepared."""
         check_host(self._options.server_url, "--vllm-host or --inference-urls")
         self._policy, self.base = policy, base
-        self._connect()
+        server = self._connect()
+        refuse_other_dtype(self._options.server_url, server.identify().dtype, policy)
 
     def publish(self, version: int) -> PublishReport:
         """Send the adapter as it is now; see the module's docstring."""
@@ -142,18 +144,19 @@ class LoraHotswapBridge(WeightBridge):
             return None
         return manager
 
-    def _connect(self) -> None:
+    def _connect(self) -> AdapterServer:
         """Wait for the server, find out in which way it takes adapters, and refuse it if it has another base."""
         manager, options, base = self._manager, self._options, self.base
         if manager is not None:
             manager.wait_until_ready(None)
-            self._server = AtroposServer(ServerClient(options.server_url, manager.token))
-            return
-        self._server = wait_for(
+            self._server = server = AtroposServer(ServerClient(options.server_url, manager.token))
+            return server
+        self._server = found = wait_for(
             lambda: _try_connect(options, base),
             what=f"the vLLM server at {options.server_url}",
             timeout_seconds=options.wait_timeout_seconds,
         )
+        return found
 
     def _publish(self, version: int) -> PublishReport:
         if self._policy is None or self._server is None:

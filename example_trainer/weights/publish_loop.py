@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable
+from example_trainer.errors import ProofFailed, PublishFailed, ServerRefused, ServerUnavailable, WrongDtype
+from example_trainer.modeling.loading import name_of
 from example_trainer.modeling.policy import Policy
 from example_trainer.weights.base import PublishReport
 from example_trainer.weights.logprob_parity import Agreement, Difference, prove
@@ -51,6 +52,16 @@ def publish_with_retries(
             logger.warning("%s; trying again: %s", failed, error)
             time.sleep(FIRST_PAUSE_SECONDS * 2**number)
     raise AssertionError("unreachable")
+
+
+def refuse_other_dtype(url: str, served: str | None, policy: Policy) -> None:
+    """Raise `WrongDtype` if a server, which may not name its dtype, computes in another one than the policy."""
+    dtype = name_of(policy.dtype)
+    if served not in (None, dtype):
+        raise WrongDtype(
+            f"the vLLM server at {url} computes in {served}, the trainer in {dtype}, so their logprobs would differ; "
+            f"start the server with --dtype {dtype}, or the trainer with --dtype {served}"
+        )
 
 
 class ParityCheck:

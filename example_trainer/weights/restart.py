@@ -30,7 +30,7 @@ from example_trainer.weight_protocol.client import ServerClient, ServerInfo
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import write_adapter
 from example_trainer.weights.base import PublishReport, WeightBridge
-from example_trainer.weights.publish_loop import ParityCheck
+from example_trainer.weights.publish_loop import ParityCheck, refuse_other_dtype
 from example_trainer.weights.served_model import ServedBase, fitted, prepare_base, write_served_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class RestartBridge(WeightBridge):
             info, gap_seconds = self._serve(self._manager, directory, version)
         except (ServerExited, WaitTimedOut, ServerUnavailable) as error:
             raise PublishFailed(f"version {version} is not served: {error}") from error
+        refuse_other_dtype(self._manager.url, info.dtype, self._policy)
         report = PublishReport(version=version, seconds=time.monotonic() - started, fence_seconds=gap_seconds)
         logger.info(
             "version %d is served after %.1f s; requests waited for %.1f s of them",

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from example_trainer.errors import CannotSwap, PublishFailed
+from example_trainer.modeling.loading import name_of
 from example_trainer.modeling.policy import Policy
 from example_trainer.vllm_manager import VllmOptions
 from example_trainer.weight_protocol.base_record import BaseRecord, read_base_record
@@ -64,7 +65,7 @@ def prepare_base(policy: Policy, directory: Path) -> ServedBase:
     base = ServedBase(directory.absolute(), digest, name)
     written = read_base_record(directory)
     if written is None or written.digest != digest:
-        record = BaseRecord(digest=digest, model=name, dtype=_name_of(policy.dtype))
+        record = BaseRecord(digest=digest, model=name, dtype=name_of(policy.dtype))
         _write(policy, policy.base_tensors(policy.dtype), directory, record)
     logger.info("the values of the 4-bit base are in %s; start a server of your own with %s", directory, base.flags)
     return base
@@ -81,7 +82,7 @@ def base_digest(policy: Policy) -> str:
         for name, tensor in policy.module.state_dict().items()
         if ".lora_" not in name
     }
-    total = hashlib.blake2b(_name_of(policy.dtype).encode(), digest_size=16)
+    total = hashlib.blake2b(name_of(policy.dtype).encode(), digest_size=16)
     for name in sorted(stored):
         tensor = stored[name].detach().cpu().contiguous()
         total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
@@ -106,7 +107,7 @@ def _write(
         partial.mkdir(parents=True)
         _check_space(partial, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
         save_torch_state_dict(dict(tensors), partial)
-        config = policy.hf_config.to_dict() | {"dtype": _name_of(policy.dtype)}
+        config = policy.hf_config.to_dict() | {"dtype": name_of(policy.dtype)}
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if record is not None:
             record.write(partial)
@@ -140,8 +141,4 @@ def fitted(vllm: VllmOptions, policy: Policy) -> VllmOptions:
     longest = getattr(policy.hf_config, "max_position_embeddings", None)
     if longest and vllm.max_model_len and vllm.max_model_len > longest:
         vllm = replace(vllm, max_model_len=int(longest))
-    return replace(vllm, dtype=_name_of(policy.dtype))
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return replace(vllm, dtype=name_of(policy.dtype))

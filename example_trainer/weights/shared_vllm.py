@@ -159,7 +159,16 @@ class SharedVllmBridge(WeightBridge):
         options = self._options.policy
         device = _device(attachment, options.device)
         from_masters = self._options.forwards_from_masters
-        served = replace(options, dtype=attachment.manifest.dtype.removeprefix("torch."), device=device)
+        dtype = attachment.manifest.dtype.removeprefix("torch.")
+        if options.dtype not in ("auto", dtype):
+            logger.warning(
+                "the vLLM server at %s serves %s, so that is trained, not --dtype %s; to have that, start the server "
+                "with it",
+                attachment.client.url,
+                dtype,
+                options.dtype,
+            )
+        served = replace(options, dtype=dtype, device=device)
         policy = load_policy(served, forwards_from_masters=from_masters)
         attachment.bind(policy, forwards_from_masters=from_masters)
         self._policy, self._attached = policy, attachment

@@ -134,9 +134,7 @@ class FakeServer:
         self._segment = PosixSegment(self.boot_id)
         self._header_file = SharedFile.create(self.boot_id, "header", SegmentHeader.nbytes())
         self.header = SegmentHeader.initialise(self._header_file.path)
-        self._model = load_policy(
-            PolicyOptions(model_name=str(model), dtype=dtype, device="cpu", master_weights="none")
-        )
+        self._model = load_policy(PolicyOptions(model_name=str(model), dtype=dtype, device="cpu"))
         self.manifest = self._export(str(model), dtype, url)
         self.manifest_path = write_manifest(self.manifest, manifest_dir)
         storages = {storage.id: self._segment.attach(storage.handle) for storage in self.manifest.storages}
@@ -268,7 +266,8 @@ class FakeServer:
         return {"checksum": total.hexdigest()}
 
     def _export(self, model: str, dtype: str, url: str) -> BridgeManifest:
-        weights = {name: tensor.clone() for name, tensor in self._model.checkpoint_tensors().items()}
+        stored = self._model.checkpoint_tensors(self._model.dtype)
+        weights = {name: tensor.clone() for name, tensor in stored.items()}
         transposed = {name for name in weights if ".c_" in name and name.endswith(".weight")}  # GPT-2's Conv1D
         parameters, sources = lay_out_as_vllm(weights, transposed)
         exported = self._segment.export(parameters)

@@ -20,6 +20,7 @@ import pytest
 from .bridges import BRIDGES
 from .broker import BROKER
 from .fence import FENCE
+from .float16 import FLOAT16
 from .launcher import LAUNCHER
 from .mutant import Mutant
 from .objective import OBJECTIVE
@@ -31,12 +32,22 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "bridges": BRIDGES,
     "broker": BROKER,
     "fence": FENCE,
+    "float16": FLOAT16,
     "launcher": LAUNCHER,
     "objective": OBJECTIVE,
     "sandbox": SANDBOX,
     "store": STORE,
 }
-LEAST = {"bridges": 22, "broker": 22, "fence": 22, "launcher": 22, "objective": 60, "sandbox": 40, "store": 22}
+LEAST = {
+    "bridges": 22,
+    "broker": 22,
+    "fence": 22,
+    "float16": 12,
+    "launcher": 22,
+    "objective": 60,
+    "sandbox": 40,
+    "store": 22,
+}
 SLICES = 16  # with 40 commits a week the chance that one slice is never chosen is 8 %
 TESTS_FAILED = 1
 TIMEOUT_SECONDS = 1800

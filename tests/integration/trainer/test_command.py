@@ -80,7 +80,7 @@ def test_a_dry_run_prints_the_resolved_settings_without_secrets(tmp_path: Path) 
     ("mistake", "words"),
     [
         (["--model-name", "./no-such-model"], "--model-name ./no-such-model: no such directory"),
-        (["--model-name", "m", "--dtype", "float16"], "--dtype float16"),
+        (["--model-name", "m", "--dtype", "float16", "--master-weights", "none"], "--dtype float16"),
         (["--model-name", "m", "--clip-ep", "0.1"], "--clip-eps"),
     ],
 )

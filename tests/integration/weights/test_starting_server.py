@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 
 from example_trainer.errors import ServerUnavailable
 from example_trainer.modeling.loading import PolicyOptions
@@ -25,7 +26,9 @@ PROGRAM = (sys.executable, "-m", "example_trainer.serving.testing")
 def bridge_to(tmp_path, monkeypatch):
     """A function that makes a bridge to a port, which starts a server there if it finds none."""
     made = []
-    monkeypatch.setattr(lora_only, "load_policy", lambda options: SimpleNamespace(options=options))
+    policy = SimpleNamespace(dtype=torch.bfloat16)
+    monkeypatch.setattr(lora_only, "load_policy", lambda _: policy)
+    monkeypatch.setattr(lora_only, "stored_config", lambda _: None)
 
     def make(port):
         vllm = VllmOptions(

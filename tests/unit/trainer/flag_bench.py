@@ -115,12 +115,22 @@ class Seen:
 class FlagBench:
     """Runs the command with flags over the usual ones."""
 
-    def __init__(self, model: Path, other_model: Path, directory: Path) -> None:
+    def __init__(
+        self,
+        model: Path,
+        other_model: Path,
+        directory: Path,
+        *,
+        usual: Sequence[str] = USUAL,
+        batches: int = 2,
+        served_dtype: str = "float32",
+    ) -> None:
         self.model = model
         self.other_model = other_model
         self.start = load_file(model / "model.safetensors")
+        self._usual, self._served_dtype = usual, served_dtype
         self._directory = directory
-        self._batches = record_batches(model)
+        self._batches = record_batches(model, batches)
         self._known: dict[tuple[str, ...], Seen] = {}
         self._runs = 0
         self.recorded = Recorded(self._batches)
@@ -162,7 +172,7 @@ class FlagBench:
             if "--use-wandb" in argv:
                 wandb.teardown()  # it reads the environment once a process, and another test may have been first
             if "shared_vllm" in argv:
-                fake = stack.enter_context(served_fake(self.model, directory))
+                fake = stack.enter_context(served_fake(self.model, directory, dtype=self._served_dtype))
                 recorded.served = fake.server.requests
                 given += [
                     "--vllm-port",
@@ -170,7 +180,7 @@ class FlagBench:
                     "--vllm-config-path",
                     str(fake.server.manifest_path),
                 ]
-            code = cli.run(["--model-name", str(self.model), "--run-dir", str(directory), *USUAL, *given])
+            code = cli.run(["--model-name", str(self.model), "--run-dir", str(directory), *self._usual, *given])
         recorded.calls.append(("threads", torch.get_num_threads()))
         torch.set_num_threads(threads)
         return Seen(code, directory, recorded, watched[-1].policy, errors.getvalue(), watched[-1].layer_calls)
@@ -244,8 +254,8 @@ class _RecordedSession(api.BrokerSession):
         self._note("finish", None)
 
 
-def record_batches(model: Path) -> list[Batch]:
-    """Two batches of four groups, sampled some way off the model's weights, each token with a teacher's opinion."""
+def record_batches(model: Path, count: int = 2) -> list[Batch]:
+    """Batches of four groups each, sampled some way off the model's weights, each token with a teacher's opinion."""
     torch.manual_seed(0)
     weights = load_policy(PolicyOptions(model_name=str(model), dtype="float32", device="cpu")).snapshot()
     off = {name: tensor + 0.08 * torch.randn_like(tensor) for name, tensor in weights.items()}
@@ -257,7 +267,7 @@ def record_batches(model: Path) -> list[Batch]:
         sampled.distill_logprobs = [[[-0.2, -2.0] for _ in row] for row in sampled.tokens]
         return sampled
 
-    return [Batch(number=number, run_id="r", groups=[group() for _ in range(4)]) for number in (1, 2)]
+    return [Batch(number=number, run_id="r", groups=[group() for _ in range(4)]) for number in range(1, count + 1)]
 
 
 def _reward(answer: Sequence[int]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from pathlib import Path
 
@@ -119,9 +120,10 @@ def test_what_accelerate_and_torchrun_say_lies_under_the_flags(monkeypatch: pyte
         "trainer_rank": 2,
     }
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ConfigError, match="--dtype float16 cannot be trained"):
-        run(["--model-path", "m", "--dry-run"])
-    assert run(["--model-path", "m", "--dtype", "bfloat16", "--dry-run"]) == 0
+    assert settings_from(os.environ)["dtype"] == "float16"
+    with pytest.raises(ConfigError, match="--dtype float16 with --master-weights none"):
+        run(["--model-path", "m", "--master-weights", "none", "--dry-run"])
+    assert run(["--model-path", "m", "--master-weights", "none", "--dtype", "bfloat16", "--dry-run"]) == 0
 
 
 def test_numbers_below_one_are_refused() -> None:

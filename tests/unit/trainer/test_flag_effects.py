@@ -36,7 +36,7 @@ ELSEWHERE_LOGGED = ("eval/", "perf/gpu_memory")
 """Metrics of environments, and of a GPU."""
 EVERY_TERM = (
     "--training-steps 2 --kl-coef 1 --entropy-coef 1 --distill forward_kl --old-logprobs recomputed "
-    "--mismatch-correction token_truncate --off-policy-mask 0"
+    "--mismatch-correction token_truncate --off-policy-mask 0 --dtype float16"
 )
 
 

@@ -140,6 +140,10 @@ CASES: dict[str, Case] = {
         settings=_LORA | {"dtype": "bfloat16", "master_weights": "none"},
         tolerance=2e-2,
     ),
+    "compute in fp16": Case(options=replace(CPU, dtype="float16"), settings={"dtype": "float16"}, tolerance=4e-3),
+    "an adapter in fp16": Case(
+        options=replace(_ADAPTER, dtype="float16"), settings=_LORA | {"dtype": "float16"}, tolerance=4e-3
+    ),
     "compute in bf16": Case(options=replace(CPU, dtype="bfloat16"), settings={"dtype": "bfloat16"}, tolerance=2e-2),
 }
 
@@ -214,6 +218,33 @@ def test_rank_0_alone_reads_the_weights_and_a_gradient_that_one_rank_spoils_is_t
     found = run_ranks(2, tmp_path / "meeting", load_and_poison, tiny_model, groups)
     assert [rank.pop("read") for rank in found] == [["meta", "cpu"], ["meta"]]
     assert found == [{"updates": 0, "nonfinite": 1.0, "still": True}] * 2
+
+
+def overflow_on_one_rank(ranks: Ranks, model: Path, groups: list[Group], adapter: AdapterOptions | None) -> list[Any]:
+    """Train two float16 steps, the first with a gradient of rank 1 that overflows; return what each rank did."""
+    settings = {"dtype": "float16"} | (_LORA if adapter else {})
+    learner = make_learner(model, ranks, replace(CPU, dtype="float16", adapter=adapter), settings)
+    batch = prepare_batch(share(groups, ranks), data_settings(make_config(model, settings)))
+    scale, found = learner.loss_scale, []
+    assert scale is not None
+    for step in range(2):
+        before = learner.policy.snapshot()
+        scale.scale = 2.0**16 if step or ranks.rank != 1 else 2.0**40  # as if its own gradient were the larger
+        result = learner.train(batch)
+        moved = any(
+            not torch.equal(whole(before[name], keep=True), whole(weight, keep=True))
+            for name, weight in learner.policy.snapshot().items()
+        )
+        found.append([result.updates, result.metrics["train/skipped_steps"], result.metrics["train/nonfinite"], moved])
+    return found
+
+
+@pytest.mark.parametrize("adapter", [None, AdapterOptions(r=4)], ids=["sharded", "adapter"])
+def test_a_gradient_that_overflows_on_one_rank_is_left_out_by_all(
+    tiny_model: Path, groups: list[Group], tmp_path: Path, adapter: AdapterOptions | None
+) -> None:
+    found = run_ranks(2, tmp_path / "meeting", overflow_on_one_rank, tiny_model, groups, adapter)
+    assert found == [[[0, 1.0, 0.0, False], [1, 0.0, 0.0, True]]] * 2
 
 
 def save(ranks: Ranks, model: Path, groups: list[Group], root: Path) -> None:
