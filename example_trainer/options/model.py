@@ -11,6 +11,13 @@ from pydantic import BaseModel, Field
 
 from atropos_api.common.option_flags import aliases
 
+LOGIT_CHANGES: tuple[tuple[str, float | None], ...] = (
+    ("final_logit_softcapping", None),
+    ("logit_scale", 1.0),
+    ("logits_scaling", 1.0),
+)
+"""Fields of a model's configuration that change its logits after the head, each with the value that does not."""
+
 
 class ModelOptions(BaseModel):
     """The model, its precision and its device."""
