@@ -21,6 +21,10 @@ class NoSuchDevice(TrainerError):
     """The device named by the user is not on this machine."""
 
 
+class DoesNotFit(TrainerError):
+    """The run needs more memory than its GPU has."""
+
+
 class UnsupportedModel(TrainerError):
     """The model computes something that the trainer does not support."""
 

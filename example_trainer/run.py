@@ -37,11 +37,14 @@ def main() -> NoReturn:
 
 def run(argv: list[str]) -> int:
     """Launch the run that `argv` describes and return its exit code."""
+    from example_trainer.launcher.endpoints import fit_to_gpu
     from example_trainer.launcher.run_dir import require_own_package
     from example_trainer.launcher.run_file import read_settings
 
     require_own_package()
-    settings = read_settings(argv)
+    settings, sentence = fit_to_gpu(read_settings(argv))
+    if sentence:
+        sys.stderr.write(f"atropos-grpo-run: {sentence}\n")
     from example_trainer.launcher.launch import plan_launch
 
     launch = plan_launch(settings)

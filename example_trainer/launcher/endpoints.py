@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from atropos_api.common.secrets import TOKEN_VARIABLE, TokenSource
 from example_trainer.launcher.run_file import RunConfig, RunSettings
+from example_trainer.memory.fit import with_changes
+from example_trainer.memory.preflight import preflight
 from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
 
 THIS_HOST = frozenset({LOOPBACK, "localhost", "::1"})
@@ -48,6 +50,24 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
     remote = remote_servers(config)
     ports = () if remote else _vllm_ports(settings, held)
     return Endpoints(broker_url=broker_url, broker_port=broker_port, vllm_ports=ports, remote_urls=remote)
+
+
+def fit_to_gpu(settings: RunSettings) -> tuple[RunSettings, str | None]:
+    """Return the settings with what `--fit auto` chose, and a line about it; raise `DoesNotFit` as `preflight` does."""
+    config = settings.trainer
+    given = _memory_settings(settings.section("vllm")) if config.mode.server_outlives_publish else {}
+    starts_server = not remote_servers(config) and "gpu_memory_utilization" not in given
+    choice = preflight(with_changes(config, given), starts_server=starts_server)
+    return replace(settings, trainer=with_changes(config, choice.changes)), choice.sentence
+
+
+def _memory_settings(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the `vllm` section that override the trainer's and decide over memory."""
+    found: dict[str, Any] = {}
+    for name, read in (("gpu_memory_utilization", float), ("max_model_len", int)):
+        with suppress(KeyError, ValueError, TypeError):  # the server's own parser refuses what is no number
+            found[name] = read(section[name])
+    return found
 
 
 def remote_servers(config: RunConfig) -> tuple[str, ...]:

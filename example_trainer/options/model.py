@@ -50,6 +50,14 @@ class ModelOptions(BaseModel):
         False, description="Recompute activations in the backward: less memory, about a third more time."
     )
     debug_loading: bool = Field(False, description="Log each tensor while the model is loaded.")
+    fit: Literal["check", "auto", "off"] = Field(
+        "check",
+        description="Before anything is loaded: check refuses a run that does not fit the GPU and names flags that do, "
+        "auto sets them, off does neither (docs/reference/memory.md).",
+    )
+    gpu_memory_gb: float | None = Field(
+        None, gt=0.0, description="GPU memory in GB (10^9 bytes) that --fit counts with; unset: the GPU's own."
+    )
 
 
 class LoraOptions(BaseModel):

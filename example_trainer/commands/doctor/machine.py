@@ -17,7 +17,7 @@ from example_trainer.commands.doctor.findings import Finding
 from example_trainer.commands.memory import config_path
 from example_trainer.errors import ModelNotFound
 from example_trainer.launcher.run_dir import provenance, shadowing
-from example_trainer.modeling.layer_filter import parse_layer_indices, valid_range
+from example_trainer.options.layer_indices import parse_layer_indices, valid_range
 from example_trainer.processes.cleanup import SHARED_MEMORY
 from example_trainer.processes.ports import holder
 from example_trainer.processes.tree import describe
