@@ -16,9 +16,11 @@ from importlib import util
 from typing import Any, TypeVar
 
 from atropos_api.common.option_flags import flag
+from example_trainer.errors import BadLayerFilter
 from example_trainer.memory.budget import Budget, budget, server_needs
 from example_trainer.memory.shapes import ModelShape, local_shape
 from example_trainer.options.conflicts import reason_to_refuse
+from example_trainer.options.layer_indices import parse_layer_indices
 from example_trainer.options.training_options import TrainingOptions
 
 OptionsT = TypeVar("OptionsT", bound=TrainingOptions)
@@ -99,7 +101,7 @@ def nearest(
         trainings = ({},) if config.trains_adapter else OF_FULL_WEIGHTS
     for training in trainings:
         weights = {name: value for name, value in training.items() if getattr(config, name) != value}
-        if (training and not weights) or not _can_be_made(weights):
+        if (training and not weights) or not _can_be_made(weights, shape):
             continue
         for lowers_share in (False, True):
             for memory in _without_effect_on_results(config):
@@ -189,8 +191,12 @@ def _lacks_in_share(shape: ModelShape, config: TrainingOptions, card: Card) -> f
     return server_needs(shape, config, cached_tokens=config.max_model_len) - card.share * card.total_bytes
 
 
-def _can_be_made(weights: Changes) -> bool:
-    """Return True if the packages that these changes of the weights need are installed."""
+def _can_be_made(weights: Changes, shape: ModelShape) -> bool:
+    """Return True if the packages that these changes of the weights need are installed, and the layers exist."""
+    try:
+        parse_layer_indices(weights.get("train_layer_indices", "0"), shape.layers)
+    except BadLayerFilter:
+        return False
     needs = weights.get("optimizer") == "adamw_8bit" or weights.get("load_in_4bit")
     return not needs or util.find_spec("bitsandbytes") is not None
 

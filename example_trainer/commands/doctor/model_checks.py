@@ -13,7 +13,8 @@ from example_trainer.commands.doctor.asked import Asked
 from example_trainer.commands.doctor.findings import Finding, error, warning
 from example_trainer.commands.doctor.model_files import EMBEDDING, ModelFiles, StoredTensor
 from example_trainer.errors import BadLayerFilter, CannotServe
-from example_trainer.modeling.layer_filter import block_index, parse_layer_indices
+from example_trainer.modeling.layer_filter import block_index
+from example_trainer.options.layer_indices import parse_layer_indices
 from example_trainer.options.model import LOGIT_CHANGES
 from example_trainer.serving.startup import check_adapters, check_shareable, check_sharing
 

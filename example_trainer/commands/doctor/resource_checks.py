@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from math import prod
 from pathlib import Path
@@ -15,10 +16,12 @@ from example_trainer.commands.doctor.asked import Asked
 from example_trainer.commands.doctor.findings import Finding, error, warning
 from example_trainer.commands.doctor.model_files import ModelFiles
 from example_trainer.commands.memory import OPTIMIZER_STATE_BYTES
-from example_trainer.errors import BadLayerFilter
-from example_trainer.launcher.endpoints import remote_servers
+from example_trainer.errors import BadLayerFilter, DoesNotFit
+from example_trainer.launcher.base_model import local_base
+from example_trainer.launcher.endpoints import fit_to_gpu, remote_servers
 from example_trainer.launcher.run_dir import shadowing
-from example_trainer.modeling.layer_filter import block_index, parse_layer_indices
+from example_trainer.modeling.layer_filter import block_index
+from example_trainer.options.layer_indices import parse_layer_indices
 from example_trainer.processes.cleanup import SHARED_MEMORY
 from example_trainer.processes.ports import NoPort, PortTaken, as_port, require_free
 
@@ -177,9 +180,21 @@ def check_shared_memory(asked: Asked, shared_memory: Path = SHARED_MEMORY) -> It
 
 
 def check_memory(asked: Asked) -> Iterator[Finding]:
-    """Check that weights, states, activations and the server's cache fit the memory of the GPU."""
-    del asked
-    yield from ()
+    """Check that the run fits the memory of its GPU, by the same arithmetic that a launch asks."""
+    settings = asked.settings
+    if asked.model is not None and local_base(asked.config.model_name) is not None:
+        made = asked.config.model_copy(update={"model_name": str(asked.model.folder)})
+        settings = replace(settings, trainer=made)
+    try:
+        _, chosen = fit_to_gpu(settings)
+    except DoesNotFit as refused:
+        text, _, advice = str(refused).partition("; ")
+        yield error("memory", text, advice)
+    except BadLayerFilter:
+        return  # `model_checks.check_layers` reports it
+    else:
+        if chosen is not None:
+            yield Finding("note", "memory", chosen)
 
 
 def check_packages(asked: Asked) -> Iterator[Finding]:

@@ -89,6 +89,15 @@ def test_gpus_are_counted_by_their_device_files_and_cuda_visible_devices(tmp_pat
     assert asked.count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"}) == 0
 
 
+def test_a_run_that_does_not_fit_the_gpu_is_found_with_what_does(bench: Bench) -> None:
+    bench.sections["trainer"]["gpu_memory_gb"] = 1.0
+    assert "larger GPU" in bench.find_one("memory", "on a GPU of 1.0 GB").advice
+    bench.sections["trainer"]["gpu_memory_gb"] = 80.0
+    assert bench.find() == []
+    bench.sections["trainer"] |= {"gpu_memory_gb": 1.0, "train_layer_indices": "5-6"}
+    bench.find_one("layers", "5-6")
+
+
 def test_checkpoints_that_the_disk_has_no_room_for_are_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.sections["trainer"] |= {"training_steps": 10, "checkpoint_interval": 2}
     size = sum(each.numel() for each in bench.tensors().values()) * 12
