@@ -82,12 +82,15 @@ def main(argv: Sequence[str]) -> int:
     server, *flags = argv
     with contextlib.redirect_stdout(sys.stderr):
         facts = find_facts(server, flags)
-    sys.stdout.write(json.dumps(asdict(facts), default=str) + "\n")
+    sys.stdout.write(json.dumps(None if facts is None else asdict(facts), default=str) + "\n")
     return 0
 
 
-def find_facts(server: str, flags: Sequence[str]) -> Facts:
-    """Import an environment and return what can be known of it; whatever fails becomes `error`."""
+def find_facts(server: str, flags: Sequence[str]) -> Facts | None:
+    """Import an environment and return what can be known of it; whatever fails becomes `error`.
+
+    None means that the module can be imported and shows no environment class, so that nothing is known.
+    """
     try:
         env_cls = _find_class(server)
     except ModuleNotFoundError as error:
@@ -95,6 +98,8 @@ def find_facts(server: str, flags: Sequence[str]) -> Facts:
         return Facts(error=f"its module needs {package}, which is not installed", missing_packages=[package])
     except AtroposError as error:
         return Facts(error=str(error))
+    except LookupError:
+        return None
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
         return Facts(error=f"its module cannot be imported: {type(error).__name__}: {error}")
     reader = CodeReader(env_cls)
@@ -165,14 +170,11 @@ def _find_class(server: str) -> type[Environment]:
     if server in environment_names():
         return load_environment(server)
     module = _load_file(Path(server)) if server.endswith(".py") else importlib.import_module(server)
-    own = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, BaseEnv) and value.__module__ == module.__name__
-    ]
+    found = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, BaseEnv)]
+    own = [each for each in found if each.__module__ == module.__name__] or [each for each in found if each != BaseEnv]
     concrete = [each for each in own if not any(each in other.__mro__[1:] for other in own)]
     if not concrete:
-        raise ConfigError(f"{server} defines no environment: no class there derives from BaseEnv")
+        raise LookupError(f"no class of {server} derives from BaseEnv")
     return concrete[-1]
 
 

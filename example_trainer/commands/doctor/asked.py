@@ -220,7 +220,8 @@ def _server_options(
         text = str(refused).replace(f"--config {path}", "section vllm")
         found.append(error("server", f"vllm: {text}", "correct the section vllm or the flag --vllm.*"))
         return None, {}
-    return server, {**(server.model_extra or {}), **_as_mapping(rest)}
+    extras = {**(server.model_extra or {}), **_as_mapping(rest)}
+    return server, {name.replace("-", "_"): value for name, value in extras.items()}
 
 
 def _as_mapping(flags: Sequence[str]) -> dict[str, Any]:
@@ -229,8 +230,7 @@ def _as_mapping(flags: Sequence[str]) -> dict[str, Any]:
     name = ""
     for word in flags:
         if word.startswith("--"):
-            flag, equals, value = word[2:].partition("=")
-            name = flag.replace("-", "_")
+            name, equals, value = word[2:].partition("=")
             settings[name] = value if equals else True
         elif name:
             settings[name] = word

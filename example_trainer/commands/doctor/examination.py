@@ -30,6 +30,7 @@ def check_settings(asked: Asked) -> Iterator[Finding]:
 CHECKS: Sequence[Check] = (
     check_settings,
     model_checks.check_files,
+    model_checks.check_other_models,
     model_checks.check_family,
     model_checks.check_layers,
     model_checks.check_lengths,
@@ -40,6 +41,7 @@ CHECKS: Sequence[Check] = (
     tokenizer_checks.check_chat_template,
     tokenizer_checks.check_end_of_turn,
     sampling_checks.check_environments,
+    sampling_checks.check_batch,
     sampling_checks.check_sampling,
     sampling_checks.check_logprobs,
     sampling_checks.check_defaults,

@@ -21,7 +21,7 @@ from example_trainer.serving.startup import check_adapters, check_shareable, che
 COMPARED_BYTES = 1 << 20
 """Bytes of head and embedding that are compared; two matrices that agree so far are taken as equal."""
 
-HEAD = re.compile(r"(?:^|\.)lm_head\.weight$")
+HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output_layer)\.weight$")
 SCALED_BY_FACTOR = ("linear", "dynamic")
 """RoPE types under which vLLM multiplies the length by the factor; others name the scaled length themselves."""
 
@@ -46,8 +46,22 @@ def check_files(asked: Asked) -> Iterator[Finding]:
     elif not missing:
         _ = model.tensors
     _ = (model.config, model.generation_config, model.tokenizer_config)
-    for fault in model.faults:
+    for fault in dict.fromkeys(model.faults):
         yield error("model files", f"{model.folder}: {fault}", again)
+
+
+def check_other_models(asked: Asked) -> Iterator[Finding]:
+    """Check that the reference model and the checkpoint to resume from are there, where paths are given."""
+    config = asked.config
+    if config.ref_model is not None and _is_path(config.ref_model) and not Path(config.ref_model).is_dir():
+        yield error("model", f"ref_model {config.ref_model}: no such directory", "correct the path, or leave it out")
+    if config.resume not in (None, "auto") and not Path(str(config.resume)).exists():
+        advice = "name a checkpoint-N directory, or auto for the newest one of the run directory"
+        yield error("model", f"resume {config.resume}: no such checkpoint", advice)
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def check_family(asked: Asked) -> Iterator[Finding]:
@@ -143,7 +157,7 @@ def check_lengths(asked: Asked) -> Iterator[Finding]:
     """Check the lengths of trainer, server and environments against each other and against the model's positions."""
     longest, asks = asked.max_model_len, asked.config.seq_len
     if asked.model is not None and (limit := _position_limit(asked.model.text_config)) is not None:
-        if longest > limit:
+        if longest > limit and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
             text = f"max_model_len {longest} is more than the {limit} positions of the model"
             advice = f"set trainer.max_model_len to at most {limit}"
             yield error("lengths", text, advice + _scaling_hint(asked.model.text_config))
@@ -172,7 +186,9 @@ def _position_limit(config: Mapping[str, Any]) -> int | None:
     scaling = rope_scaling(config)
     kind = scaling.get("rope_type") or scaling.get("type")
     factor = scaling.get("factor")
-    scaled = kind in SCALED_BY_FACTOR and isinstance(factor, int | float) and "gemma3" not in str(config["model_type"])
+    scaled = (
+        kind in SCALED_BY_FACTOR and isinstance(factor, int | float) and "gemma3" not in str(config.get("model_type"))
+    )
     return int(positions * factor) if scaled and factor else positions
 
 

@@ -103,7 +103,8 @@ class ModelFiles:
 
     def special_token(self, role: str) -> str | None:
         """Return the text of the token with a role such as `eos`; files hold it as text or as a description."""
-        token = self.tokenizer_config.get(f"{role}_token")
+        name = f"{role}_token"
+        token = self.tokenizer_config.get(name) or self._read_json("special_tokens_map.json").get(name)
         return str(token["content"]) if isinstance(token, Mapping) else token
 
     @cached_property

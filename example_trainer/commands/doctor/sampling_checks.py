@@ -50,7 +50,8 @@ def check_environments(asked: Asked) -> Iterator[Finding]:
     for environment in asked.environments:
         facts, name = environment.facts, environment.name
         if facts is None:
-            text = f"{name} was not examined: importing it took over {FACTS_SECONDS:.0f} s or ended the process"
+            text = f"{name} was not examined: importing it took over {FACTS_SECONDS:.0f} s, ended the process, or "
+            text += "showed no environment class"
             yield Finding("note", "environment", text)
             continue
         packages = facts["missing_packages"]
@@ -67,6 +68,30 @@ def check_environments(asked: Asked) -> Iterator[Finding]:
             if server["server_type"] == "openai" and not (facts["lenient"] or _allows(environment, "estimated_tokens")):
                 text = f"openai.server_type of {name} is openai, which returns no tokens and logprobs to train on"
                 yield error("environment", text, "set openai.server_type to vllm")
+
+
+def check_batch(asked: Asked) -> Iterator[Finding]:
+    """Check that groups of each environment's size can fill a batch: the broker never splits a group."""
+    sizes = [(each.name, _group_size(each)) for each in asked.environments]
+    known = {size for _, size in sizes if size}
+    if not known or not all(size for _, size in sizes):
+        return
+    batch = asked.config.sequences_per_batch
+    fillable = {0}
+    for total in range(1, batch + 1):
+        if any(total - size in fillable for size in known):
+            fillable.add(total)
+    for name, size in sizes:
+        if size and batch - size not in fillable:
+            text = f"groups of env.group_size {size} ({name}) never fill a batch of {batch} sequences "
+            text += "(batch_size x gradient_accumulation_steps)"
+            yield error("batch", text, "take a group size that divides the batch, or change the batch")
+
+
+def _group_size(environment: Environment) -> int | None:
+    """Return the size of all groups of an environment; None if it is not known or changes by a schedule."""
+    env = (environment.facts or {}).get("env", {})
+    return None if env.get("group_size_schedule") else env.get("group_size")
 
 
 def check_sampling(asked: Asked) -> Iterator[Finding]:
@@ -162,7 +187,7 @@ def check_server_keys(asked: Asked) -> Iterator[Finding]:
         return
     words = set(" ".join(texts).replace("-", "_").translate(_SEPARATORS).split())
     for key in asked.server_extras:
-        name = key.replace("-", "_").removeprefix("no_")
+        name = key.partition(".")[0].removeprefix("no_")
         likely = difflib.get_close_matches(name, [*ServerConfig.model_fields, *words], n=1, cutoff=CLOSE)
         if name not in words:
             guess = f"did you mean {likely[0]}? " if likely else ""

@@ -107,14 +107,17 @@ def check_end_of_turn(asked: Asked) -> Iterator[Finding]:
     if model is None or not model.vocabulary:
         return
     eos = model.special_token("eos")
+    described = token_ids(model.text_config.get("eos_token_id"))
+    generated = token_ids(model.generation_config.get("eos_token_id")) or described
+    if eos is None and generated:  # a tokenizer class may bring its own, as GPT-2's does
+        yield from _check_turn(asked, model, ends=generated)
+        return
     if eos is None or eos not in model.vocabulary:
         shown = "names no eos_token" if eos is None else f"has eos_token {eos!r}, which is no token of its vocabulary"
         text = f"{model.folder / 'tokenizer_config.json'} {shown}, so no answer ends by itself"
         yield error("end of turn", text, "set eos_token to the token that ends an answer, <|im_end|> for instance")
         return
     index = model.vocabulary[eos]
-    described = token_ids(model.text_config.get("eos_token_id"))
-    generated = token_ids(model.generation_config.get("eos_token_id")) or described
     if described | generated and index not in described | generated:
         shown = ", ".join(map(str, sorted(described | generated)))
         text = f"the tokenizer's eos_token {eos!r} is {index}; config.json and generation_config.json end at {shown}"

@@ -53,6 +53,12 @@ def test_a_task_that_no_tiny_model_is_made_for_is_found(bench: Bench) -> None:
     assert "tiny/chain" in bench.find_one("model", "tiny/chian").advice
 
 
+def test_a_reference_and_a_checkpoint_that_are_not_there_are_found(bench: Bench) -> None:
+    bench.sections["trainer"] |= {"ref_model": "/no/such/reference", "kl_coef": 0.001}
+    bench.find_one("model", "ref_model /no/such/reference")
+    bench.find_one("model", "resume /no/such/run", flags=("--resume", "/no/such/run", "--ref-model", "org/name"))
+
+
 def test_missing_weights_are_found(bench: Bench) -> None:
     (bench.model / "model.safetensors").unlink()
     bench.find_one("model files", "holds no weights")

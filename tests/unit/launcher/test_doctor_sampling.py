@@ -126,10 +126,13 @@ def test_end_tokens_that_disagree_are_found(bench: Bench) -> None:
 
 
 def test_a_tokenizer_without_an_end_token_is_found(bench: Bench) -> None:
-    bench.edit("tokenizer_config.json", eos_token=None)
-    bench.find_one("end of turn", "names no eos_token")
     bench.edit("tokenizer_config.json", eos_token="<|im_end|>")
     bench.find_one("end of turn", "'<|im_end|>'", "no token of its vocabulary")
+    bench.edit("tokenizer_config.json", eos_token=None)
+    assert bench.find() == [], "the server ends at generation_config.json's"
+    bench.edit("generation_config.json", eos_token_id=None)
+    bench.edit("config.json", eos_token_id=None)
+    bench.find_one("end of turn", "names no eos_token")
 
 
 @pytest.mark.parametrize("flags", [(), ("--vllm.logprobs_mode", "raw_logprobs")])
@@ -218,6 +221,21 @@ def test_a_package_that_the_environment_imports_at_work_is_found(bench: Bench) -
 def test_an_environment_that_cannot_be_imported_is_found(bench: Bench) -> None:
     bench.write_environment("raise ValueError('not today')")
     bench.find_one("environment", "ValueError: not today")
+
+
+def test_a_file_without_an_environment_class_is_only_noted(bench: Bench) -> None:
+    bench.write_environment("print('no class')")
+    assert [(one.verdict, one.subject) for one in bench.find()] == [("note", "environment")]
+
+
+def test_groups_that_never_fill_a_batch_are_found(bench: Bench) -> None:
+    bench.chat(group_size=6)
+    bench.find_one("batch", "groups of env.group_size 6", "batch of 64")
+    chat = {"env": {"server": "arithmetic_server.py", "group_size": 4, "max_token_length": 64}}
+    other = {"env": {**chat["env"], "group_size": 6}}
+    del bench.sections["env"]
+    bench.sections["environments"] = [chat, other]  # type: ignore[assignment]
+    assert bench.find() == [], "10 groups of 6 and one of 4 do"
 
 
 def test_missing_data_are_found(bench: Bench) -> None:
