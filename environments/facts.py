@@ -19,6 +19,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -199,6 +200,14 @@ class CodeReader:
 
     def __init__(self, env_cls: type[Environment]) -> None:
         self._trees = dict(self._sources(env_cls))
+        self._module_constants = {
+            place: {
+                node.targets[0].id: node.value
+                for node in tree.body
+                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+            }
+            for place, tree in self._trees.items()
+        }
         functions: dict[str, tuple[str, Definition]] = {}
         for place, tree in self._trees.items():
             for node in ast.walk(tree):
@@ -239,10 +248,10 @@ class CodeReader:
             Given(name=name, value=value, where=f"{Path(place).name}:{line}")
             for place, body in self._reached
             for node in ast.walk(body)
-            for name, value, line in self._constants(node)
+            for name, value, line in self._constants(node, self._module_constants[place])
         ]
 
-    def _constants(self, node: ast.AST) -> Iterator[tuple[str, Any, int]]:
+    def _constants(self, node: ast.AST, named: Mapping[str, ast.expr]) -> Iterator[tuple[str, Any, int]]:
         pairs: list[tuple[Any, ast.expr]] = []
         if isinstance(node, ast.Call) and (_is_sampling(node) or _called(node) in self._functions):
             pairs = [(keyword.arg, keyword.value) for keyword in node.keywords]
@@ -252,7 +261,7 @@ class CodeReader:
         for name, expression in pairs:
             if name in SAMPLING_NAMES:
                 with contextlib.suppress(ValueError):
-                    yield name, ast.literal_eval(expression), expression.lineno
+                    yield name, ast.literal_eval(_NamesReplaced(named).visit(deepcopy(expression))), expression.lineno
 
     def missing_packages(self) -> list[str]:
         """Return the packages that the source imports anywhere and that are not installed, unless it does without."""
@@ -263,6 +272,16 @@ class CodeReader:
                 if id(node) not in optional:
                     needed |= {name.partition(".")[0] for name in _imported(node)}
         return sorted(name for name in needed if name not in sys.modules and importlib.util.find_spec(name) is None)
+
+
+class _NamesReplaced(ast.NodeTransformer):
+    """Replaces the names of a module's constants by their values."""
+
+    def __init__(self, named: Mapping[str, ast.expr]) -> None:
+        self._named = named
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._named.get(node.id, node)
 
 
 def _called(node: ast.AST) -> str | None:
