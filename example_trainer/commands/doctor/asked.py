@@ -153,14 +153,23 @@ def _find_model(name: str, found: list[Finding]) -> tuple[str, ModelFiles | None
         advice = "name a directory with config.json, weights and tokenizer, or a Hugging Face id"
         found.append(error("model", str(missing).replace("--model-name", "model_name"), advice))
         return name, None
-    folder = Path(model) if Path(model).is_dir() else _cached_folder(model)
+    if Path(model).is_dir():
+        return model, ModelFiles(Path(model))
+    folder = _cached_folder(model)
     if folder is None:
-        text = f"model_name {name}: not on this machine, so tokenizer, lengths and memory are not examined"
-        offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in {"1", "true", "yes", "on"}
-        report = error if offline else warning
-        more = ", and HF_HUB_OFFLINE forbids downloading it" if offline else "; the run would download it first"
-        found.append(report("model", text + more, f"hf download {name}"))
-    return model, None if folder is None else ModelFiles(folder)
+        found.append(not_here(name, "not on this machine, so tokenizer, lengths and memory are not examined"))
+        return model, None
+    files = ModelFiles(folder, hub_name=model)
+    # Environments then render its chat template as well, which they do for a directory only.
+    return str(folder) if files.has_tokenizer else model, files
+
+
+def not_here(name: str, what: str) -> Finding:
+    """Return the finding about files of a hub model that the run would have to download."""
+    offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in {"1", "true", "yes", "on"}
+    report = error if offline else warning
+    more = ", and HF_HUB_OFFLINE forbids downloading it" if offline else "; the run would download it first"
+    return report("model", f"model_name {name}: {what}{more}", f"hf download {name}")
 
 
 def _cached_folder(name: str) -> Path | None:

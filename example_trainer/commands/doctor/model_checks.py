@@ -9,7 +9,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from example_trainer.commands.doctor.asked import Asked
+from example_trainer.commands.doctor.asked import Asked, not_here
 from example_trainer.commands.doctor.findings import Finding, error, warning
 from example_trainer.commands.doctor.model_files import EMBEDDING, ModelFiles, StoredTensor
 from example_trainer.errors import BadLayerFilter, CannotServe
@@ -36,16 +36,17 @@ def check_files(asked: Asked) -> Iterator[Finding]:
         return
     missing = [path.name for path in model.weight_files if not path.is_file()]
     again = "copy or download the model again"
-    if missing:
+    nothing = not model.weight_files and not model.has_other_weights
+    if model.hub_name is not None and (missing or nothing or not model.has_tokenizer):
+        yield not_here(model.hub_name, f"{model.folder} in the local cache lacks weights or tokenizer")
+    elif missing:
         text = (
             f"{model.folder} lacks {len(missing)} of {len(model.weight_files)} weight files: {', '.join(missing[:3])}"
         )
         yield error("model files", text, again)
-    elif not model.weight_files and not model.has_other_weights:
+    elif nothing:
         yield error("model files", f"{model.folder} holds no weights: no *.safetensors file", again)
-    elif not missing:
-        _ = model.tensors
-    _ = (model.config, model.generation_config, model.tokenizer_config)
+    _ = (model.config, model.generation_config, model.tokenizer_config, model.tensors)
     for fault in dict.fromkeys(model.faults):
         yield error("model files", f"{model.folder}: {fault}", again)
 
@@ -233,7 +234,7 @@ def check_rope(asked: Asked) -> Iterator[Finding]:
 def check_head(asked: Asked) -> Iterator[Finding]:
     """Check that a tied output head is stored as one, and one that is not tied is stored at all."""
     model = asked.model
-    if model is None or not model.tensors:
+    if model is None or not model.tensors or not all(path.is_file() for path in model.weight_files):
         return
     head = next((tensor for name, tensor in model.tensors.items() if HEAD.search(name)), None)
     embedding = next((tensor for name, tensor in model.tensors.items() if EMBEDDING.search(name)), None)

@@ -47,6 +47,8 @@ class ModelFiles:
     """A model's directory; each part is read at its first use, and `faults` collects what cannot be read."""
 
     folder: Path
+    hub_name: str | None = None
+    """The Hugging Face id if this is its snapshot in the local cache: what is missing can then be downloaded."""
     faults: list[str] = field(default_factory=list)
     tokenizer_fault: str = ""
 
@@ -125,7 +127,7 @@ class ModelFiles:
     def tensors(self) -> Mapping[str, StoredTensor]:
         """Every stored tensor by name; empty where there is no readable safetensors file."""
         found: dict[str, StoredTensor] = {}
-        for path in self.weight_files:
+        for path in filter(Path.is_file, self.weight_files):
             try:
                 found |= _read_header(path)
             except (OSError, ValueError, KeyError, TypeError) as error:

@@ -23,7 +23,7 @@ def check_tokenizer(asked: Asked) -> Iterator[Finding]:
     model = asked.model
     if model is None:
         return
-    if not model.has_tokenizer:
+    if not model.has_tokenizer and model.hub_name is None:
         text = f"{model.folder} has no tokenizer.json or other tokenizer"
         yield error("tokenizer", text, "copy the tokenizer's files into it from the model that it was made from")
     elif model.tokenizer is None and model.tokenizer_fault:
@@ -81,7 +81,7 @@ def _difference(other: ModelFiles, model: ModelFiles) -> str | None:
 def check_chat_template(asked: Asked) -> Iterator[Finding]:
     """Check that there is a chat template that works, if an environment chats."""
     model, chatting = asked.model, _chatting(asked)
-    if model is None or not chatting:
+    if model is None or not chatting or not model.has_tokenizer:
         return
     if model.chat_template is None:
         text = f"{chatting[0].name} chats with the model, and {model.folder} has no chat template"

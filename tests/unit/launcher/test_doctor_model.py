@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,28 @@ def test_a_hub_model_that_is_not_here_is_found_with_the_command_that_fetches_it(
     assert found.advice == "hf download nobody/nothing-here"
     monkeypatch.delenv("HF_HUB_OFFLINE")
     bench.find_one("model", "would download it", verdict="warning")
+
+
+def test_a_hub_model_in_the_cache_is_examined_and_what_it_lacks_can_be_downloaded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    snapshot = bench.folder / "hub/models--org--tiny/snapshots/abc"
+    shutil.copytree(bench.model, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(bench.folder / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    bench.sections["trainer"]["model_name"] = "org/tiny"
+    bench.chat()
+    assert bench.find() == []
+    (snapshot / "chat_template.jinja").write_text("<|user|>{{ messages[0].text }}")
+    bench.find_one("chat template", "leaves out the user's message")
+    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        (snapshot / name).unlink()
+    found = bench.find_one("model", "lacks weights or tokenizer", "would download", verdict="warning")
+    assert found.advice == "hf download org/tiny"
 
 
 def test_a_task_that_no_tiny_model_is_made_for_is_found(bench: Bench) -> None:
