@@ -2,6 +2,6 @@
 
 In reading order: `run_file` (what is asked for), `endpoints` and `base_model` (what must be settled first), `plan`
 (which programs with which settings), `launch` (the course of it), `supervisor` (the programs), `progress`,
-`run_dir`, `summary`. It may import `config`, `options`, `monitoring`, `processes` and the broker's client; never
-weights or model.
+`run_dir`, `summary`. It may import `config`, `memory`, `options`, `monitoring`, `processes` and the broker's client;
+never weights or model.
 """

@@ -21,7 +21,11 @@ RUNTIME_BYTES = 1.5 * 2**30
 """Bytes of a process on the GPU beside its tensors: the CUDA context, vLLM's graphs, the allocator's slack."""
 
 SERVER_WORKSPACE_BYTES = 2 * 2**30
-"""Bytes of vLLM's share that hold neither weights nor cache: activations of its longest batch, sampling, graphs."""
+"""Bytes to leave vLLM beside weights and cache, for the activations of its longest batch, sampling and graphs.
+
+A share that is chosen here includes them; a share that is given is not refused for lack of them, because a small model
+needs less.
+"""
 
 WORKING_SET = (15.0, 4.0)
 """Values per token that one layer keeps for its backward, in hidden and in intermediate sizes.
@@ -133,7 +137,13 @@ def adapter_parameters(shape: ModelShape, rank: int, targets: list[str] | None) 
     return sum(rank * sum(shape.linear.get(name.rpartition(".")[2], largest)) for name in names)
 
 
-def server_needs(shape: ModelShape, config: TrainingOptions, *, cached_tokens: int) -> float:
+def server_needs(
+    shape: ModelShape,
+    config: TrainingOptions,
+    *,
+    cached_tokens: int,
+    workspace_bytes: float = SERVER_WORKSPACE_BYTES,
+) -> float:
     """Return the bytes that vLLM needs on one GPU for the weights, its adapters and a cache of so many tokens.
 
     Several servers on this GPU, which divide `--gpu-memory-utilization` among them, count together.
@@ -147,7 +157,7 @@ def server_needs(shape: ModelShape, config: TrainingOptions, *, cached_tokens: i
     cache = shape.cache_bytes_per_token(served) * cached_tokens
     split = (weight_bytes * shape.parameters + served * adapters + cache) / config.vllm_tensor_parallel_size
     servers = config.num_inference_nodes if config.broadcasts and config.vllm_gpu is None else 1
-    return servers * (split + SERVER_WORKSPACE_BYTES)
+    return servers * (split + workspace_bytes)
 
 
 def _own_weights(shape: ModelShape, config: TrainingOptions, served: int, trained: int) -> float:

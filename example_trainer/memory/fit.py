@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from atropos_api.common.option_flags import flag
 from example_trainer.errors import BadLayerFilter
-from example_trainer.memory.budget import Budget, budget, server_needs
+from example_trainer.memory.budget import OPTIMIZER_STATE_BYTES, Budget, budget, server_needs
 from example_trainer.memory.shapes import ModelShape, local_shape
 from example_trainer.options.conflicts import reason_to_refuse
 from example_trainer.options.layer_indices import parse_layer_indices
@@ -79,14 +79,19 @@ def explain(shape: ModelShape, config: TrainingOptions, card: Card) -> str | Non
     """Return the reason why a configuration does not fit, with the nearest one that does; None if it fits."""
     if fits(shape, config, card):
         return None
-    found = nearest(shape, config, card) or nearest(shape, config, card, trainings=OTHER_TRAININGS)
-    if found is None:
-        remedy = "nothing that this trainer can change fits: take a larger GPU, another one for vLLM (--vllm-gpu), "
-        return _problem(shape, config, card) + "; " + remedy + "shorter sequences or a smaller model"
-    needed = budget_on(shape, with_changes(config, found), card_after(found, card))
+    problem = _problem(shape, config, card)
+    if found := nearest(shape, config, card):
+        return (
+            f"{problem}; {_fitting(shape, config, card, found)}, or let --fit auto choose; --fit off skips this check"
+        )
+    if found := nearest(shape, config, card, trainings=OTHER_TRAININGS):
+        return (
+            f"{problem}; no flag makes this training fit, but {_fitting(shape, config, card, found)}; "
+            "--fit off skips this check"
+        )
     return (
-        f"{_problem(shape, config, card)}; {as_flags(found)} fits ({needed.total / GB:.1f} GB"
-        f"{_host_part(needed)}): --fit auto chooses among such flags itself, --fit off starts without this check"
+        f"{problem}; nothing that this trainer can change fits: take a larger GPU, another one for vLLM (--vllm-gpu), "
+        "several ranks (torchrun), shorter sequences or a smaller model; --fit off skips this check"
     )
 
 
@@ -101,7 +106,7 @@ def nearest(
         trainings = ({},) if config.trains_adapter else OF_FULL_WEIGHTS
     for training in trainings:
         weights = {name: value for name, value in training.items() if getattr(config, name) != value}
-        if (training and not weights) or not _can_be_made(weights, shape):
+        if (training and not weights) or not _can_be_made(shape, config, weights):
             continue
         for lowers_share in (False, True):
             for memory in _without_effect_on_results(config):
@@ -131,10 +136,9 @@ def budget_on(shape: ModelShape, config: TrainingOptions, card: Card) -> Budget:
     return budget(shape, config, server_bytes=card.share * card.total_bytes)
 
 
-def smallest_share(shape: ModelShape, config: TrainingOptions, card_bytes: float, *, sequences: int) -> float:
-    """Return vLLM's share, in hundredths, that holds the weights and a cache of so many sequences."""
-    needed = server_needs(shape, config, cached_tokens=sequences * config.max_model_len)
-    return math.ceil(100 * needed / card_bytes) / 100
+def least_share(shape: ModelShape, config: TrainingOptions, card_bytes: float) -> float:
+    """Return the share below which vLLM surely cannot start: the weights, and a cache of one sequence."""
+    return server_needs(shape, config, cached_tokens=config.max_model_len, workspace_bytes=0.0) / card_bytes
 
 
 def with_changes(config: OptionsT, changes: Changes) -> OptionsT:
@@ -181,18 +185,24 @@ def _problem(shape: ModelShape, config: TrainingOptions, card: Card) -> str:
     return f"--master-weights host needs {needed.host / GB:.1f} GB of host memory, and there are {host / GB:.1f}"
 
 
-def _host_part(needed: Budget) -> str:
-    return f" and {needed.host / GB:.1f} GB of host memory" if needed.host else ""
+def _fitting(shape: ModelShape, config: TrainingOptions, card: Card, changes: Changes) -> str:
+    needed = budget_on(shape, with_changes(config, changes), card_after(changes, card))
+    host = f" and {needed.host / GB:.1f} GB of host memory" if needed.host else ""
+    return f"{as_flags(changes)} fits ({needed.total / GB:.1f} GB{host})"
 
 
 def _lacks_in_share(shape: ModelShape, config: TrainingOptions, card: Card) -> float:
     if not card.share or not card.share_can_change:
         return 0.0
-    return server_needs(shape, config, cached_tokens=config.max_model_len) - card.share * card.total_bytes
+    return (least_share(shape, config, card.total_bytes) - card.share) * card.total_bytes
 
 
-def _can_be_made(weights: Changes, shape: ModelShape) -> bool:
-    """Return True if the packages that these changes of the weights need are installed, and the layers exist."""
+def _can_be_made(shape: ModelShape, config: TrainingOptions, weights: Changes) -> bool:
+    """Return True if a change of the weights has its package and layers here and replaces no optimizer of the user's
+    own.
+    """
+    if "optimizer" in weights and config.optimizer not in OPTIMIZER_STATE_BYTES:
+        return False
     try:
         parse_layer_indices(weights.get("train_layer_indices", "0"), shape.layers)
     except BadLayerFilter:
@@ -218,6 +228,7 @@ def _other_share(shape: ModelShape, config: TrainingOptions, card: Card) -> floa
     if not card.share or not card.share_can_change:
         return None
     room = math.floor(100 * (card.usable_bytes - budget_on(shape, config, card).trainer) / card.total_bytes) / 100
-    comfortable = smallest_share(shape, config, card.total_bytes, sequences=CACHED_SEQUENCES)
+    needed = server_needs(shape, config, cached_tokens=CACHED_SEQUENCES * config.max_model_len)
+    comfortable = math.ceil(100 * needed / card.total_bytes) / 100
     share = min(room, max(comfortable, card.share))
     return share if comfortable <= share != card.share else None

@@ -21,8 +21,8 @@ from example_trainer.memory.fit import (
     budget_on,
     card_after,
     explain,
+    least_share,
     nearest,
-    smallest_share,
     with_changes,
 )
 from example_trainer.memory.shapes import ModelShape, local_shape
@@ -48,12 +48,14 @@ def preflight(config: TrainingOptions, *, starts_server: bool, environment: Mapp
     """
     if config.fit == "off":
         return Choice()
-    gpu = trainer_gpu(config, os.environ if environment is None else environment)
+    environment = os.environ if environment is None else environment
+    gpu = trainer_gpu(config, environment)
     total_bytes = card_bytes(config, gpu)
     shape = None if total_bytes is None else local_shape(config.model_name)
     if total_bytes is None or shape is None:
         return Choice()
-    card = card_of(shape, config, total_bytes, gpu=gpu, starts_server=starts_server)
+    shares_gpu = serves_on(gpu, config, environment)
+    card = card_of(shape, config, total_bytes, shares_gpu=shares_gpu, starts_server=starts_server)
     found = nearest(shape, config, card) if config.fit == "auto" else None
     if found is None:
         if reason := explain(shape, config, card):
@@ -81,7 +83,24 @@ def card_bytes(config: TrainingOptions, gpu: int) -> float | None:
     return None if config.device == "cpu" else gpu_memory_bytes(gpu)
 
 
-def card_of(shape: ModelShape, config: TrainingOptions, total_bytes: float, *, gpu: int, starts_server: bool) -> Card:
+def serves_on(gpu: int, config: TrainingOptions, environment: Mapping[str, str]) -> bool:
+    """Return True if vLLM serves from the GPU with this number among those that this process sees.
+
+    `--vllm-gpu` counts the machine's GPUs; without it the server takes the first that it sees.
+    """
+    if config.shares_memory:
+        return True
+    if config.vllm_host not in THIS_HOST or config.inference_urls:
+        return False
+    if config.vllm_gpu is None:
+        return gpu == 0
+    visible = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return (visible[gpu] if gpu < len(visible) else str(gpu)) == str(config.vllm_gpu)
+
+
+def card_of(
+    shape: ModelShape, config: TrainingOptions, total_bytes: float, *, shares_gpu: bool, starts_server: bool
+) -> Card:
     """Return the trainer's GPU with vLLM's share of it.
 
     The share of a server that somebody else starts is known only if `--gpu-memory-utilization` tells it. If not, it is
@@ -89,9 +108,8 @@ def card_of(shape: ModelShape, config: TrainingOptions, total_bytes: float, *, g
     """
     host_bytes = float(psutil.virtual_memory().total) if config.gpu_memory_gb is None else None
     share = config.gpu_memory_utilization
-    is_elsewhere = config.vllm_host not in THIS_HOST or bool(config.inference_urls) or (config.vllm_gpu or 0) != gpu
-    if is_elsewhere and not config.shares_memory:
+    if not shares_gpu:
         share = 0.0
     elif not starts_server and "gpu_memory_utilization" not in config.model_fields_set:
-        share = smallest_share(shape, config, total_bytes, sequences=1) if config.shares_memory else 0.0
+        share = least_share(shape, config, total_bytes) if config.shares_memory else 0.0
     return Card(total_bytes=total_bytes, share=share, share_can_change=starts_server, host_bytes=host_bytes)

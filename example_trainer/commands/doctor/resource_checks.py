@@ -9,24 +9,21 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
-from math import prod
 from pathlib import Path
 
 from example_trainer.commands.doctor.asked import Asked
 from example_trainer.commands.doctor.findings import Finding, error, warning
-from example_trainer.commands.doctor.model_files import ModelFiles
-from example_trainer.commands.memory import OPTIMIZER_STATE_BYTES
 from example_trainer.errors import BadLayerFilter, DoesNotFit
 from example_trainer.launcher.base_model import local_base
 from example_trainer.launcher.endpoints import fit_to_gpu, remote_servers
 from example_trainer.launcher.run_dir import shadowing
-from example_trainer.modeling.layer_filter import block_index
-from example_trainer.options.layer_indices import parse_layer_indices
+from example_trainer.memory.budget import OPTIMIZER_STATE_BYTES, served_bytes, trained_parameters
+from example_trainer.memory.shapes import ModelShape, local_shape
+from example_trainer.options.training_options import TrainingOptions
 from example_trainer.processes.cleanup import SHARED_MEMORY
 from example_trainer.processes.ports import NoPort, PortTaken, as_port, require_free
 
 GB = 1e9
-STORED_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MASTER_BYTES = 4
 PROJECT = "atropos-grpo"
 _REQUIREMENT = re.compile(r"^([\w.-]+)(\[[^\]]*\])?\s*([^;]*)(?:;(.*))?$")
@@ -112,9 +109,13 @@ def check_disk(asked: Asked) -> Iterator[Finding]:
         what = "is not a directory" if not place.is_dir() else f"cannot be written by user {os.getuid()}"
         yield error("disk", f"{root}: {place} {what}", "name another directory in trainer.run_dir or trainer.save_path")
         return
-    if asked.model is None or not asked.model.tensors:
+    shape = None if asked.model is None else local_shape(str(asked.model.folder))
+    if shape is None:
         return
-    each, count = checkpoint_bytes(asked, asked.model), kept_checkpoints(asked)
+    try:
+        each, count = checkpoint_bytes(shape, config), kept_checkpoints(config)
+    except BadLayerFilter:
+        return  # `model_checks.check_layers` reports it
     free = shutil.disk_usage(place).free
     if each * count > free:
         text = f"{count} checkpoints of {each / GB:.1f} GB need {each * count / GB:.1f} GB; "
@@ -124,54 +125,27 @@ def check_disk(asked: Asked) -> Iterator[Finding]:
         yield error("disk", text, f"{keep}name a larger disk in trainer.save_path")
 
 
-def kept_checkpoints(asked: Asked) -> int:
+def kept_checkpoints(config: TrainingOptions) -> int:
     """Return the largest number of checkpoints on the disk at one time: one is written before the oldest is removed."""
-    config = asked.config
     written = -(-config.training_steps // config.checkpoint_interval) if config.checkpoint_interval else 1
     return min(written, config.keep_last + 1) if config.keep_last else written
 
 
-def checkpoint_bytes(asked: Asked, model: ModelFiles) -> float:
-    """Return the size of one checkpoint: the masters or the adapter, and the optimizer's state of what is trained."""
-    config = asked.config
+def checkpoint_bytes(shape: ModelShape, config: TrainingOptions) -> float:
+    """Return the size of one checkpoint: masters of what is trained with the optimizer's state, and frozen weights."""
+    trained = trained_parameters(shape, config)
+    master = served_bytes(shape, config) if config.master_weights == "none" else MASTER_BYTES
     states = OPTIMIZER_STATE_BYTES.get(config.optimizer, max(OPTIMIZER_STATE_BYTES.values()))
-    sizes = {name: prod(tensor.shape) for name, tensor in model.tensors.items()}
-    if config.trains_adapter:
-        adapted = [tensor.shape for name, tensor in model.tensors.items() if _is_adapted(name, asked)]
-        return sum(config.lora_r * sum(shape) for shape in adapted) * (MASTER_BYTES + states)
-    stored = _bytes_of_dtype(asked, model) if config.master_weights == "none" else MASTER_BYTES
-    trained = sum(size for name, size in sizes.items() if _is_trained(name, asked, model))
-    return sum(sizes.values()) * stored + trained * states
-
-
-def _is_adapted(name: str, asked: Asked) -> bool:
-    """Return True if the tensor gets an adapter, by the module's name; a preset counts as every matrix."""
-    targets = asked.config.lora_target_modules or ["q_proj", "v_proj"]
-    module = name.removesuffix(".weight")
-    by_preset = not {"all-linear", "attention", "mlp"}.isdisjoint(targets) and "norm" not in module
-    return block_index(name) is not None and (by_preset or any(module.endswith(target) for target in targets))
-
-
-def _is_trained(name: str, asked: Asked, model: ModelFiles) -> bool:
-    layers, count = asked.config.train_layer_indices, model.text_config.get("num_hidden_layers")
-    if layers is None or not isinstance(count, int):
-        return True
-    try:
-        return block_index(name) in parse_layer_indices(layers, count)
-    except BadLayerFilter:
-        return True
-
-
-def _bytes_of_dtype(asked: Asked, model: ModelFiles) -> int:
-    named = asked.config.dtype if asked.config.dtype != "auto" else str(model.config.get("dtype", "float32"))
-    return STORED_BYTES.get(named, MASTER_BYTES)
+    frozen = 0 if config.trains_adapter else shape.parameters - trained
+    return trained * (master + states) + frozen * served_bytes(shape, config)
 
 
 def check_shared_memory(asked: Asked, shared_memory: Path = SHARED_MEMORY) -> Iterator[Finding]:
     """Check that the weights that trainer and server share fit into /dev/shm, where they are without a GPU."""
-    if not asked.config.shares_memory or asked.on_gpu or asked.model is None or not asked.model.tensors:
+    if not asked.config.shares_memory or asked.on_gpu or asked.model is None:
         return
-    needed = sum(prod(each.shape) for each in asked.model.tensors.values()) * _bytes_of_dtype(asked, asked.model)
+    shape = local_shape(str(asked.model.folder))
+    needed = 0 if shape is None else shape.parameters * served_bytes(shape, asked.config)
     free = shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0
     if needed > free:
         text = f"the shared weights need {needed / GB:.2f} GB of {shared_memory}, which has {free / GB:.2f} GB free"

@@ -14,6 +14,8 @@ import pytest
 from atropos_api.common.cliconfig import ConfigError
 from example_trainer.commands import main
 from example_trainer.commands.doctor import asked, resource_checks
+from example_trainer.config import TrainingConfig
+from example_trainer.memory.shapes import local_shape
 from tests.unit.launcher.doctor_bench import Bench
 
 
@@ -108,17 +110,22 @@ def test_checkpoints_that_the_disk_has_no_room_for_are_found(bench: Bench, monke
     assert bench.find() == []
 
 
-def test_a_checkpoint_is_as_large_as_the_doctor_says(bench: Bench) -> None:
+def test_a_checkpoint_holds_masters_and_states_of_what_is_trained_and_the_rest_as_served(bench: Bench) -> None:
     """fp32 masters and AdamW's two moments: twelve bytes a weight; an adapter has those of its two matrices alone."""
     count = sum(each.numel() for each in bench.tensors().values())
-    seen, _ = asked.gather(["--config", str(bench.run_file)])
-    assert seen.model is not None
-    assert resource_checks.checkpoint_bytes(seen, seen.model) == count * 12
+    shape = local_shape(str(bench.model))
+    assert shape is not None
+
+    def size(**settings: object) -> float:
+        return resource_checks.checkpoint_bytes(
+            shape, TrainingConfig(model_name="m", optimizer="adamw", dtype="bfloat16", **settings)
+        )
+
+    assert size() == pytest.approx(count * 12, rel=0.01)
+    one_layer = sum(each.numel() for name, each in bench.tensors().items() if ".layers.1." in name)
+    assert size(train_layer_indices="last-1") == pytest.approx(one_layer * 12 + (count - one_layer) * 2, rel=0.01)
     adapter = {"weight_bridge_mode": "lora_only", "lora_r": 8, "lora_target_modules": ["q_proj"]}
-    bench.sections["trainer"] |= adapter
-    seen, _ = asked.gather(["--config", str(bench.run_file)])
-    assert seen.model is not None
-    assert resource_checks.checkpoint_bytes(seen, seen.model) == 2 * 8 * (128 + 128) * 12
+    assert size(**adapter) == 2 * 8 * (128 + 128) * 12
 
 
 def test_a_directory_that_cannot_be_written_is_found(bench: Bench) -> None:
