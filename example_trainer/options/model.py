@@ -20,6 +20,13 @@ FLOAT16_MASTERS = (
 )
 """The reason why float16 weights cannot be their own masters, and what to do."""
 
+LOGIT_CHANGES: tuple[tuple[str, float | None], ...] = (
+    ("final_logit_softcapping", None),
+    ("logit_scale", 1.0),
+    ("logits_scaling", 1.0),
+)
+"""Fields of a model's configuration that change its logits after the head, each with the value that does not."""
+
 
 class ModelOptions(BaseModel):
     """The model, its precision and its device."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.commands import doctor, main
+from example_trainer.commands import main
+from example_trainer.commands.doctor import machine
 from example_trainer.launcher import run_dir
 
 
@@ -63,7 +64,7 @@ def test_a_price_that_is_no_number_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_doctor_reports_versions_memory_and_ports() -> None:
-    findings = list(doctor.examine())
+    findings = list(machine.examine())
     assert {finding.subject for finding in findings} >= {"versions", "packages", "machine", "shared memory", "ports"}
 
 
