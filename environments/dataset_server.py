@@ -9,6 +9,8 @@ A row is a prompt, or a chat with or without a system prompt, whose last message
 is the first of the columns in `REFERENCES`; a row needs none. Other columns reach the reward. A reward is a name of the
 registry, `module:function` or `file.py:function`; the function takes samples, or has TRL's signature. Each part's mean
 is logged as `reward/NAME`.
+
+Data: `data_path` or `dataset_name`; one of them is needed.
 """
 
 from __future__ import annotations
