@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,14 @@ import yaml
 from atropos_api.common import metric_names
 from environments.commands import VERBS as ENVIRONMENT_DATA_VERBS
 from environments.generate_docs import SHIPPED
-from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig
+from environments.sdk import APIServerConfig, BaseEnvConfig
 from environments.sdk.runtime.cli import VERBS as ENVIRONMENT_VERBS
 from environments.sdk.runtime.cli import EnvironmentCommand
 from example_trainer.commands.main import VERBS
 from example_trainer.options.modes import MODES
 from example_trainer.options.presets import PRESETS
+
+from .programs import environment_class
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
@@ -78,13 +79,6 @@ REMEDIES = (
     "--seq-len",
 )
 """What the guides and this project advise where memory runs out."""
-
-
-def environment_class(server: str) -> type[BaseEnv]:
-    module = import_module(f"environments.{server}")
-    own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
-    (found,) = [value for value in own if isinstance(value, type) and issubclass(value, BaseEnv)]
-    return found
 
 
 def kebab(name: str) -> str:

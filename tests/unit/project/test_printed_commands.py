@@ -9,27 +9,22 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError, load_config
-from atropos_api.config import BrokerConfig
-from environments.gsm8k_server import GSM8kEnv
 from environments.sdk.runtime import cli as environment_cli
-from example_trainer.cli import run as run_trainer
 from example_trainer.config import TrainingConfig
-from example_trainer.run import run as run_launcher
-from example_trainer.serving.config import read_config, vllm_arguments
 from example_trainer.serving.generate import RequestParser
 from example_trainer.testing import make_tiny_model
 
+from .programs import NAMED_MODEL, shell_words, start
 from .seed_commands import (
     COMMANDS,
     COURSE_COMMANDS,
     COURSE_FRAGMENTS,
-    COURSE_SCRIPT,
     GENERATE_BODY,
     INSTALLS,
     LAYER_QUERY,
@@ -38,11 +33,15 @@ from .seed_commands import (
 )
 
 ROOT = Path(__file__).parents[3]
-NAMED_MODEL = re.compile(
-    r"Qwen/Qwen2\.5-[\w.-]+|NousResearch/[\w.-]+|meta-llama/[\w.-]+|/data/a5-alignment/models/[\w.-]+|\$MODEL"
-)
-ASSIGNMENT = re.compile(r"^[A-Z][A-Z0-9_]*=")
+COURSE_WAITS = pytest.mark.xfail(strict=True, reason=str(COURSE_COMMANDS[1].waits_for))
 ADAPTER_MODE = ["--weight-bridge-mode", "lora_restart"]
+VARIABLES = re.compile(r"(?:[A-Z_]+=\S+\s+)*")
+OURS = (
+    "run-api",
+    "atropos-grpo",
+    "python environments/",
+    *(f"python -m example_trainer.{name}" for name in ("grpo", "run", "vllm")),
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,91 +59,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.write_text(json.dumps({"question": "2 + 2?", "answer": "4"}) + "\n")
     monkeypatch.setattr(environment_cli, "run", lambda verb, make_env: 0)
     return tmp_path
-
-
-def shell_words(text: str) -> list[str]:
-    return shlex.split(text.replace("\\\n", " "), comments=True)
-
-
-def words_of(text: str, model: Path) -> list[str]:
-    """Return the words of a printed block, comments left out; `...` is for the reader to fill in with the model."""
-    words = shell_words(NAMED_MODEL.sub(str(model), text))
-    at = words.index("...") if "..." in words else None
-    if at is not None:
-        words[at:] = [str(model) if words[at - 1] == "--model" else f"--model={model}", *words[at + 1 :]]
-    return words
-
-
-def split_block(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that a block sets, and the words of its last command."""
-    variables: dict[str, str] = {}
-    while words and (words[0] in {"export", "mkdir"} or ASSIGNMENT.match(words[0])):
-        if words[0] == "mkdir":
-            words = words[3:]  # mkdir -p DIRECTORY
-            continue
-        if words[0] != "export":
-            name, _, value = words[0].partition("=")
-            variables[name] = value
-        words = words[1:]
-    return variables, list(words)
-
-
-def run_broker(argv: Sequence[str]) -> int:
-    load_config(BrokerConfig, argv, prog="run-api", description="d")
-    return 0
-
-
-def run_server(argv: Sequence[str]) -> int:
-    config, rest = read_config(argv)
-    assert rest == [], "a flag that only vLLM's own parser can judge"
-    assert str(Path(config.model)) in vllm_arguments(config, rest, on_cpu=True)
-    return 0
-
-
-def run_environment(argv: Sequence[str]) -> int:
-    return environment_cli.run_verb(GSM8kEnv, argv)
-
-
-def dry(program: Callable[[list[str]], int]) -> Callable[[Sequence[str]], int]:
-    return lambda argv: program([*argv, "--dry-run"])
-
-
-PROGRAMS: Mapping[str, Callable[[Sequence[str]], int]] = {
-    COURSE_SCRIPT: lambda argv: run_launcher([*argv, "--preset", "cs336", "--dry-run"]),
-    "run-api": run_broker,
-    "python environments/gsm8k_server.py": run_environment,
-    "python example_trainer/grpo.py": dry(run_trainer),
-    "python -m example_trainer.grpo": dry(run_trainer),
-    "python -m example_trainer.run": dry(run_launcher),
-    "python example_trainer/vllm_api_server.py": run_server,
-    "python -m example_trainer.vllm_api_server": run_server,
-    "python vllm_api_server.py": run_server,
-}
-
-
-def start(text: str, model: Path, monkeypatch: pytest.MonkeyPatch, *, more: Sequence[str] = ()) -> int:
-    """Run one printed block up to the point where its program would begin its work; return the exit code."""
-    variables, words = split_block(words_of(text, model))
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    if words[0] == "accelerate":
-        return start_under_accelerate(words[1:], model, monkeypatch)
-    line = " ".join(words)
-    (program,) = [name for name in PROGRAMS if line == name or line.startswith(f"{name} ")]
-    try:
-        return PROGRAMS[program]([*words[len(program.split()) :], *more])
-    except SystemExit as ended:  # --help
-        return int(ended.code or 0)
-
-
-def start_under_accelerate(words: Sequence[str], model: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Read the launcher's arguments with its own parser, then start the trainer with the precision that it hands on."""
-    from accelerate.commands.launch import launch_command_parser
-
-    filled = ["1" if word == "<gpu_devices>" else word for word in words]
-    read = launch_command_parser().parse_args(filled[1:])
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", read.mixed_precision)
-    return run_trainer(["--model-name", str(model), "--dry-run"])
 
 
 def waiting(printed: Printed) -> object:
@@ -196,7 +110,7 @@ def flag_values_shown(text: str) -> dict[str, str]:
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("fragment", COURSE_FRAGMENTS, ids=range(len(COURSE_FRAGMENTS)))
-@pytest.mark.xfail(strict=True, reason=COURSE_COMMANDS[1].waits_for)
+@COURSE_WAITS
 def test_printed_flags_may_be_added_to_the_courses_command(
     fragment: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,3 +156,29 @@ def test_the_guides_way_to_count_layers_gives_the_range_that_a_layer_filter_take
 
 def test_no_variable_of_a_guide_is_left_behind() -> None:
     assert not {"NUM_INFERENCE_NODES", "VLLM_ENABLE_SHARED_WEIGHTS", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)
+
+
+def commands_of_our_guides() -> list[object]:
+    """Return each command in a block of a shell on our how-to pages that starts one of our programs."""
+    found = []
+    for page in sorted((ROOT / "docs/howto").glob("*.md")):
+        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+            lines = [line.partition("  #")[0].strip() for line in block.replace("\\\n", " ").splitlines()]
+            found += [
+                pytest.param(line, id=f"{page.stem} {line[:70]}", marks=COURSE_WAITS if "--eval-steps" in line else ())
+                for line in lines
+                if line[VARIABLES.match(line).end() :].startswith(OURS)
+            ]
+    return found
+
+
+@pytest.mark.parametrize("line", commands_of_our_guides())
+def test_a_command_of_our_own_guides_is_understood(
+    line: str, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Placeholders are filled in, and `/tmp/tiny-chain` is the tiny model; no model, broker or data set is asked."""
+    (folder / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[2-3]")
+    monkeypatch.setattr("environments.sdk.config._hostnames", lambda listed: ["node2", "node3"])
+    filled = re.sub(r"\bMODEL(_FOLDER)?\b|/tmp/tiny-chain", str(model), line)
+    assert start(filled, model, monkeypatch) == 0
