@@ -6,9 +6,11 @@ r"""The environment trains on any data set, with rewards named on the command li
         --env.reward gsm8k '{"name": "repetition", "weight": 0.2}'
 
 A row is a prompt, or a chat with or without a system prompt, whose last message may be the assistant's: a reference, as
-is the first of the columns `answer`, `ground_truth`, ...; a row needs none. Other columns reach the reward. A reward is
+is the first of the columns in `chat_dataset.REFERENCES`; a row needs none. Other columns reach the reward. A reward is
 a name of the registry, `module:function` or `file.py:function`; the function takes samples, or has TRL's signature.
 Each part's mean is logged as `reward/NAME`.
+
+Data: `data_path` or `dataset_name`; one of them is needed.
 """
 
 from __future__ import annotations
