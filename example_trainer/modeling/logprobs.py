@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from example_trainer.modeling.shards import gathered
+from torch.distributed.tensor import DTensor
 
 KEEP_PROBABILITIES_BELOW = 1 << 23  # elements: 32 MiB in fp32
 DEFAULT_CHUNK_TOKENS = 1024
@@ -45,7 +44,9 @@ def head_of(module: Any) -> tuple[Tensor, Tensor | None]:
     head = module.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         raise TypeError(f"the output head is a {type(head).__name__}; only a plain linear head can be trained")
-    return gathered(head.weight), None if head.bias is None else gathered(head.bias)
+    if isinstance(head.weight, DTensor):  # divided by tensor parallelism; all its ranks compute the same gradients
+        return head.weight.full_tensor(), None if head.bias is None else head.bias.full_tensor()
+    return head.weight, head.bias
 
 
 class _ChunkedHead(torch.autograd.Function):

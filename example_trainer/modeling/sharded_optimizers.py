@@ -32,9 +32,9 @@ class ShardedOptimizer(torch.optim.Optimizer, ABC):
     def _layouts(self, parameter: Tensor) -> dict[str, tuple[StateShards, torch.dtype]]:
         """Return layout and dtype of each of the parameter's states."""
 
+    @abstractmethod
     def _row_length(self, parameter: Tensor) -> int | None:
         """Return the length of the rows that the states are laid out for; None if that has no effect on them."""
-        return None
 
     @abstractmethod
     def _update(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
@@ -210,6 +210,9 @@ class Adafactor(ShardedOptimizer):
             "exp_avg_sq_row": (StateShards(dims[:-1]), torch.float32),
             "exp_avg_sq_col": (StateShards((*dims[:-2], dims[-1])), torch.float32),
         }
+
+    def _row_length(self, parameter: Tensor) -> None:  # noqa: ARG002 - its states are means, for rows of any length
+        return None
 
     def _update(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         assert parameter.grad is not None

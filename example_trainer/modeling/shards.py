@@ -23,11 +23,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered(tensor: Tensor) -> Tensor:
-    """Return the whole tensor on every rank; gradients, which must be the same on all of them, flow back to shards."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def first_indices(tensor: Tensor) -> tuple[int, ...]:
     """Return the place of this rank's first element in the whole tensor, an index for each dimension."""
     if not isinstance(tensor, DTensor):

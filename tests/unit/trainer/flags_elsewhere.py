@@ -36,8 +36,8 @@ ELSEWHERE: dict[str, str] = {
     "::test_a_sync_that_is_not_what_was_sent_is_found_within_one_publish_and_taken_back",
     "trainer_rank": "tests/integration/trainer/test_ranks.py"
     "::test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on_from_their_checkpoint",
-    "trainer_tensor_parallel_size": "tests/unit/trainer/test_tensor_parallel.py"
-    "::test_two_by_two_ranks_end_with_the_weights_of_one_process",
+    "trainer_tensor_parallel_size": "tests/integration/trainer/test_ranks.py"
+    "::test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on_from_their_checkpoint",
     "vllm_config_path": "tests/unit/weights/test_flags_of_bridges.py"
     "::test_the_manifest_that_is_named_is_read_and_no_other",
     "vllm_gpu": "tests/unit/trainer/test_flag_effects.py::test_the_server_sees_the_gpu_that_it_is_given",

@@ -103,7 +103,7 @@ def train(mesh: DeviceMesh | None, saved: dict[str, Any] | None) -> dict[str, An
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """What one process has found and, by ranks and mesh, what each rank has."""
+    """The results of one process and, by ranks and mesh, those of each rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizers, "PIECE_ELEMENTS", optimizers.PIECE_ELEMENTS)
         alone = train(None, None)
