@@ -199,8 +199,8 @@ class Launch:
         if snapshot.milestones.get(VLLM) is None:
             return
         for failure in supervisor.restart_failed():
-            snapshot.phase = f"{failure}; starting it again"
-            self.notes.append(f"{failure} and was started again")
+            snapshot.phase = failure
+            self.notes.append(failure)
             view.update(snapshot, ())
 
     def _conclude(

@@ -38,7 +38,7 @@ LATEST_CHECKPOINT = "latest"
 MANIFEST_NAME = "vllm_bridge_config.json"
 MANY_CORES = 8
 
-# Restarts per server if there are several; if one fails more often, restarting it does not help.
+# Restarts per inference server; if one fails more often, restarting it does not help.
 SERVER_RESTARTS = 3
 
 # Newest groups of each environment that are kept in the run directory.
@@ -142,9 +142,8 @@ class _Builder:
         content = merge(self._vllm_defaults(index) | dict(self.settings.sections["vllm"]), flags.secret_values)
         path = self._write(name, {VLLM: content | {"model": self.model, "port": self.places.vllm_ports[index]}})
         command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(VLLM))
-        # The others serve while one of several restarts, and the bridge brings it up to date.
-        restarts = SERVER_RESTARTS if len(self.places.vllm_ports) > 1 else 0
-        return self._child(name, command, environment=self._server_environment(index), restarts=restarts)
+        # A restarted server serves nothing until the trainer has published the current policy to it.
+        return self._child(name, command, environment=self._server_environment(index), restarts=SERVER_RESTARTS)
 
     def final_server(self) -> ChildSpec:
         """Plan a plain server of the last checkpoint, under the name by which the environments know the model."""
