@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,17 @@ from example_trainer.launcher.endpoints import (
     differing,
     token_variables,
 )
+from example_trainer.launcher.environment_settings import EnvironmentSettings, merge
 from example_trainer.launcher.run_dir import RunDir, as_plain_data
-from example_trainer.launcher.run_file import LAUNCHER_FIELDS, EnvironmentSettings, RunSettings, SectionFlags, merge
+from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings, SectionFlags
+from example_trainer.launcher.teacher import (
+    LAUNCHERS_OWN,
+    TEACHER,
+    TEACHER_SERVER,
+    OwnTeacher,
+    for_environment,
+    own_teacher,
+)
 from example_trainer.options.publish import served_rank, versions_kept
 from example_trainer.processes.child import ChildSpec
 from example_trainer.processes.ports import LOOPBACK
@@ -83,14 +92,22 @@ class Plan:
 
 
 def make_plan(
-    settings: RunSettings, run: RunDir, places: Endpoints, *, model: str, programs: Programs | None = None
+    settings: RunSettings,
+    run: RunDir,
+    places: Endpoints,
+    *,
+    model: str,
+    teacher_model: str | None = None,
+    programs: Programs | None = None,
 ) -> Plan:
-    """Plan every program of the run, with its command line and its settings."""
+    """Plan every program of the run, with its command line and its settings; `teacher_model` is the teacher's path."""
+    teacher = own_teacher(settings)
     builder = _Builder(
         settings=settings,
         run=run,
         places=places,
         model=model,
+        teacher=teacher if teacher is None or teacher_model is None else replace(teacher, model_name=teacher_model),
         programs=programs or Programs(),
         broker_token=token_variables(broker_token(settings)),
         bridge_token=bridge_token(settings),
@@ -102,7 +119,7 @@ def make_plan(
     return Plan(
         model=model,
         places=places,
-        children=(*broker, *servers, *environments, builder.trainer()),
+        children=(*broker, *servers, *builder.teacher_servers(), *environments, builder.trainer()),
         files=builder.files,
         environments=tuple(entry.name for entry in settings.environments),
         servers=tuple(server.name for server in servers),
@@ -122,6 +139,7 @@ class _Builder:
     places: Endpoints
     model: str
     programs: Programs
+    teacher: OwnTeacher | None = None
     files: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
     broker_token: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that pass the broker's token to every program."""
@@ -144,6 +162,26 @@ class _Builder:
         command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(VLLM))
         # A restarted server serves nothing until the trainer has published the current policy to it.
         return self._child(name, command, environment=self._server_environment(index), restarts=SERVER_RESTARTS)
+
+    def teacher_servers(self) -> list[ChildSpec]:
+        """Plan the teacher's server, if the launcher starts one: a plain server of a model that stays as it is."""
+        teacher = self.teacher
+        if teacher is None:
+            return []
+        config, flags = self.settings.trainer, self.settings.flags[TEACHER_SERVER].without("port", "model")
+        share = config.gpu_memory_utilization if teacher.gpu is not None else self._memory_share()
+        content: dict[str, Any] = {"host": LOOPBACK, "dtype": config.dtype, "max_model_len": config.max_model_len}
+        # Said explicitly: VLLM_ENABLE_SHARED_WEIGHTS is meant for the policy's server.
+        content |= {"gpu_memory_utilization": share, "seed": config.seed, "share_weights": False}
+        content = merge(content | dict(teacher.vllm), flags.secret_values)
+        content |= {"model": teacher.model_name, "port": self.places.teacher_port}
+        path = self._write(TEACHER, {VLLM: content})
+        command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(TEACHER_SERVER))
+        own = {"LOGDIR": str(self.run.bridge / TEACHER)}
+        gpu = teacher.gpu if teacher.gpu is not None else config.vllm_gpu
+        if gpu is not None:
+            own["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        return [self._child(TEACHER, command, environment=self._environment() | own, restarts=SERVER_RESTARTS)]
 
     def final_server(self) -> ChildSpec:
         """Plan a plain server of the last checkpoint, under the name by which the environments know the model."""
@@ -175,10 +213,32 @@ class _Builder:
             # A flag cannot name one of several servers, so it applies to each.
             servers, typed = [server | dict(typed.values) for server in servers], SectionFlags()
         env = merge(env, env_flags.secret_values)
-        path = self._write(entry.name, {"env": env, "openai": _with_secrets(servers, typed.secret_values)})
+        content = {"env": env, "openai": _with_secrets(servers, typed.secret_values)}
         flags = [*env_flags.without_secrets().arguments, *typed.without_secrets().arguments]
+        if entry.teacher is not None:
+            content[TEACHER], more = self._teacher_of(entry)
+            flags += more
+        path = self._write(entry.name, content)
         command = self._command((*program_of(entry.server), "serve"), path, flags)
-        return self._child(entry.name, command, environment=self._environment(), ends_by_itself=True)
+        variables = self._environment()
+        if "dataset_name" in {*env, *env_flags.values}:
+            variables.pop("HF_HUB_OFFLINE", None)  # the model is on this machine, the questions may not be
+        return self._child(entry.name, command, environment=variables, ends_by_itself=True)
+
+    def _teacher_of(self, entry: EnvironmentSettings) -> tuple[Any, list[str]]:
+        """Return an environment's `teacher` section and flags.
+
+        The address is a flag as well: an environment that takes no teacher refuses it, but would ignore the section.
+        """
+        given, typed = entry.teacher, self.settings.flags[TEACHER].without(*LAUNCHERS_OWN)
+        if isinstance(given, list):
+            return given, []
+        if self.teacher is not None and "base_url" not in given:
+            typed = typed.without("model_name")
+            url = f"http://{LOOPBACK}:{self.places.teacher_port}"
+            given = for_environment(given, url=url, model=self.teacher.model_name)
+        address = () if "base_url" in typed.values else ("--teacher.base_url", str(given["base_url"]))
+        return merge(given, typed.secret_values), [*address, *typed.without_secrets().arguments]
 
     def trainer(self) -> ChildSpec:
         config = self.settings.trainer
@@ -196,6 +256,8 @@ class _Builder:
         elif config.shares_memory:
             settled["vllm_config_path"] = str(self._manifest)
         outlives = config.mode.server_outlives_publish
+        if not outlives and self._shares_with_teacher:
+            settled["gpu_memory_utilization"] = self._memory_share()
         if config.mode.awaits_policy:
             settled["start_vllm"] = "never"
         path = self._write(TRAINER, {TRAINER: asked | settled})
@@ -217,12 +279,11 @@ class _Builder:
 
     def _vllm_defaults(self, index: int) -> dict[str, Any]:
         config = self.settings.trainer
-        on_one_device = len(self.places.vllm_ports) if config.vllm_gpu is None else 1
         options: dict[str, Any] = {
             "host": LOOPBACK,
             "dtype": config.dtype,
             "max_model_len": config.max_model_len,
-            "gpu_memory_utilization": config.gpu_memory_utilization / on_one_device,
+            "gpu_memory_utilization": self._memory_share(),
             "seed": config.seed + index,
         }
         if config.mode.shares_memory:
@@ -238,6 +299,17 @@ class _Builder:
         if config.vllm_enable_sleep_mode:
             options["enable_sleep_mode"] = True
         return options
+
+    @property
+    def _shares_with_teacher(self) -> bool:
+        """True if the teacher's server is on the policy server's GPU, and no share of its memory is given for it."""
+        return self.teacher is not None and not self.teacher.has_own_share
+
+    def _memory_share(self) -> float:
+        """Return each server's part of `--gpu-memory-utilization`, which those on one GPU divide."""
+        config = self.settings.trainer
+        on_one_device = len(self.places.vllm_ports) if config.vllm_gpu is None else 1
+        return config.gpu_memory_utilization / (max(1, on_one_device) + self._shares_with_teacher)
 
     def _environment_defaults(self) -> dict[str, Any]:
         config = self.settings.trainer
@@ -269,7 +341,8 @@ class _Builder:
         if (os.cpu_count() or 1) <= MANY_CORES:
             # OpenMP threads of several programs spin against each other when cores are few.
             own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        if Path(self.model).is_dir():
+        models = [self.model, *([self.teacher.model_name] if self.teacher is not None else [])]
+        if all(Path(model).is_dir() for model in models):
             own["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")
         return own
 

@@ -89,7 +89,7 @@ class Supervisor:
         return iter(list(self._children.values()))
 
     def start(self, spec: ChildSpec, *, restarted: int = 0) -> Child:
-        """Start a program, for the first time or after `restarted` restarts; its output goes to `<log dir>/<name>.log`."""
+        """Start a program, after `restarted` earlier restarts; its output goes to `<log dir>/<name>.log`."""
         log_path = self._log_dir / f"{spec.name}.log"
         process = spawn(self._command(spec), environment=self._environment(spec), log_path=log_path)
         child = Child(

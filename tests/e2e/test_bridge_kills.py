@@ -1,7 +1,7 @@
 """`kill -9` under the real launcher, mode by mode: the run goes on with the right version, or it ends with one line.
 
-A server is started again inside one launch, by the launcher or by the trainer that owns it; the loss of the trainer ends
-the run, and the same command with `--resume auto` continues it. After each end nothing of the run is left.
+A server is started again inside one launch, by the launcher or by the trainer that owns it; the loss of the trainer
+ends the run, and the same command with `--resume auto` continues it. After each end nothing of the run is left.
 `ATROPOS_BRIDGE_KILLS=all` kills five times in each mode, and the server in a run of 20 steps in each, and takes half an
 hour; the default is one run of 20 steps in `shared_vllm`, whose trainer is killed and then its server.
 """
@@ -39,8 +39,9 @@ DEMO = (sys.executable, "-m", "example_trainer.run", "--config", str(ROOT / "con
 STEPS, KILLED_AT_STEP = 20, 5
 FLAGS = (
     *("--checkpoint-interval", "1", "--keep-last", "2", "--resume", "auto"),
-    *("--vllm-restart-interval", "3", "--sync-check", "every", "--env.eval_at_start", "false"),
+    *("--vllm-restart-interval", "3", "--env.eval_at_start", "false"),
 )
+EVERY_CHECK = ("--sync-check", "every")
 VICTIMS = ("server", "engine", "trainer mid-publish", "trainer", "trainer mid-publish")
 RESTARTING = frozenset({"lora_restart", "none"})
 ASKED = os.environ.get("ATROPOS_BRIDGE_KILLS", "")
@@ -59,14 +60,13 @@ class Run:
     mode: str
     start: Callable[..., Launched]
     directory: Path
-    steps: int = 400
+    flags: tuple[str, ...] = ("--training-steps", "400", *EVERY_CHECK)
     launched: Launched = field(init=False)
     tree: set[psutil.Process] = field(default_factory=set)
     memory: set[str] = field(default_factory=set)
 
     def launch(self) -> None:
-        flags = (*FLAGS, "--training-steps", str(self.steps), *MODES[self.mode])
-        self.launched = self.start(*DEMO, *flags, run_dir=self.directory)
+        self.launched = self.start(*DEMO, *FLAGS, *self.flags, *MODES[self.mode], run_dir=self.directory)
 
     def look(self) -> None:
         """Remember who belongs to the run now, and what of /dev/shm they have mapped."""
@@ -204,7 +204,7 @@ def test_a_run_whose_server_is_killed_at_step_5_of_20_ends_with_20_steps(
     """In `shared_vllm` the trainer is killed in the middle of a publish before, at the first step."""
     if mode != "shared_vllm" and not is_asked(mode):
         pytest.skip(f"takes a minute; ATROPOS_BRIDGE_KILLS={mode} or =all runs it")
-    run = Run(mode, start_launcher, tmp_path / "run", steps=STEPS)
+    run = Run(mode, start_launcher, tmp_path / "run", ("--training-steps", str(STEPS)))
     run.launch()
     if mode == "shared_vllm":
         run.wait_for_steps(1)
@@ -215,7 +215,7 @@ def test_a_run_whose_server_is_killed_at_step_5_of_20_ends_with_20_steps(
     code, out, error = run.launched.end(START_SECONDS)
     assert code == 0, error + run.launched.logs()
     assert len(run.rows()) == STEPS
-    check_history(run)
+    check_history(run, most=1e-3)  # a version off by one differs by 1e-2; a trained policy is sharp, and rounds more
     if mode not in RESTARTING:  # there the trainer starts its own server again
         assert "vllm was killed by SIGKILL after " in out
         assert "restart 1 of 3" in out
@@ -226,7 +226,7 @@ def is_asked(mode: str) -> bool:
     return ASKED == "all" or mode in ASKED.split(",")
 
 
-def check_history(run: Run) -> None:
+def check_history(run: Run, *, most: float = 1e-4) -> None:
     """No step is lost or done twice, versions only rise, and each batch was sampled by what its stamp says."""
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
@@ -234,4 +234,4 @@ def check_history(run: Run) -> None:
     assert versions == sorted(versions)
     compared = [row["alignment/diff_max"] for row in rows if "alignment/diff_max" in row]
     logger.info("%s: %d steps, %d compared, largest difference %.1e", run.mode, len(rows), len(compared), max(compared))
-    assert max(compared) <= 1e-4
+    assert max(compared) <= most
