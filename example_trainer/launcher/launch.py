@@ -277,7 +277,9 @@ def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
     """Return all settled settings and commands for `config.json`, without secrets."""
     trainer = public_settings(settings.trainer, exclude=set(LAUNCHER_FIELDS))
     settled = plan.settings_of(TRAINER)[TRAINER]
+    joined = {} if plan.wandb_run_id is None else {"wandb_run_id": plan.wandb_run_id}
     return {
+        **joined,
         "trainer": trainer | {name: settled[name] for name in SETTLED_HERE if name in settled},
         "programs": {
             spec.name: {"command": list(spec.command), "settings": plan.settings_of(spec.name)}

@@ -7,13 +7,16 @@ and `serving.start` runs in the process itself.
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common import wandb_run
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.secrets import redact
 from environments.commands import environment_names
@@ -79,6 +82,8 @@ class Plan:
     environments: tuple[str, ...] = ()
     servers: tuple[str, ...] = ()
     """Names of the inference servers among the children."""
+    wandb_run_id: str | None = None
+    """Id of the W&B run of trainer and environments; None if there is none, or if each has its own."""
     final_server: ChildSpec | None = None
     """Server of the last checkpoint for the final evaluation, in modes whose own server ends with the trainer."""
 
@@ -111,6 +116,7 @@ def make_plan(
         programs=programs or Programs(),
         broker_token=token_variables(broker_token(settings)),
         bridge_token=bridge_token(settings),
+        wandb_run_id=wandb_run_id(settings, run),
     )
     outlives = settings.trainer.mode.server_outlives_publish
     servers = [builder.vllm(index) for index in range(len(places.vllm_ports) if outlives else 0)]
@@ -123,8 +129,21 @@ def make_plan(
         files=builder.files,
         environments=tuple(entry.name for entry in settings.environments),
         servers=tuple(server.name for server in servers),
+        wandb_run_id=builder.wandb_run_id if builder.wandb(TRAINER) else None,
         final_server=builder.final_server() if environments and not outlives else None,
     )
+
+
+def wandb_run_id(settings: RunSettings, run: RunDir) -> str:
+    """Return the id of the W&B run: the user's, that of the run that is resumed, or a new one."""
+    if given := os.environ.get(wandb_run.RUN_ID):
+        return given
+    record = run.record
+    if settings.trainer.resume is not None and record.is_file():
+        kept = json.loads(record.read_text(encoding="utf-8")).get("wandb_run_id")
+        if kept:
+            return str(kept)
+    return secrets.token_hex(4)
 
 
 def server_name(index: int) -> str:
@@ -144,6 +163,7 @@ class _Builder:
     broker_token: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that pass the broker's token to every program."""
     bridge_token: str = ""
+    wandb_run_id: str = ""
     secret_settings: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """Settings of each program that may not be written to any file of the run directory."""
 
@@ -220,7 +240,7 @@ class _Builder:
             flags += more
         path = self._write(entry.name, content)
         command = self._command((*program_of(entry.server), "serve"), path, flags)
-        variables = self._environment()
+        variables = self._environment() | self.wandb(entry.name)
         if "dataset_name" in {*env, *env_flags.values}:
             variables.pop("HF_HUB_OFFLINE", None)  # the model is on this machine, the questions may not be
         return self._child(entry.name, command, environment=variables, ends_by_itself=True)
@@ -264,7 +284,7 @@ class _Builder:
         return self._child(
             TRAINER,
             self._command(self.programs.trainer, path),
-            environment=self._environment(),
+            environment=self._environment() | self.wandb(TRAINER),
             ends_by_itself=True,
             # Not a failure: in other modes the trainer replaces its server, and W&B's service exits before the trainer.
             watch_descendants=outlives and not config.use_wandb,
@@ -345,6 +365,19 @@ class _Builder:
         if all(Path(model).is_dir() for model in models):
             own["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")
         return own
+
+    def wandb(self, program: str) -> dict[str, str]:
+        """Return the variables by which trainer and environments write one W&B run, if there is one and it has both."""
+        if not (self.settings.trainer.use_wandb and self.settings.environments):
+            return {}
+        is_primary = program == TRAINER
+        return wandb_run.variables(
+            self.wandb_run_id,
+            project=self.settings.trainer.wandb_project,
+            label=program,
+            is_primary=is_primary,
+            directory=self.run.root if is_primary else self.run.logs / program,
+        )
 
     def _command(self, program: tuple[str, ...], path: str, flags: Sequence[str] = ()) -> tuple[str, ...]:
         return (sys.executable, *program, "--config", path, *flags)

@@ -62,6 +62,10 @@ class RunDir:
         return self.root / "configs"
 
     @property
+    def record(self) -> Path:
+        return self.root / "config.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 
@@ -114,7 +118,7 @@ class RunDir:
             **provenance(),
         }
         with reporting_flag(self.root, "--run-dir"):
-            write_json(self.root / "config.json", record)
+            write_json(self.record, record)
 
 
 def plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume: bool) -> RunDir:
