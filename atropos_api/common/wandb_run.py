@@ -1,8 +1,9 @@
 """One W&B run for all programs of a launch: the trainer begins it, and the environments join it.
 
-The launcher names the run in variables that W&B reads itself. Several processes may write one run in W&B's shared mode,
-which takes no step numbers, so the step is a metric there and the axis of all others. Without a network
-(`WANDB_MODE=offline`) each process writes a directory of its own, and all have the same run id.
+The launcher names the run in variables that W&B reads itself. Several processes may write one run in W&B's shared mode.
+Without a network (`WANDB_MODE=offline`) each process writes a directory of its own, and all have the same run id; they
+are sent one after the other. W&B's own step only increases, and in shared mode it cannot be set, so the trainer's step
+is a metric in such a run, and the axis of all others.
 """
 
 from __future__ import annotations
@@ -60,18 +61,18 @@ def arguments(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare(run: Any) -> None:
-    """Make the step the axis of all metrics, if the run is shared."""
-    if _is_shared():
+    """Make the step the axis of all metrics, if several programs write the run."""
+    if _has_several_writers():
         run.define_metric("*", step_metric=STEP)
 
 
 def log(run: Any, metrics: Mapping[str, Any], step: int) -> None:
     """Log the metrics of a step."""
-    if _is_shared():
+    if _has_several_writers():
         run.log({**metrics, STEP: step})
     else:
         run.log(dict(metrics), step=step)
 
 
-def _is_shared() -> bool:
-    return os.environ.get(MODE) == _SHARED
+def _has_several_writers() -> bool:
+    return _PRIMARY in os.environ

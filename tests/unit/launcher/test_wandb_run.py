@@ -84,13 +84,13 @@ class SharedRun:
         self.logged.append(metrics)
 
 
-def test_in_shared_mode_the_step_is_a_metric_and_the_axis_of_the_others(
+def test_in_a_run_of_several_programs_the_step_is_a_metric_and_the_axis_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = SharedRun()
     begun: list[dict[str, Any]] = []
     monkeypatch.setattr(wandb, "init", lambda **given: begun.append(given) or run)
-    monkeypatch.setenv("WANDB_MODE", "shared")
+    monkeypatch.setenv("WANDB__PRIMARY", "true")
     WandbTracker(project="p", group=None, name="tried", directory=tmp_path, config={}).log(3, {"reward/mean": 0.5})
     monkeypatch.setenv("WANDB__PRIMARY", "false")
     EnvironmentTracker(name="own-name", project="q", group=None, config={}).log({"eval/accuracy": 0.25}, 3)
