@@ -10,10 +10,17 @@ from typing import Any
 
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.identity import server_stem
+from environments.commands import environment_names
+from example_trainer.errors import TrainerError
 from example_trainer.launcher.teacher import TEACHER
 from example_trainer.options.presets import PRESETS, Preset
+from example_trainer.processes.tree import PACKAGE_ROOT
 
 SOURCES = ("data_path", "val_data_path", "dataset_name")
+
+
+class EnvironmentNotFound(TrainerError):
+    """Raised if the file of an environment server is neither here nor among the environments of this package."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,3 +135,15 @@ def _teacher_of(entry: Mapping[str, Any], common: Any) -> Any:
         return None
     own = entry[TEACHER] or {}
     return merge(common, own) if isinstance(own, Mapping) and isinstance(common, Mapping) else own or common
+
+
+def program_of(server: str) -> tuple[str, ...]:
+    """Return the Python arguments that start an environment server, which is named by its file (`arithmetic_server.py`
+    is ours), by the name under which an installed package offers it, or as a module.
+    """
+    if not server.endswith(".py"):
+        return ("-m", "environments.commands", server) if server in environment_names() else ("-m", server)
+    for path in (Path(server), PACKAGE_ROOT / "environments" / server):
+        if path.is_file():
+            return (str(path.absolute()),)
+    raise EnvironmentNotFound(f"--env.server {server}: no such file here or among the environments of this package")

@@ -7,9 +7,7 @@ and `serving.start` runs in the process itself.
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +17,6 @@ from typing import Any
 from atropos_api.common import wandb_run
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.secrets import redact
-from environments.commands import environment_names
-from example_trainer.errors import TrainerError
 from example_trainer.launcher.endpoints import (
     Endpoints,
     bridge_token,
@@ -28,7 +24,7 @@ from example_trainer.launcher.endpoints import (
     differing,
     token_variables,
 )
-from example_trainer.launcher.environment_settings import EnvironmentSettings, merge
+from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, program_of
 from example_trainer.launcher.run_dir import RunDir, as_plain_data
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings, SectionFlags
 from example_trainer.launcher.teacher import (
@@ -42,7 +38,7 @@ from example_trainer.launcher.teacher import (
 from example_trainer.options.publish import served_rank, versions_kept
 from example_trainer.processes.child import ChildSpec
 from example_trainer.processes.ports import LOOPBACK
-from example_trainer.processes.tree import PACKAGE_ROOT, python_path
+from example_trainer.processes.tree import python_path
 
 BROKER, VLLM, TRAINER, FINAL_SERVER = "broker", "vllm", "trainer", "vllm-final"
 
@@ -55,10 +51,6 @@ SERVER_RESTARTS = 3
 
 # Newest groups of each environment that are kept in the run directory.
 GROUPS_TO_READ = 200
-
-
-class EnvironmentNotFound(TrainerError):
-    """Raised if the file of an environment server is neither here nor among the environments of this package."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +108,7 @@ def make_plan(
         programs=programs or Programs(),
         broker_token=token_variables(broker_token(settings)),
         bridge_token=bridge_token(settings),
-        wandb_run_id=wandb_run_id(settings, run),
+        wandb_run_id=run.wandb_run_id(resumes=settings.trainer.resume is not None),
     )
     outlives = settings.trainer.mode.server_outlives_publish
     servers = [builder.vllm(index) for index in range(len(places.vllm_ports) if outlives else 0)]
@@ -132,18 +124,6 @@ def make_plan(
         wandb_run_id=builder.wandb_run_id if builder.wandb(TRAINER) else None,
         final_server=builder.final_server() if environments and not outlives else None,
     )
-
-
-def wandb_run_id(settings: RunSettings, run: RunDir) -> str:
-    """Return the id of the W&B run: the user's, that of the run that is resumed, or a new one."""
-    if given := os.environ.get(wandb_run.RUN_ID):
-        return given
-    record = run.record
-    if settings.trainer.resume is not None and record.is_file():
-        kept = json.loads(record.read_text(encoding="utf-8")).get("wandb_run_id")
-        if kept:
-            return str(kept)
-    return secrets.token_hex(4)
 
 
 def server_name(index: int) -> str:
@@ -402,15 +382,3 @@ def _with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:
             f"--openai.{next(iter(secret))}: openai is a list of {len(servers)} servers in the file; set it there"
         )
     return merge(servers, secret)
-
-
-def program_of(server: str) -> tuple[str, ...]:
-    """Return the Python arguments that start an environment server, which is named by its file (`arithmetic_server.py`
-    is ours), by the name under which an installed package offers it, or as a module.
-    """
-    if not server.endswith(".py"):
-        return ("-m", "environments.commands", server) if server in environment_names() else ("-m", server)
-    for path in (Path(server), PACKAGE_ROOT / "environments" / server):
-        if path.is_file():
-            return (str(path.absolute()),)
-    raise EnvironmentNotFound(f"--env.server {server}: no such file here or among the environments of this package")
