@@ -29,6 +29,7 @@ LONG = {
     "ATROPOS_CODE_MUTANTS": "all",
     "ATROPOS_CROWD": "20000",
     "ATROPOS_DEMO_MODES": "lora_only,lora_restart,none,broadcast",
+    "ATROPOS_DISTILLATION": "1",
     "ATROPOS_FAMILIES": "all",
     "ATROPOS_FLAGS": "all",
     "ATROPOS_GENERATED_CLIENT": "1",

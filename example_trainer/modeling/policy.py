@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -52,6 +53,8 @@ class Policy:
         """The context in which masters may change; a bridge whose server reads the masters sets its fence here."""
         self._has_no_other_masters = options.master_weights == "none" and options.adapter is None
         self._copies: dict[str, nn.Parameter] = {}
+        self._replacing = threading.RLock()
+        """Held while a thread runs forwards of the one module on other weights than the policy's own."""
         quantised = any(is_quantised(parameter) for parameter in module.parameters())
         self._names = {n: n for n, _ in module.named_parameters()} if quantised else checkpoint_names(module)
         self._places = places_by_name(module, self._names)
@@ -121,6 +124,15 @@ class Policy:
                 # Through .data: the graph of an earlier micro-batch may still use the copy, with these same values.
                 copy.data.copy_(self.masters[name])
         yield
+
+    @contextmanager
+    def own_weights(self) -> Iterator[None]:
+        """Run forwards on the policy's own weights, while another thread may want `with_weights`: it has to wait.
+
+        The parity check of an overlapped publish needs it: the next batch scores older versions at that time.
+        """
+        with self._replacing:
+            yield
 
     def compute_in_served_dtype(self) -> None:
         """Give the module copies of the weights in the served dtype and on its device, where the masters differ."""
@@ -231,14 +243,15 @@ class Policy:
         Masters and served tensors do not change, so a publish may run at the same time.
         """
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
-        try:
-            for name, weight in weights.items():
-                self._replace(name, weight, replaced)
-            with torch.no_grad():
-                yield
-        finally:
-            for owner, attribute, parameter in replaced:
-                setattr(owner, attribute, parameter)
+        with self._replacing:
+            try:
+                for name, weight in weights.items():
+                    self._replace(name, weight, replaced)
+                with torch.no_grad():
+                    yield
+            finally:
+                for owner, attribute, parameter in replaced:
+                    setattr(owner, attribute, parameter)
 
     def _replace(self, name: str, weight: torch.Tensor, replaced: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
         current = self._current(name)
@@ -250,7 +263,7 @@ class Policy:
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
         """Run forwards on the base alone, without gradients: the reference policy of an adapter run."""
-        with self._required_adapter().disabled(), torch.no_grad():
+        with self._replacing, self._required_adapter().disabled(), torch.no_grad():
             yield
 
     @torch.no_grad()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from atropos_api.common.identity import Address
 from atropos_api.common.option_flags import aliases
@@ -96,7 +96,7 @@ class RunOptions(BaseModel):
 class TrackingOptions(BaseModel):
     """The reporting of metrics; metrics.jsonl is always written."""
 
-    use_wandb: bool = Field(False, description="Log to Weights & Biases.")
+    use_wandb: bool = Field(False, description="Log to Weights & Biases; --wandb-project does so too.")
     wandb_project: str | None = Field(None, description="W&B project.")
     wandb_group: str | None = Field(None, description="W&B group; unset: derived from --name.")
     wandb_run_name: str | None = Field(None, description="W&B run name; unset: --name.")
@@ -112,6 +112,13 @@ class TrackingOptions(BaseModel):
         "(docs/reference/metrics.md lists them); a mapping in a file.",
     )
     benchmark: bool = Field(False, description="Log a summary of times and rates at the end.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _log_to_a_named_project(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("wandb_project") is None:
+            return values
+        return {"use_wandb": True, **values}
 
     @field_validator("stop_on")
     @classmethod

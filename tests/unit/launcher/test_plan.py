@@ -10,8 +10,9 @@ import pytest
 from example_trainer.errors import ModelNotFound
 from example_trainer.launcher.base_model import LocalBase, local_base, require_model, require_on_hub
 from example_trainer.launcher.endpoints import Endpoints, settle_endpoints
+from example_trainer.launcher.environment_settings import EnvironmentNotFound, program_of
 from example_trainer.launcher.launch import Launch, plan_launch
-from example_trainer.launcher.plan import EnvironmentNotFound, Plan, make_plan, program_of
+from example_trainer.launcher.plan import Plan, make_plan
 from example_trainer.launcher.run_dir import plan_run_dir
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.ports import PortTaken
