@@ -44,9 +44,11 @@ def head_of(module: Any) -> tuple[Tensor, Tensor | None]:
     head = module.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         raise TypeError(f"the output head is a {type(head).__name__}; only a plain linear head can be trained")
-    if isinstance(head.weight, DTensor):  # divided by tensor parallelism; all its ranks compute the same gradients
-        return head.weight.full_tensor(), None if head.bias is None else head.bias.full_tensor()
-    return head.weight, head.bias
+    weight: Any = head.weight
+    bias: Any = head.bias
+    if isinstance(weight, DTensor):  # divided by tensor parallelism; all its ranks compute the same gradients
+        return weight.full_tensor(), None if bias is None else bias.full_tensor()
+    return weight, bias
 
 
 class _ChunkedHead(torch.autograd.Function):

@@ -25,9 +25,10 @@ from example_trainer.commands.doctor.model_files import ModelFiles
 from example_trainer.errors import ModelNotFound, TrainerError
 from example_trainer.launcher.base_model import local_base, require_model
 from example_trainer.launcher.endpoints import Endpoints, remote_servers
-from example_trainer.launcher.plan import VLLM, EnvironmentNotFound, Plan, make_plan, program_of
+from example_trainer.launcher.environment_settings import EnvironmentNotFound, EnvironmentSettings, program_of
+from example_trainer.launcher.plan import VLLM, Plan, make_plan
 from example_trainer.launcher.run_dir import RunDir, as_plain_data, plan_run_dir
-from example_trainer.launcher.run_file import EnvironmentSettings, RunConfig, RunSettings, read_settings
+from example_trainer.launcher.run_file import RunConfig, RunSettings, read_settings
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.serving.config import ServerConfig, read_config
 

@@ -16,7 +16,7 @@ from atropos_api.common.cliconfig import ConfigError
 from example_trainer.commands.doctor import model_checks, resource_checks, sampling_checks, tokenizer_checks
 from example_trainer.commands.doctor.asked import Asked, gather
 from example_trainer.commands.doctor.findings import Finding, as_lines, counted, exit_code, warning
-from example_trainer.options.conflicts import settings_without_effect
+from example_trainer.options.without_effect import settings_without_effect
 
 Check = Callable[[Asked], Iterator[Finding]]
 
