@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from atropos_api.common.option_flags import flag
 from example_trainer.errors import BadLayerFilter
-from example_trainer.memory.budget import OPTIMIZER_STATE_BYTES, Budget, budget, server_needs
+from example_trainer.memory.budget import Budget, budget, server_needs
 from example_trainer.memory.shapes import ModelShape, local_shape
 from example_trainer.options.conflicts import reason_to_refuse
 from example_trainer.options.layer_indices import parse_layer_indices
@@ -103,10 +103,10 @@ def nearest(
     `trainings` are the changes of the weights to try; unset: those that train the same weights.
     """
     if trainings is None:
-        trainings = ({},) if config.trains_adapter else OF_FULL_WEIGHTS
+        trainings = ({},) if config.trains_adapter else _trainings_with_the_users_optimizer(config)
     for training in trainings:
         weights = {name: value for name, value in training.items() if getattr(config, name) != value}
-        if (training and not weights) or not _can_be_made(shape, config, weights):
+        if (training and not weights) or not _can_be_made(weights, shape):
             continue
         for lowers_share in (False, True):
             for memory in _without_effect_on_results(config):
@@ -197,18 +197,20 @@ def _lacks_in_share(shape: ModelShape, config: TrainingOptions, card: Card) -> f
     return (least_share(shape, config, card.total_bytes) - card.share) * card.total_bytes
 
 
-def _can_be_made(shape: ModelShape, config: TrainingOptions, weights: Changes) -> bool:
-    """Return True if a change of the weights has its package and layers here and replaces no optimizer of the user's
-    own.
-    """
-    if "optimizer" in weights and config.optimizer not in OPTIMIZER_STATE_BYTES:
-        return False
+def _can_be_made(weights: Changes, shape: ModelShape) -> bool:
+    """Return True if the packages that these changes of the weights need are installed, and the layers exist."""
     try:
         parse_layer_indices(weights.get("train_layer_indices", "0"), shape.layers)
     except BadLayerFilter:
         return False
     needs = weights.get("optimizer") == "adamw_8bit" or weights.get("load_in_4bit")
     return not needs or util.find_spec("bitsandbytes") is not None
+
+
+def _trainings_with_the_users_optimizer(config: TrainingOptions) -> Sequence[Changes]:
+    """Return the changes of full weights; an optimizer of the user's own is not replaced."""
+    replaceable = {"adamw", *(each["optimizer"] for each in OF_FULL_WEIGHTS if "optimizer" in each)}
+    return [each for each in OF_FULL_WEIGHTS if "optimizer" not in each or config.optimizer in replaceable]
 
 
 def _without_effect_on_results(config: TrainingOptions) -> Iterator[Changes]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,18 @@ def test_another_training_is_named_only_where_no_flag_is_enough_for_this_one() -
     assert reason is not None
     assert "no flag makes this training fit, but --weight-bridge-mode lora_restart" in reason
     assert "nothing that this trainer can change fits" in (explain(EIGHT, config_of(**SHARED), card(12)) or "")
+
+
+def test_a_model_of_few_layers_is_not_told_to_train_its_last_twelve() -> None:
+    few = replace(EIGHT, layers=8, hidden=16384, intermediate=65536)
+    reason = explain(few, config_of(**SHARED), card(60, share=0.2, host_bytes=1e9))
+    assert reason is not None
+    assert "last-12" not in reason
+
+
+def test_an_optimizer_of_the_users_own_is_not_replaced() -> None:
+    own = config_of(**SHARED).model_copy(update={"optimizer": "my_package:Optimizer"})
+    assert nearest(EIGHT, own, card(80)) == {"master_weights": "host"}
 
 
 def test_a_setting_that_another_option_forbids_is_not_proposed() -> None:
