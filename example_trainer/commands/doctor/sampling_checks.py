@@ -33,7 +33,6 @@ of top_k, which vLLM leaves out."""
 
 INEXACT = {
     "kv_cache_dtype": "the keys and values are rounded",
-    "speculative_config": "drafted tokens are accepted by another rule",
     "logits_processors": "they change the logits",
 }
 """Options of vLLM under which sampled logprobs differ from those that the trainer recomputes."""

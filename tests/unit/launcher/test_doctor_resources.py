@@ -28,7 +28,7 @@ def taken_port() -> Iterator[int]:
 
 
 def give_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(asked, "count_gpus", lambda: count)
+    monkeypatch.setattr(asked, "count_gpus", lambda _: count)
 
 
 def test_a_port_that_is_taken_is_found(bench: Bench, taken_port: int) -> None:
@@ -56,8 +56,9 @@ def test_a_number_that_is_no_port_is_found(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"device": "cuda"}, "trainer.device cuda: this machine has no GPUs"),
-        ({"vllm_gpu": 1}, "trainer.vllm_gpu 1 needs GPU 1: this machine has no GPUs"),
+        ({"device": "cuda"}, "trainer.device cuda: this machine has no GPU"),
+        ({"device": "cuda:x"}, "trainer.device cuda:x is no device"),
+        ({"vllm_gpu": 1}, "trainer.vllm_gpu 1 needs GPU 1: this machine has no GPU"),
         ({"num_inference_nodes": 2, "broadcast_backend": "nccl"}, "nccl needs a GPU"),
         ({"weight_bridge_mode": "none", "vllm_tensor_parallel_size": 2}, "tensor parallelism of 2 needs 2 GPUs"),
     ],
@@ -79,16 +80,16 @@ def test_a_gpu_beyond_the_last_is_found_and_one_that_is_there_is_none(
     give_gpus(monkeypatch, 2)
     bench.sections["trainer"] |= {"device": "cuda:2", "vllm_gpu": 1}
     found = [one for one in bench.find() if one.subject == "gpu"]
-    assert ["trainer.device cuda:2" in one.text and "numbered 0 to 1" in one.text for one in found] == [True]
+    assert ["trainer.device cuda:2" in one.text and "2 GPUs, numbered from 0" in one.text for one in found] == [True]
 
 
 def test_gpus_are_counted_by_their_device_files_and_cuda_visible_devices(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert asked.count_gpus(tmp_path, {}) == 2
-    assert asked.count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}) == 1
-    assert asked.count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert asked.count_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+    assert asked.count_gpus({}, tmp_path) == 2
+    assert asked.count_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
+    assert asked.count_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert asked.count_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
 
 
 def test_a_run_that_does_not_fit_the_gpu_is_found_with_what_does(bench: Bench) -> None:
