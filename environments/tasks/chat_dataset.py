@@ -133,7 +133,7 @@ class ChatDataset:
     groups, so read it in order; `.json` files and data sets of the hub are always read at once.
 
     `tokenizer` is transformers' or `environments.sdk.tokenizer.load_tokenizer`'s. `turns` says which of the assistant's
-    turns are in the loss mask: all, or the last one, for templates that write earlier turns in another way.
+    turns are in the loss mask: all, or a reply at the end alone, for templates that write earlier turns differently.
     `max_tokens` cuts `token_ids` and `loss_mask` there, but no prompt.
     """
 
@@ -204,28 +204,36 @@ class ChatDataset:
         """
         whole = [*chat, {"role": "assistant", "content": reply}] if reply else list(chat)
         answers = [at for at, message in enumerate(whole) if at and message["role"] == "assistant"]
+        if self._turns == "last":
+            answers = [len(chat)] if reply else []
         tokens: list[int] = []
         mask: list[int] = []
+        prompt: list[int] = []
         done = ""
-        for at in answers if self._turns == "all" else answers[-1:]:
+        for at in answers:
             before = self._render(whole[:at], open_turn=True)
             after = self._render(whole[: at + 1], open_turn=False)
             if not before.startswith(done) or not after.startswith(before):
-                raise DataUnusable(
-                    f"{where}, message {at}: the chat template writes a turn in another way once it is answered, so "
-                    f"the assistant's tokens cannot be found; use turns='last' (turns is {self._turns!r}), or data "
-                    "without such turns"
-                )
+                raise self._rewritten(f"{where}, message {at}")
             context, answer = self._encode(before[len(done) :]), self._encode(after[len(before) :])
-            tokens += context + answer
+            prompt = tokens + context
+            tokens = prompt + answer
             mask += [0] * len(context) + self._trained(answer)
             done = after
-        rendered = self._render(whole, open_turn=not reply)
+        if reply:
+            return prompt, tokens, mask
+        rendered = self._render(whole, open_turn=True)
         if not rendered.startswith(done):
-            raise DataUnusable(f"{where}: the chat template writes earlier turns in another way; use turns='last'")
+            raise self._rewritten(where)
         rest = self._encode(rendered[len(done) :])
-        prompt = self._encode(self._render(chat, open_turn=True))
-        return prompt, tokens + rest, mask + [0] * len(rest)
+        return tokens + rest, tokens + rest, mask + [0] * len(rest)
+
+    def _rewritten(self, where: str) -> DataUnusable:
+        advice = "turns='last'" if self._turns == "all" else "another chat template"
+        return DataUnusable(
+            f"{where}: the chat template writes a turn differently once others follow it, so the assistant's tokens "
+            f"cannot be found with turns={self._turns!r}; use {advice}"
+        )
 
     def _trained(self, answer: Sequence[int]) -> list[int]:
         """Return the mask of one answer; the template's text after the end token is never sampled, so not trained."""

@@ -69,6 +69,7 @@ def test_the_mask_covers_each_turn_of_the_assistant_with_its_end_token_and_nothi
     assert learned(tokenizer, sample) == "a1<|end|>|a2<|end|>"
     assert tokenizer.decode(sample["token_ids"]) == tokenizer.apply_chat_template(TURNS, tokenize=False)
     assert tokenizer.decode(sample["prompt_token_ids"]).endswith("u2<|end|><|assistant|>")
+    assert sample["token_ids"][: len(sample["prompt_token_ids"])] == sample["prompt_token_ids"]
     assert sample["ground_truth"] == "a2"
 
 
@@ -93,6 +94,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_only_the_last_
     sample = ChatDataset([{"messages": TURNS}], tokenizer, turns="last")[0]
     assert learned(tokenizer, sample) == "a2<|end|>"
     assert "<|assistant|>-<|end|>" in tokenizer.decode(sample["token_ids"])
+    with pytest.raises(DataUnusable, match="record 1: the chat template writes"):
+        ChatDataset([{"messages": TURNS[:4]}], tokenizer)[0]
+    unanswered = ChatDataset([{"messages": TURNS[:4]}], tokenizer, turns="last")[0]
+    assert (sum(unanswered["loss_mask"]), unanswered["token_ids"]) == (0, unanswered["prompt_token_ids"])
 
 
 @pytest.mark.parametrize("form", ["auto", "text"])
