@@ -67,7 +67,7 @@ SYMPTOMS = (
     "diverging KL",
     "flat reward",
 )
-"""What people search for after a failure, in the words of the published guides."""
+"""Phrases that people search for after a failure, in the words of the published guides."""
 
 REMEDIES = (
     "--gradient-checkpointing",
@@ -78,7 +78,7 @@ REMEDIES = (
     "--master-weights",
     "--seq-len",
 )
-"""What the guides and this project advise where memory runs out."""
+"""Advice of the guides and of this project where memory runs out."""
 
 
 def kebab(name: str) -> str:
