@@ -94,7 +94,7 @@ def _several_ranks(config: TrainingOptions) -> Iterator[str]:
 _NO_ADAPTERS = "this mode trains full weights, adapters are for --weight-bridge-mode lora_only"
 _NO_STEPS_IN_4_BITS = (
     "this mode steps the weights themselves, and a step is lost in 4 bits; "
-    "use --weight-bridge-mode lora_only (or lora_restart), which trains an adapter over them"
+    "--weight-bridge-mode lora_only (or lora_restart) trains an adapter over them"
 )
 
 SHARED_VLLM_REFUSES = {

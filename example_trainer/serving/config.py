@@ -122,6 +122,12 @@ class ServerConfig(BaseModel):
     uvicorn_log_level: str = Field("warning", description="log level of the HTTP server")
 
     @property
+    def is_local(self) -> bool:
+        """True if model and tokenizer are directories, so that nothing is asked of the hub."""
+        named = [self.tokenizer] if self.await_model else [self.model, self.tokenizer]
+        return all(Path(name).expanduser().is_dir() for name in named if name is not None)
+
+    @property
     def adapter_slots(self) -> int:
         """Number of adapters that one batch may mix, and of newest versions that stay loaded."""
         return self.max_loras or _ADAPTER_SLOTS

@@ -42,8 +42,7 @@ def run(argv: Sequence[str]) -> int:
     sockets = open_sockets(config.host, config.port, os.environ)
     config = config.model_copy(update={"port": sockets.listening.getsockname()[1]})
     starting = StartingAnswers(sockets.listening) if _answers_while_starting(sockets, rest) else None
-    model_is_local = config.await_model or Path(config.model).expanduser().is_dir()
-    prepare_environment(os.environ, model_is_local=model_is_local)
+    prepare_environment(os.environ, model_is_local=config.is_local)
     sweep_stale_files()
     boot_id = secrets.token_hex(8)
     cause = ask_for_cause(os.environ, boot_id)

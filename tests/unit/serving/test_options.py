@@ -131,6 +131,20 @@ def test_what_the_user_set_in_the_environment_stays():
     assert environ["HF_HUB_OFFLINE"] == "1"
 
 
+def test_the_hub_is_left_alone_only_if_model_and_tokenizer_are_here(tmp_path):
+    here, awaited = str(tmp_path), str(tmp_path / "base")
+    for model, tokenizer, awaits, local in (
+        (here, None, False, True),
+        (here, here, False, True),
+        ("owner/name", None, False, False),
+        (here, "owner/name", False, False),
+        (awaited, here, True, True),
+        (awaited, "owner/name", True, False),
+    ):
+        read = ServerConfig(model=model, tokenizer=tokenizer, await_model=awaits)
+        assert read.is_local is local, (model, tokenizer)
+
+
 def test_the_listening_address_is_loopback_unless_asked():
     assert config().host == "127.0.0.1"
 

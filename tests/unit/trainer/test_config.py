@@ -87,7 +87,7 @@ REFUSED = [
     ({"weight_bridge_mode": "shared_vllm", "lora_layer_indices": "0-1"}, "--lora-layer-indices"),
     (
         {"weight_bridge_mode": "shared_vllm", "load_in_4bit": True},
-        "a step is lost in 4 bits; use --weight-bridge-mode lora_only",
+        "a step is lost in 4 bits; --weight-bridge-mode lora_only",
     ),
     ({"weight_bridge_mode": "lora_only", "load_in_4bit": True, "vllm_quantization": "fp8"}, "of the 4-bit base again"),
     ({"weight_bridge_mode": "none", "lora_r": 8}, "none refuses --lora-r 8"),
@@ -95,7 +95,7 @@ REFUSED = [
     ({"weight_bridge_mode": "lora_restart", "restart_method": "reload"}, "reload is for whole checkpoints"),
     (
         {"weight_bridge_mode": "none", "load_in_4bit": True},
-        "a step is lost in 4 bits; use --weight-bridge-mode lora_only",
+        "a step is lost in 4 bits; --weight-bridge-mode lora_only",
     ),
     ({"weight_bridge_mode": "lora_only", "train_layer_indices": "0-1"}, "--lora-layer-indices"),
     ({"weight_bridge_mode": "lora_restart", "train_layer_indices": "0-1"}, "frozen"),
