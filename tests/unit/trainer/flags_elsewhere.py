@@ -12,8 +12,7 @@ ELSEWHERE: dict[str, str] = {
     "::test_with_several_inference_nodes_whole_weights_are_sent_to_each",
     "device": "tests/unit/trainer/test_flag_effects.py::test_a_device_that_is_not_there_is_one_clear_line",
     "fit": "tests/unit/launcher/test_preflight.py::test_fit_auto_sets_the_flags_and_says_which",
-    "gpu_memory_gb": "tests/unit/launcher/test_preflight.py"
-    "::test_the_gpus_own_memory_counts_unless_another_is_named",
+    "gpu_memory_gb": "tests/unit/launcher/test_preflight.py::test_the_gpus_own_memory_counts_unless_another_is_named",
     "inference_urls": "tests/unit/weights/test_factory.py"
     "::test_with_several_inference_nodes_whole_weights_are_sent_to_each",
     "init_method": "tests/unit/trainer/test_ranks.py::test_ranks_without_a_place_to_meet_are_told_which_to_name",
