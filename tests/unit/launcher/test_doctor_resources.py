@@ -196,6 +196,7 @@ def test_a_run_without_errors_ends_with_0_and_takes_the_launchers_flags(
     assert "nothing wrong was found" in capsys.readouterr().out
     assert main.run(["doctor", str(bench.run_file), "--restart-method", "reload"]) == 0
     assert "1 warning" in capsys.readouterr().out
+    assert not (bench.folder / "run").exists(), "nothing is written"
 
 
 @pytest.mark.parametrize(
