@@ -196,6 +196,14 @@ def test_an_optimizer_that_does_not_work_is_refused_in_one_line_that_names_it(
     assert "\n" not in str(raised.value)
 
 
+def test_an_optimizer_of_the_users_own_is_refused_for_weights_that_are_sharded_over_ranks() -> None:
+    with pytest.raises(
+        ValueError, match="--world-size 2: --optimizer mine:momentum cannot step weights that are shard"
+    ):
+        TrainingConfig(model_name="m", weight_bridge_mode="none", world_size=2, optimizer="mine:momentum")
+    TrainingConfig(model_name="m", weight_bridge_mode="lora_only", world_size=2, optimizer="mine:momentum")
+
+
 def test_a_name_that_is_no_optimizer_lists_those_there_are() -> None:
     with pytest.raises(ValueError, match="adam is not an optimizer; use one of adamw, adamw_8bit, adafactor, or pack"):
         TrainingConfig(model_name="m", optimizer="adam")
