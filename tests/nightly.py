@@ -28,7 +28,7 @@ LONG = {
     "ATROPOS_BRIDGE_KILLS": "all",
     "ATROPOS_CODE_MUTANTS": "all",
     "ATROPOS_CROWD": "20000",
-    "ATROPOS_DEMO_MODES": "lora_only,lora_restart,none,broadcast",
+    "ATROPOS_DEMO_MODES": "lora_only,lora_restart,none,broadcast,lora_only_4bit",
     "ATROPOS_DISTILLATION": "1",
     "ATROPOS_FAMILIES": "all",
     "ATROPOS_FLAGS": "all",

@@ -1,7 +1,7 @@
 """The demo in the other weight bridge modes, by the mode's flag alone: same seed, same file, and it learns as well.
 
 Each takes some minutes, restarts most of all, so they run where ATROPOS_DEMO_MODES names them:
-`ATROPOS_DEMO_MODES=lora_only,lora_restart,none,broadcast pytest tests/e2e/test_demo_modes.py`.
+`ATROPOS_DEMO_MODES=lora_only,lora_restart,none,broadcast,lora_only_4bit pytest tests/e2e/test_demo_modes.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = {mode: ("--weight-bridge-mode", mode) for mode in ("lora_only", "lora_restart", "none")} | {
-    "broadcast": ("--num-inference-nodes", "2")
+    "broadcast": ("--num-inference-nodes", "2"),
+    "lora_only_4bit": ("--weight-bridge-mode", "lora_only", "--load-in-4bit"),
 }
 ASKED = os.environ.get("ATROPOS_DEMO_MODES", "").split(",")
 

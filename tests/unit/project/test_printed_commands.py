@@ -35,7 +35,6 @@ from .seed_commands import (
 )
 
 ROOT = Path(__file__).parents[3]
-COURSE_WAITS = pytest.mark.xfail(strict=True, reason=str(COURSE_COMMANDS[1].waits_for))
 ADAPTER_MODE = ["--weight-bridge-mode", "lora_restart"]
 VARIABLES = re.compile(r"(?:[A-Z_]+=\S+\s+)*")
 OURS = (
@@ -63,16 +62,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def waiting(printed: Printed) -> object:
-    """Return the command as a test's parameter, expected to fail where a part of the system is still missing."""
-    name = f"{printed.guide} {' '.join(printed.text.split())[:60]}"
-    if printed.waits_for is None:
-        return pytest.param(printed, id=name)
-    return pytest.param(printed, id=name, marks=pytest.mark.xfail(strict=True, reason=printed.waits_for))
+def name_of(printed: Printed) -> str:
+    return f"{printed.guide} {' '.join(printed.text.split())[:60]}"
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("printed", [waiting(printed) for printed in COMMANDS])
+@pytest.mark.parametrize("printed", COMMANDS, ids=name_of)
 def test_a_printed_command_is_understood_as_written(
     printed: Printed, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +107,6 @@ def flag_values_shown(text: str) -> dict[str, str]:
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("fragment", COURSE_FRAGMENTS, ids=range(len(COURSE_FRAGMENTS)))
-@COURSE_WAITS
 def test_printed_flags_may_be_added_to_the_courses_command(
     fragment: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +161,7 @@ def commands_of_our_guides() -> list[object]:
         for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
             lines = [line.partition("  #")[0].strip() for line in block.replace("\\\n", " ").splitlines()]
             found += [
-                pytest.param(line, id=f"{page.stem} {line[:70]}", marks=COURSE_WAITS if "--eval-steps" in line else ())
+                pytest.param(line, id=f"{page.stem} {line[:70]}")
                 for line in lines
                 if line[VARIABLES.match(line).end() :].startswith(OURS)
             ]
@@ -186,7 +180,6 @@ def test_a_command_of_our_own_guides_is_understood(
     assert start(filled, model, monkeypatch) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="the share of the GPU in configs/gsm8k.yaml does not fit the GPU that it is for")
 def test_the_server_of_the_gsm8k_guide_has_the_settings_of_the_run_file() -> None:
     page = (ROOT / "docs/howto/gsm8k.md").read_text(encoding="utf-8")
     (block,) = [block for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "vllm_api_server" in block]
