@@ -22,7 +22,14 @@ VOLATILE = ("time/", "perf/", "memory/", "sync/", "timestamp", "policy_version",
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["example_trainer.testing", "transformers.models.qwen2.modeling_qwen2", "peft"])
 # A large epsilon keeps Adam from turning rounding near a zero gradient into steps of full size.
-SETTINGS: dict[str, Any] = {"adam_eps": 1e-2, "lr": 1e-2, "checkpoint_interval": 2, "mini_batches": 2, "kl_coef": 0.05}
+SETTINGS: dict[str, Any] = {
+    "optimizer": "adamw_8bit",  # the default
+    "adam_eps": 1e-2,
+    "lr": 1e-2,
+    "checkpoint_interval": 2,
+    "mini_batches": 2,
+    "kl_coef": 0.05,
+}
 
 
 def run(bench: Workbench, world_size: int, meeting: Path, **settings: Any) -> None:

@@ -128,6 +128,13 @@ def test_r31_what_cannot_work_is_refused_with_the_reason(settings: dict[str, obj
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("mode", ["none", "lora_only", "lora_restart"])
+def test_several_processes_start_with_the_defaults_and_with_every_optimizer(mode: str) -> None:
+    for optimizer in (None, "adamw", "adamw_8bit", "adafactor"):
+        chosen = {} if optimizer is None else {"optimizer": optimizer}
+        make(world_size=2, weight_bridge_mode=mode, **chosen)
+
+
 def test_a_refusal_on_the_command_line_is_one_line() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(TrainingConfig, ["--model-name", "m", "--trainer-rank", "3"], prog="p", description="d")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from example_trainer.data import data_settings, prepare_batch
 from example_trainer.distributed.ranks import Ranks
 from example_trainer.errors import UnsupportedModel
 from example_trainer.model import load_policy
+from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.shards import WholeState, local_part, whole
-from example_trainer.modeling.tensor_parallel import check_divisible
+from example_trainer.modeling.tensor_parallel import check_divisible, parallelize
 from example_trainer.state import TrainerState, random_state
 from example_trainer.testing import Sampler
 
@@ -25,12 +26,36 @@ from .ranks import run_ranks
 from .test_ranks import CPU, ONE, make_config, make_learner, share
 
 TENSOR_PARALLEL = 2
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen2 tied": {},
-    "qwen3": {"kl_coef": 0.1, "mini_batches": 2, "gradient_checkpointing": True},
-    "llama": {"optimizer": "adamw_8bit", "advantage_norm": "batch"},
+MODELS = ("qwen2 tied", "qwen3", "llama")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the settings of its runs."""
+
+    model: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: PolicyOptions = CPU
+    tolerance: float = 1e-6
+
+
+CASES = {
+    "tied": Case("qwen2 tied"),
+    "norms of heads": Case("qwen3", {"kl_coef": 0.1, "mini_batches": 2}, replace(CPU, gradient_checkpointing=True)),
+    "a head of its own": Case("llama", {"optimizer": "adamw_8bit", "advantage_norm": "batch"}),
+    "a frozen layer": Case(
+        "qwen2 tied",
+        {"optimizer": "adafactor", "lr": 1e-4},
+        replace(CPU, train_layer_indices="1", master_weights="host"),
+        tolerance=1e-4,
+    ),
+    "masters in bf16": Case(
+        "qwen3",
+        {"dtype": "bfloat16", "master_weights": "none"},
+        replace(CPU, dtype="bfloat16", master_weights="none"),
+        tolerance=3e-2,
+    ),
 }
-"""Each with the settings of its runs."""
 STATE = TrainerState(
     step=1, updates=1, policy_version=1, highest_version=1, run_id="r", run_name="n", seed=0, config={}
 )
@@ -66,14 +91,13 @@ def batch_of(groups: list[Group], ranks: Ranks, model: Path, settings: dict[str,
 
 
 def train(ranks: Ranks, models: dict[str, Path], groups: list[Group], root: Path) -> dict[str, Any]:
-    """By model: metrics, logprobs, gradients and weights of two batches; those after a resume between the two."""
-    return {name: train_one(ranks, model, groups, root / name, MODELS[name]) for name, model in models.items()}
+    """By case: metrics, logprobs, gradients and weights of two batches; those after a resume between the two."""
+    return {name: train_one(ranks, models[case.model], groups, root / name, case) for name, case in CASES.items()}
 
 
-def train_one(ranks: Ranks, model: Path, groups: list[Group], root: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    options = replace(CPU, gradient_checkpointing="gradient_checkpointing" in settings)
-    learner = make_learner(model, ranks, options, settings)
-    batch = batch_of(groups, ranks, model, settings)
+def train_one(ranks: Ranks, model: Path, groups: list[Group], root: Path, case: Case) -> dict[str, Any]:
+    learner = make_learner(model, ranks, case.options, case.settings)
+    batch = batch_of(groups, ranks, model, case.settings)
     own = {"scored": learner.score(batch.rows, batch.targets), "metrics": learner.train(batch).metrics}
     masters = learner.policy.masters
     own["gradients"] = whole({key: master.grad for key, master in masters.items()}, keep=True)
@@ -83,7 +107,7 @@ def train_one(ranks: Ranks, model: Path, groups: list[Group], root: Path, settin
     own["held"] = sum(local_part(master).numel() for master in masters.values())
     learner.train(batch)
     own["weights"] = whole({key: master.detach() for key, master in masters.items()}, keep=True)
-    resumed = make_learner(model, ranks, options, settings)
+    resumed = make_learner(model, ranks, case.options, case.settings)
     restore(root / "checkpoint-1", resumed.policy, resumed.optimizer)
     resumed.train(batch)
     own["resumed"] = whole({key: master.detach() for key, master in resumed.policy.masters.items()}, keep=True)
@@ -123,33 +147,39 @@ def trained(
     return alone, ranks, directory
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_two_by_two_ranks_end_with_the_weights_of_one_process(model: str, trained: Any) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_two_by_two_ranks_end_with_the_weights_of_one_process(case: str, trained: Any) -> None:
     alone, ranks, _ = trained
-    expected = alone[model]
-    assert sum(rank[model]["held"] for rank in ranks) < 1.1 * expected["held"], "only norms and biases are held twice"
-    for found in (rank[model] for rank in ranks):
+    expected, tolerance = alone[case], CASES[case].tolerance
+    assert sum(rank[case]["held"] for rank in ranks) < 1.1 * expected["held"], "only norms and biases are held twice"
+    for found in (rank[case] for rank in ranks):
         for kind in ("gradients", "weights", "resumed"):
             assert found[kind].keys() == expected[kind].keys()
             for name, tensor in expected[kind].items():
-                np.testing.assert_allclose(found[kind][name], tensor.numpy(), rtol=0, atol=1e-6, err_msg=name)
+                np.testing.assert_allclose(
+                    found[kind][name], tensor.float().numpy(), rtol=0, atol=tolerance, err_msg=name
+                )
         for name in found["metrics"].keys() - {"perf/forward_tokens"}:
-            assert found["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-5, abs=1e-6), name
+            assert found["metrics"][name] == pytest.approx(
+                expected["metrics"][name], rel=10 * tolerance, abs=tolerance
+            ), name
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_ranks_of_a_group_score_the_same_rows_and_as_one_process(model: str, trained: Any) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_the_ranks_of_a_group_score_the_same_rows_and_as_one_process(case: str, trained: Any) -> None:
     alone, ranks, _ = trained
-    scores = [rank[model]["scored"] for rank in ranks]
+    scores = [rank[case]["scored"] for rank in ranks]
     for first in (0, 2):
         assert np.array_equal(scores[first], scores[first + 1], equal_nan=True)
     together = np.sort(np.concatenate([scores[0], scores[2]]))
-    np.testing.assert_allclose(together, np.sort(alone[model]["scored"].numpy()), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        together, np.sort(alone[case]["scored"].numpy()), rtol=0, atol=10 * CASES[case].tolerance
+    )
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_run_goes_on_bit_for_bit_from_the_checkpoint_of_its_group(model: str, trained: Any) -> None:
-    for found in (rank[model] for rank in trained[1]):
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_goes_on_bit_for_bit_from_the_checkpoint_of_its_group(case: str, trained: Any) -> None:
+    for found in (rank[case] for rank in trained[1]):
         assert all(np.array_equal(found["resumed"][name], found["weights"][name]) for name in found["weights"])
 
 
@@ -157,12 +187,13 @@ def test_one_process_goes_on_from_the_checkpoint_of_a_group(
     models: dict[str, Path], groups: list[Group], trained: Any
 ) -> None:
     alone, _, directory = trained
-    for name, model in models.items():
-        learner = make_learner(model, ONE, CPU, MODELS[name])
+    for name, case in CASES.items():
+        model = models[case.model]
+        learner = make_learner(model, ONE, case.options, case.settings)
         restore(directory / "together" / name / "checkpoint-1", learner.policy, learner.optimizer)
-        learner.train(batch_of(groups, ONE, model, MODELS[name]))
+        learner.train(batch_of(groups, ONE, model, case.settings))
         for key, master in learner.policy.masters.items():
-            torch.testing.assert_close(master.detach(), alone[name]["weights"][key], rtol=0, atol=1e-6)
+            torch.testing.assert_close(master.detach(), alone[name]["weights"][key], rtol=0, atol=case.tolerance)
 
 
 def test_heads_that_cannot_be_divided_are_told_with_the_sizes_that_fit() -> None:
@@ -174,3 +205,15 @@ def test_heads_that_cannot_be_divided_are_told_with_the_sizes_that_fit() -> None
         UnsupportedModel, match=r"^--trainer-tensor-parallel-size 4 .*num_key_value_heads of 2; use 1 or 2"
     ):
         check_divisible(config, 4)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("gpt2", "has no plan"), ("qwen3_moe", "needs .* which is not supported")])
+def test_a_model_that_cannot_be_divided_is_told_in_one_line(kind: str, words: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
+    with pytest.raises(
+        UnsupportedModel, match=rf"ForCausalLM {words}; use --trainer-tensor-parallel-size 1$|LMHead.* {words}"
+    ):
+        parallelize(module, None)  # type: ignore[arg-type]
