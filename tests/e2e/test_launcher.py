@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from example_trainer.processes.ports import free_port
 from example_trainer.processes.tree import wait_until
@@ -146,6 +147,26 @@ def test_of_several_servers_one_that_dies_is_started_again_and_the_run_goes_on(s
     assert "vllm-2 was killed by SIGKILL" in out
     assert "restart 1 of 3" in out
     assert traces(launched, tree) == []
+
+
+def test_a_teacher_s_server_starts_and_ends_with_the_run_and_is_started_again(standins, traces, tmp_path: Path) -> None:
+    asked = ("--teacher.model_name", str(tmp_path / "model"), "--distill", "forward_kl")
+    launched = standins("--training-steps", "240", *asked)
+    launched.wait_for_steps(60)  # three seconds: the launcher has seen both servers come up
+    pid_path = launched.run_dir / "bridge/teacher/worker.pid"
+    before = pid_path.read_text()
+    tree = set(launched.tree())
+    launched.child("standins.py", "teacher.yaml").kill()
+    assert wait_until(lambda: pid_path.read_text() not in {"", before}, RESTART_SECONDS)
+    tree |= set(launched.tree())
+    code, out, error = launched.end()
+    assert (code, error) == (0, "")
+    assert "teacher ready" in out
+    assert "teacher was killed by SIGKILL" in out
+    served = yaml.safe_load((launched.run_dir / "configs/teacher.yaml").read_text())["vllm"]
+    told = yaml.safe_load((launched.run_dir / "configs/environment.yaml").read_text())["teacher"]
+    assert told["base_url"] == f"http://127.0.0.1:{served['port']}/v1"
+    assert traces(launched, list(tree)) == []
 
 
 def test_a_decoy_with_the_same_name_survives(standins, traces) -> None:

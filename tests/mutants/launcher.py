@@ -139,6 +139,13 @@ LAUNCHER: tuple[Mutant, ...] = (
         f"{_CHILDREN}a_refusal_or_a_stop_at_a_sign_is_one_line_and_keeps_its_exit_code",
     ),
     Mutant(
+        "a server that dies ends the run",
+        "example_trainer/launcher/plan.py",
+        "environment=self._server_environment(index), restarts=SERVER_RESTARTS)",
+        "environment=self._server_environment(index))",
+        "unit/launcher/test_plan.py::test_every_inference_server_may_be_started_again_and_no_other_program",
+    ),
+    Mutant(
         "a server is started again without end",
         _SUPERVISOR,
         "restarts=child.spec.restarts - 1",

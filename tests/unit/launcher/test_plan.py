@@ -34,6 +34,14 @@ def test_a_whole_run_has_four_programs(tmp_path: Path) -> None:
     assert names(plan(tmp_path, *OWN_ENVIRONMENT)) == ["broker", "vllm", "environment", "trainer"]
 
 
+@pytest.mark.parametrize("flags", [(), ("--weight-bridge-mode", "lora_only"), ("--num-inference-nodes", "2")])
+def test_every_inference_server_may_be_started_again_and_no_other_program(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    made = plan(tmp_path, *OWN_ENVIRONMENT, *flags)
+    assert {spec.name for spec in made.children if spec.restarts} == set(made.servers) != set()
+
+
 def test_with_a_broker_elsewhere_only_vllm_and_trainer_start(tmp_path: Path) -> None:
     made = plan(tmp_path, "--atropos-url", "http://broker:8000", "--vllm-port", str(_free_port()))
     assert names(made) == ["vllm", "trainer"]
