@@ -11,12 +11,6 @@ from pydantic import BaseModel, Field
 
 from atropos_api.common.option_flags import aliases
 
-FLOAT16_MASTERS = (
-    "its gradients are scaled, and divided by the scale in fp32 masters; in float16 most of them would become 0. "
-    "Use --master-weights fp32, or --dtype bfloat16"
-)
-"""The reason why float16 weights cannot be their own masters, and what to do."""
-
 
 class ModelOptions(BaseModel):
     """The model, its precision and its device."""

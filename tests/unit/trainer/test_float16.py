@@ -156,7 +156,7 @@ def half_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def test_a_float16_checkpoint_without_masters_is_refused_before_it_is_loaded(half_model: Path) -> None:
     options = PolicyOptions(model_name=str(half_model), dtype="auto", device="cpu", master_weights="none")
-    with pytest.raises(WrongDtype, match=r"--dtype auto: .* is served as float16, and its gradients are scaled"):
+    with pytest.raises(WrongDtype, match=r"--dtype auto: .* is served as float16, whose scaled gradients need fp32"):
         load_policy(options)
 
 
