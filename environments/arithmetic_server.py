@@ -3,6 +3,8 @@
     python environments/arithmetic_server.py serve --env.task chain --env.tokenizer_name MODEL_FOLDER
 
 A rollout earns 1 for the right number after `####` and 0 otherwise. Evaluation is greedy, on 200 held-out problems.
+
+Data: problems are generated on demand from `seed` and never run out; `data_path` or `dataset_name` replaces them.
 """
 
 from __future__ import annotations

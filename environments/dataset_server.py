@@ -6,18 +6,19 @@ r"""The environment trains on any data set, with rewards named on the command li
         --env.reward gsm8k '{"name": "repetition", "weight": 0.2}'
 
 A row is a prompt, or a chat with or without a system prompt, whose last message may be the assistant's: a reference, as
-is the first of the columns in `REFERENCES`; a row needs none. Other columns reach the reward. A reward is a name of the
-registry, `module:function` or `file.py:function`; the function takes samples, or has TRL's signature. Each part's mean
-is logged as `reward/NAME`.
+is the first of the columns in `chat_dataset.REFERENCES`; a row needs none. Other columns reach the reward. A reward is
+a name of the registry, `module:function` or `file.py:function`; the function takes samples, or has TRL's signature.
+Each part's mean is logged as `reward/NAME`.
+
+Data: `data_path` or `dataset_name`; one of them is needed.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator
 
@@ -33,66 +34,9 @@ from environments.sdk import (
     scored_group,
 )
 from environments.sdk.errors import GoldMissing
-from environments.tasks.data import DataUnusable, Question, Split, load_records, read_cell
+from environments.tasks.chat_dataset import PromptForm, Row, load_rows
+from environments.tasks.data import Question, Split
 from environments.tasks.question_env import QuestionEnv, QuestionEnvConfig, answer_of, mean
-
-PROMPTS = ("prompt", "messages", "conversation", "question", "problem", "instruction")
-"""Columns in which a prompt is looked for, in this order."""
-REFERENCES = ("answer", "ground_truth", "solution", "final_answer", "completion", "response", "truth")
-"""Columns in which a reference is looked for, in this order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row(Question):
-    """A row: `question` is its prompt as text and `answer` its reference, or "" if it has none."""
-
-    messages: tuple[Mapping[str, Any], ...] = ()
-    """The chat that is to be answered; empty for a prompt that is text."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """All columns except the prompt's."""
-
-
-def load_rows(source: str | Path, split: Split, *, prompt_column: str | None = None) -> list[Question]:
-    """Return all rows of `source` in its order: a path, or the name of a Hugging Face data set."""
-    rows: list[Question] = []
-    for where, records in load_records(source, split, columns=lambda _: None):
-        rows += [make_row(record, f"{where}{number}", prompt_column) for number, record in records]
-    if not rows:
-        raise DataUnusable(f"{source}: it has no row; each line or row needs a prompt")
-    return rows
-
-
-def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
-    """Convert one record; raise `DataUnusable`, with its place, if it has no prompt."""
-    if not isinstance(record, Mapping):
-        raise DataUnusable(f"{where}: a row is an object with columns, not {str(record)[:80]!r}")
-    names = (prompt_column,) if prompt_column else PROMPTS
-    column = next((name for name in names if record.get(name)), None)
-    if column is None:
-        raise DataUnusable(
-            f"{where}: it has no prompt under {', '.join(names)}; its columns are {', '.join(map(str, record))}. "
-            "Name the prompt's with --env.prompt_column"
-        )
-    columns = {str(name): value for name, value in record.items() if name != column}
-    reference = next((read_cell(columns[name]) for name in REFERENCES if columns.get(name) is not None), "")
-    prompt = record[column]
-    if isinstance(prompt, str):
-        return Row(prompt, reference, (), columns)
-    messages = _read_chat(prompt, f"{where}, column {column}")
-    if messages[-1]["role"] == "assistant":
-        reference = reference or str(messages[-1]["content"])
-        messages = messages[:-1]
-    if not messages:
-        raise DataUnusable(f"{where}, column {column}: the chat has nothing to answer before the assistant's message")
-    return Row(str(messages[-1]["content"]), reference, tuple(messages), columns)
-
-
-def _read_chat(value: Any, where: str) -> list[Mapping[str, Any]]:
-    if not isinstance(value, Sequence) or not all(
-        isinstance(message, Mapping) and message.get("role") and message.get("content") is not None for message in value
-    ):
-        raise DataUnusable(f"{where}: a prompt is text or a list of messages with role and content, not {value!r:.80}")
-    return list(value)
 
 
 class DatasetEnvConfig(QuestionEnvConfig):
@@ -114,7 +58,7 @@ class DatasetEnvConfig(QuestionEnvConfig):
     system_prompt: str | None = Field(
         None, description="system prompt of chats that have none: the text, or a file with it; default: none"
     )
-    prompt_form: Literal["auto", "chat", "text"] = Field(
+    prompt_form: PromptForm = Field(
         "auto",
         description="how a prompt that is text is put to the model: as a user's message, or as text to continue; auto: "
         "a message if the tokenizer has a chat template",
@@ -184,13 +128,11 @@ class DatasetEnv(QuestionEnv):
 
     def messages(self, row: Row) -> list[Mapping[str, Any]]:
         """Return the chat that a row becomes; none if the model continues its prompt as text."""
-        form = self.config.prompt_form
-        if not row.messages and (form == "text" or (form == "auto" and not self.tokenizer.chat_template)):
-            return []
-        messages = list(row.messages) or [{"role": "user", "content": row.question}]
-        if self.system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
-        return messages
+        return row.chat(
+            form=self.config.prompt_form,
+            has_template=bool(self.tokenizer.chat_template),
+            system_prompt=self.system_prompt,
+        )
 
     def template(self, messages: Sequence[Mapping[str, Any]]) -> str:
         text: str = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)

@@ -6,6 +6,8 @@ r"""The environment asks GSM8K word problems and adds the logprobs of a teacher,
 Scores are those of `gsm8k_server`. In addition every sequence has `distill_token_ids` and `distill_logprobs`: the
 teacher's most likely tokens at each position. The teacher must have the student's vocabulary. With
 `--env.teacher_enabled false` this is plain GSM8K. It is a file of its own because an environment is run by its file.
+
+Data: that of `gsm8k_server`, `openai/gsm8k:main` from the hub or files in `data_path`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
@@ -20,13 +21,14 @@ from pydantic import BaseModel
 from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
 from atropos_api.common.option_flags import Option, cell, list_options, option_table
 from environments.sdk import BaseEnv, ManagedSession, SequenceNode, scored_group, scored_item
-from environments.sdk.config import APIServerConfig, BaseEnvConfig
+from environments.sdk.config import APIServerConfig, BaseEnvConfig, ServerBaseline, as_server_list
 from environments.sdk.environment import Environment
 from environments.sdk.groups import ScoredDataGroup
 from environments.sdk.rehearsal import Rehearsal
 from environments.sdk.runtime.cli import VERBS, EnvironmentCommand
 from environments.sdk.server_manager import ServerManager
-from environments.tasks.data import DataFields
+from environments.sdk.teacher import TeacherMixin
+from environments.tasks.data import FORMS, DataFields
 from environments.tasks.question_env import QuestionEnvConfig
 
 SHIPPED: Final = (
@@ -55,7 +57,15 @@ FLAGS_INTRODUCTION: Final = """\
 ## Flags of every environment
 
 A flag is also a key of a YAML file (`--config FILE`) in its section `env:` or `openai:`; flags win over files, files
-over what the environment itself sets. Several inference servers are a list under `openai:`.
+over what the environment itself sets. Several inference servers are a list under `openai:`. A switch takes `true`,
+`false` or no value, a list several words; `None` unsets a setting whose default it is.
+"""
+
+TEACHER_INTRODUCTION: Final = """\
+### The teacher's server
+
+Of an environment with a teacher, `distill_server.py`; a YAML file has the section `teacher:`, a list if there are
+several servers.
 """
 
 QUESTIONS_INTRODUCTION: Final = """\
@@ -103,13 +113,16 @@ def environments_page() -> str:
         f"| environment | what it asks |\n|---|---|\n{rows}",
         f"| verb | what it does |\n|---|---|\n{verbs}",
         FLAGS_INTRODUCTION,
-        option_table(_options_of(BaseEnvConfig, "env.")),
+        _table(_options_of(BaseEnvConfig, "env.")),
         "### The inference server\n",
-        option_table(_options_of(APIServerConfig, "openai.")),
+        _table(_options_of(APIServerConfig, "openai.")),
+        TEACHER_INTRODUCTION,
+        _table(_teacher_options()),
         QUESTIONS_INTRODUCTION,
-        option_table(_additional_options(QuestionEnvConfig, BaseEnvConfig)),
+        _table(_additional_options(QuestionEnvConfig, BaseEnvConfig)),
+        _forms_of_records(),
         "### Of the command itself\n",
-        option_table(option for option in list_options(EnvironmentCommand) if not option.group),
+        _table(option for option in list_options(EnvironmentCommand) if not option.group),
         *(_shipped(name, module) for name, module in modules.items()),
     ]
     return "\n".join(blocks)
@@ -156,7 +169,7 @@ def _shipped(name: str, module: ModuleType) -> str:
     """Return the section of one environment: its module's docstring, its own settings, and the defaults that it
     changes.
     """
-    config, _ = _environment_of(module).config_init()
+    config, servers = _environment_of(module).config_init()
     general = QuestionEnvConfig if isinstance(config, DataFields) else BaseEnvConfig
     own = _additional_options(type(config), general)
     usual = {**type(config)().model_dump(mode="json"), **general().model_dump(mode="json")}
@@ -164,10 +177,36 @@ def _shipped(name: str, module: ModuleType) -> str:
     changed = {field: value for field, value in defaults.items() if value != usual[field]}
     parts = [f"## `{name}.py`\n", textwrap.dedent(module.__doc__ or "").strip() + "\n"]
     if own:
-        parts.append(option_table(own))
+        parts.append(_table(own))
+    changed |= {f"openai.{field}": value for field, value in _changes(servers).items()}
     if changed:
         parts.append("Other defaults: " + ", ".join(f"`{field}` {value}" for field, value in changed.items()) + ".\n")
     return "\n".join(parts)
+
+
+def _changes(servers: ServerBaseline | APIServerConfig | list[APIServerConfig]) -> dict[str, Any]:
+    """Return the settings of an environment's inference server that differ from every server's defaults."""
+    usual = APIServerConfig().model_dump(mode="json")
+    (server,) = as_server_list(servers)
+    return {field: value for field, value in server.model_dump(mode="json").items() if value != usual[field]}
+
+
+def _teacher_options() -> list[Option]:
+    """Return the flags of a teacher's server, with the defaults that an environment with a teacher gives them."""
+    (teacher,) = as_server_list(TeacherMixin.teacher_config_init())
+    given = {f"teacher.{field}": value for field, value in _changes(teacher).items()}
+    options = _options_of(type(teacher), "teacher.")
+    return [replace(option, default=given.get(option.path, option.default)) for option in options]
+
+
+def _forms_of_records() -> str:
+    """Return the sentence on the columns that a record of questions may have."""
+    pairs = ", ".join(f"`{question}`/`{answer}`" for question, answer in FORMS)
+    return f"A record has one of these pairs of columns, looked for in this order: {pairs}.\n"
+
+
+def _table(options: Iterable[Option]) -> str:
+    return option_table(options, with_types=True)
 
 
 def _additional_options(model: type[BaseModel], general: type[BaseModel]) -> list[Option]:

@@ -6,6 +6,8 @@ r"""The environment asks grade-school word problems (GSM8K): the model reasons, 
 A right answer earns 1 and a wrong one -1. Where all answers of a group are right, the shorter ones are worth more. With
 a prompt template the model continues plain text instead of a chat and is graded as R1-zero: 1 for a right answer inside
 `<answer>` after `</think>`, else 0.
+
+Data: `openai/gsm8k:main` from the hub, 7,473 questions to train on and 1,319 to evaluate on, or files in `data_path`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 The judge is any server of the chat completions API; without `judge_base_url` the model judges itself. The judge's API
 key, where it needs one, is read from $ATROPOS_JUDGE_API_KEY. Evaluations compare each answer with the reference
 answer of the data.
+
+Data: `data_path` or `dataset_name`; one of them is needed, and its answers are the references.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ r"""The environment trains a base model on competition mathematics: it continues
 The answer is in a `\boxed{}` inside `<answer>`. A right one earns 1 and any other -1. An answer cut off by the length
 limit counts as wrong and is, by default, not trained on. The length limit can grow during the run, from
 `start_tok_length` to `max_token_length`.
+
+Data: `zwhe99/DeepMath-103K` from the hub, or files in `data_path`, to train on; the sets of `eval_sets` to evaluate on,
+each from the hub or from a file.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ r"""The environment runs any of reasoning-gym's generated tasks; the task itself
 
 Problems are generated on demand and never repeat; evaluation problems come from a separate seed. The answer is the
 text in the last `<answer>`. Its score is the task's own, from 0 to 1; many tasks give partial credit.
+
+Data: the library generates it; nothing is read.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ r"""The environment offers a Python tool for word problems: the model may run co
 Each rollout is a chat of at most `max_turns` turns and is trained on as one sequence: all that the model wrote, but
 not what the tool printed. A right final answer earns 1, any other -1. The code runs in a sandbox
 (`docs/explanation/sandbox.md`); where code cannot be isolated, the environment refuses to start.
+
+Data: `openai/gsm8k:main` from the hub, or files in `data_path`.
 """
 
 from __future__ import annotations

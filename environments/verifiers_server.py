@@ -7,6 +7,8 @@ r"""The environment runs any environment of the `verifiers` library, which sampl
 the chat and its rubric gives the rewards. Its requests go through one managed session per rollout, so that tokens,
 masks, logprobs and policy versions are the sampled ones. A rollout that the library reports as failed is tried again
 and is never trained on with a reward of 0.
+
+Data: that of the environment, which the library loads.
 """
 
 from __future__ import annotations

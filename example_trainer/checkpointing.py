@@ -216,7 +216,7 @@ def _as_held(state: dict[str, Any], policy: Policy, optimizer: torch.optim.Optim
     """Return a checkpoint's optimizer state as this process needs it: only its shard if the policy is sharded."""
     if not policy.is_sharded:
         return state
-    from example_trainer.modeling.fsdp import shard_optimizer_state
+    from example_trainer.modeling.shards import shard_optimizer_state
 
     return shard_optimizer_state(state, optimizer)
 

@@ -32,6 +32,8 @@ from example_trainer.config import TrainingConfig, settings_from
 from example_trainer.errors import ModelNotFound
 from example_trainer.launcher.run_dir import require_writable
 from example_trainer.launcher.run_file import trainer_settings
+from example_trainer.memory.fit import with_changes
+from example_trainer.memory.preflight import preflight
 from example_trainer.options.presets import find_environment_option
 
 if TYPE_CHECKING:
@@ -117,13 +119,17 @@ def run(argv: list[str]) -> int:
     command = load_config(
         TrainerCommand, own, prog=PROG, description=DESCRIPTION, defaults=settings_from(os.environ) | settings
     )
-    config = settle_run_dir(TrainingConfig(**command.model_dump(exclude={"dry_run"}, exclude_unset=True)))
+    asked = TrainingConfig(**command.model_dump(exclude={"dry_run"}, exclude_unset=True))
+    choice = preflight(asked, starts_server=not asked.mode.server_outlives_publish)
+    config = settle_run_dir(with_changes(asked, choice.changes))
     if command.dry_run:
         sys.stdout.write(json.dumps(public_settings(config), indent=2) + "\n")
         return 0
     require_model(config.model_name)
     setup_logging("trainer" if config.world_size == 1 else f"trainer {config.trainer_rank}")
     silence_unused_kernels(config)
+    if choice.sentence:
+        logger.info("%s", choice.sentence)
     for warning in config.warnings():
         logger.warning("%s", warning)
     return _train(config)
@@ -181,6 +187,7 @@ def _train(config: TrainingConfig) -> int:
             config.init_method,
             device=config.device,
             timeout_seconds=config.batch_timeout + config.wait_timeout + LEADER_MARGIN_SECONDS,
+            tensor_parallel_size=config.trainer_tensor_parallel_size,
         ) as ranks:
             return _train_in(session if ranks.world_size == 1 else ranked_session(config, client, ranks), config, ranks)
     finally:

@@ -112,6 +112,8 @@ class TrainingBatch:
     targets: Targets
     rewards: list[float]
     """Rewards of all sequences of the batch, trained or not."""
+    advantages: list[list[float]]
+    """Advantages of all sequences by group, trained or not; the mean over tokens where an environment gives them."""
     response_lengths: list[int]
     """Number of sampled tokens of every sequence, counted by its mask."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -157,8 +159,10 @@ def prepare_batch(batch: Batch, settings: DataSettings, *, whole: Batch | None =
     whole_batch_scores = None if whole is None else [_scores(group, settings) for group in whole.groups]
     advantages = compute_advantages(scores, settings.advantages, batch=whole_batch_scores)
     kept: list[Candidate] = []
+    by_group: list[list[float]] = []
     for group, rewards, values, candidates in zip(batch.groups, scores, advantages, read, strict=True):
         signal = _has_signal(rewards, candidates, settings)
+        by_group.append([_advantage(group, index, values, candidates[index]) for index in range(len(candidates))])
         for index, candidate in enumerate(candidates):
             cause = _why_left_out(group, candidate, index, signal, settings)
             if cause == "overlong" and settings.cuts_overlong:
@@ -177,6 +181,7 @@ def prepare_batch(batch: Batch, settings: DataSettings, *, whole: Batch | None =
         rows=_rows(kept),
         targets=_targets(kept),
         rewards=[float(score) for group in batch.groups for score in group.scores],
+        advantages=by_group,
         response_lengths=lengths,
         counts=counts,
         overlong_penalty=sum(overlong_penalty(length, settings.overlong) for length in lengths) / max(1, len(lengths)),
@@ -289,12 +294,23 @@ def _versions(group: Group, index: int, length: int) -> IntArray:
     return versions
 
 
-def _why_left_out(group: Group, candidate: Candidate, index: int, signal: bool, settings: DataSettings) -> str | None:
+def _is_zeroed(group: Group, index: int) -> bool:
     override = group.overrides[index] if group.overrides and index < len(group.overrides) else None
-    zeroed = bool(override and override.get("set_advantage_to_zero"))
+    return bool(override and override.get("set_advantage_to_zero"))
+
+
+def _advantage(group: Group, index: int, values: Tensor, candidate: Candidate) -> float:
+    """Return one sequence's advantage, as a metric: 0 if the environment asks for that."""
+    if _is_zeroed(group, index):
+        return 0.0
+    given = candidate.advantages
+    return float(values[index]) if given is None or not len(given) else float(np.mean(given))
+
+
+def _why_left_out(group: Group, candidate: Candidate, index: int, signal: bool, settings: DataSettings) -> str | None:
     causes = (
         (not len(candidate.targets), "no_trained_token"),
-        (zeroed, "zeroed"),
+        (_is_zeroed(group, index), "zeroed"),
         (not signal, "no_signal"),
         (len(candidate.tokens) > settings.max_tokens, "overlong"),
         (settings.overlong.mask and is_truncated(len(candidate.targets), settings.overlong), "truncated"),

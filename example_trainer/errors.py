@@ -21,6 +21,10 @@ class NoSuchDevice(TrainerError):
     """The device named by the user is not on this machine."""
 
 
+class DoesNotFit(TrainerError):
+    """The run needs more memory than its GPU has."""
+
+
 class UnsupportedModel(TrainerError):
     """The model computes something that the trainer does not support."""
 
@@ -42,7 +46,7 @@ class UnusableLoss(TrainerError):
 
 
 class OptimizerUnavailable(TrainerError):
-    """The optimizer asked for needs a package that is not installed."""
+    """The optimizer asked for needs a package that is not installed, or is the user's own and does not work."""
 
 
 class CheckpointError(TrainerError):

@@ -37,11 +37,14 @@ def main() -> NoReturn:
 
 def run(argv: list[str]) -> int:
     """Launch the run that `argv` describes and return its exit code."""
+    from example_trainer.launcher.endpoints import fit_to_gpu
     from example_trainer.launcher.run_dir import require_own_package
     from example_trainer.launcher.run_file import read_settings
 
     require_own_package()
-    settings = read_settings(argv)
+    settings, sentence = fit_to_gpu(read_settings(argv))
+    if sentence:
+        sys.stderr.write(f"atropos-grpo-run: {sentence}\n")
     from example_trainer.launcher.launch import plan_launch
 
     launch = plan_launch(settings)
@@ -59,6 +62,9 @@ def carry_out(launch: Launch) -> int:
     from example_trainer.launcher.summary import as_table
     from example_trainer.processes.child import ChildFailed
 
+    for remark in launch.settings.remarks:
+        sys.stdout.write(f"{remark}\n")
+    sys.stdout.flush()
     try:
         summary = launch.go()
     except (ChildFailed, Interrupted) as error:
@@ -82,14 +88,12 @@ def places_of(launch: Launch) -> list[str]:
 
 def describe(launch: Launch) -> str:
     """Return the dry-run text: each program's command line, added environment variables and settings."""
-    from example_trainer.launcher.base_model import local_base
-    from example_trainer.launcher.launch import dry_plan
+    from example_trainer.launcher.launch import dry_plan, local_bases
     from example_trainer.launcher.run_dir import as_plain_data
 
     plan = dry_plan(launch)
-    base = local_base(launch.settings.trainer.model_name)
-    blocks = [f"run directory: {launch.run.root}"]
-    for spec in (*([base.spec] if base else ()), *plan.children):
+    blocks = [f"run directory: {launch.run.root}", *launch.settings.remarks]
+    for spec in (*(base.spec for base in local_bases(launch.settings)), *plan.children):
         shown = redact(spec.environment)
         added = "".join(f"{name}={shlex.quote(value)} " for name, value in shown.items())
         content = plan.settings_of(spec.name)

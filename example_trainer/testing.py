@@ -172,7 +172,12 @@ def train_recorded(settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)
     with joined_ranks(
-        config.trainer_rank, config.world_size, config.init_method, device=config.device, timeout_seconds=60.0
+        config.trainer_rank,
+        config.world_size,
+        config.init_method,
+        device=config.device,
+        timeout_seconds=60.0,
+        tensor_parallel_size=config.trainer_tensor_parallel_size,
     ) as ranks:
         _train_recorded(config, ranks)
 

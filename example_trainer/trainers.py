@@ -226,7 +226,7 @@ class Trainer:
         def prepare(batch: Batch) -> PreparedBatch:
             if batch.number == first:
                 report_logprobs(batch)
-            if self.config.save_batches:
+            if self.config.save_batches and self.config.trainer_rank % self.config.trainer_tensor_parallel_size == 0:
                 write_batch(self._batch_path(batch.number), batch)
             return self._train_step.prepare(batch, self._session.whole_batch(batch))
 
@@ -244,7 +244,8 @@ class Trainer:
     def _batch_path(self, number: int) -> Path:
         config = self.config
         directory = config.required_run_dir / ROLLOUTS
-        return batch_path(directory, number, rank=config.trainer_rank, world_size=config.world_size)
+        ranks = self._ranks.data
+        return batch_path(directory, number, rank=ranks.rank, world_size=ranks.world_size)
 
 
 def _run_request(config: TrainingConfig, state: TrainerState | None, *, resumes: bool) -> RunRequest:

@@ -32,7 +32,7 @@ from example_trainer.modeling.loss_scale import LossScale
 from example_trainer.modeling.micro_batches import (
     ROW_MULTIPLE,
     LayoutKind,
-    PackedMicroBatch,
+    PackedBatch,
     Row,
     empty_micro_batch,
     forward_hidden,
@@ -169,7 +169,7 @@ class Learner:
 
     def begin(self, batch: TrainingBatch, should_stop: Callable[[], bool] = lambda: False) -> BatchTraining:
         """Divide the batch into mini-batches, and score what the objective compares with before any weight changes."""
-        parts = plan_mini_batches(batch.rows, self.settings.mini_batches, self.ranks)
+        parts = plan_mini_batches(batch.rows, self.settings.mini_batches, self.ranks.data)
         targets = None
         if parts:
             targets = self.objective.prepare(batch.rows, batch.targets.to(self.policy.device), self.score)
@@ -233,16 +233,16 @@ class Learner:
         unknown = torch.full((len(targets),), math.nan, device=self.policy.device)
         passed = Gradients(unknown, unknown.clone())
         weights = step_weights(
-            rows, len(targets), self.settings.aggregation, self.settings.constant_length, self.ranks
+            rows, len(targets), self.settings.aggregation, self.settings.constant_length, self.ranks.data
         ).to(self.policy.device)
         for micro in self._micro_batches(rows):
             if should_stop():
                 raise StopRequestedError
             self._backward(micro, targets, weights, passed)
-        passed.totals = sum_by_name(self.ranks.gather(dict(passed.totals)))
+        passed.totals = sum_by_name(self.ranks.data.gather(dict(passed.totals)))
         return passed
 
-    def _backward(self, micro: PackedMicroBatch, targets: Targets, weights: Tensor, passed: Gradients) -> None:
+    def _backward(self, micro: PackedBatch, targets: Targets, weights: Tensor, passed: Gradients) -> None:
         """Run forward and backward of one micro-batch; add the results to `passed` and to the gradients."""
         at = micro.target_index
         logprobs, entropies = self._forward(micro, targets, self.objective.labels(targets, at))
@@ -264,11 +264,11 @@ class Learner:
         passed.totals[_USEFUL] += micro.useful_tokens
         passed.totals[_COMPUTED] += micro.computed_tokens
 
-    def _forward(self, micro: PackedMicroBatch, targets: Targets, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(self, micro: PackedBatch, targets: Targets, labels: Tensor) -> tuple[Tensor, Tensor]:
         temperatures = targets.temperatures[micro.target_index]
         return self.policy.compute(_logprobs, micro, labels, temperatures, self.settings.chunk_tokens)
 
-    def _micro_batches(self, rows: Sequence[Row]) -> list[PackedMicroBatch]:
+    def _micro_batches(self, rows: Sequence[Row]) -> list[PackedBatch]:
         """Return the packed `rows`, padded with empty micro-batches to the same number on every rank.
 
         Forwards of sharded weights need all ranks, and the check for a stop must come equally often on each.
@@ -299,7 +299,7 @@ class Learner:
         """Fill in `result`: per-token values from the first pass over the batch, means over all optimizer steps."""
         logprobs, entropies = _merge([each.logprobs for each in first]), _merge([each.entropies for each in first])
         own = Seen(targets=targets, logprobs=logprobs, entropies=entropies, first_logprobs=done[0].logprobs)
-        seen = seen_by_all(own, self.ranks)
+        seen = seen_by_all(own, self.ranks.data)
         result.updates = sum(each.moved for each in done)
         result.targets, result.logprobs = seen.targets, seen.first_logprobs
         result.metrics |= self.objective.metrics(seen.targets, seen.logprobs, seen.entropies)
@@ -346,7 +346,7 @@ class Learner:
 
 
 def _logprobs(
-    module: Any, micro: PackedMicroBatch, labels: Tensor, temperatures: Tensor, chunk_tokens: int
+    module: Any, micro: PackedBatch, labels: Tensor, temperatures: Tensor, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Run a forward of `module`; return logprobs of `labels` and entropies at a micro-batch's trained tokens."""
     weight, bias = head_of(module)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -36,6 +37,8 @@ class Option:
     choices: tuple[str, ...]
     secret: bool = False
     """True if the value must never be shown."""
+    type_name: str = "text"
+    """The type in words, as the reference pages give it: integer, number, text, list of texts."""
 
     @property
     def help(self) -> str:
@@ -124,6 +127,7 @@ def _option(path: str, field: FieldInfo) -> Option:
         default=field.default,
         choices=tuple(str(choice) for member in members for choice in _choices(member)),
         secret=is_secret_field(field),
+        type_name=" or ".join(dict.fromkeys(word for member in members if (word := _type_name(member)))),
     )
 
 
@@ -152,10 +156,27 @@ def _choices(member: Any) -> tuple[Any, ...]:
     return ()
 
 
-def option_table(options: Iterable[Option]) -> str:
-    """Return a Markdown table of flags, defaults and meanings."""
-    rows = "".join(map(_row, options))
-    return f"| option | default | meaning |\n|---|---|---|\n{rows}"
+_TYPE_NAMES = {bool: "switch", int: "integer", float: "number", str: "text", Path: "path", dict: "JSON"}
+
+
+def _type_name(member: Any) -> str:
+    """Return the word for one member of an annotation; empty for None, which is a missing value and no type."""
+    if member is type(None):
+        return ""
+    origin = get_origin(member) or member
+    if _choices(member):
+        return "choice"
+    if origin in {list, tuple, set, frozenset}:
+        items = dict.fromkeys(f"{_type_name(part)}s" for part in get_args(member) if part is not Ellipsis)
+        return f"list of {' or '.join(items) or 'values'}"
+    return _TYPE_NAMES.get(origin, "JSON" if isinstance(origin, type) and issubclass(origin, Mapping) else "text")
+
+
+def option_table(options: Iterable[Option], *, with_types: bool = False) -> str:
+    """Return a Markdown table of flags, defaults and meanings, and of their types if asked for."""
+    rows = "".join(_row(option, with_types=with_types) for option in options)
+    head = "| option | type | default | meaning |\n|---|---|---|---|\n"
+    return f"{head if with_types else head.replace(' type |', '').replace('---|', '', 1)}{rows}"
 
 
 def cell(text: str) -> str:
@@ -163,7 +184,7 @@ def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _row(option: Option) -> str:
+def _row(option: Option, *, with_types: bool = False) -> str:
     spelt = [flag for flag in option.flags if "_" not in flag]
     flags = " or ".join(f"`{flag}`" for flag in spelt)
     text, _, default = option.help.partition(" (default: ")
@@ -174,7 +195,8 @@ def _row(option: Option) -> str:
         if option.choices
         else ""
     )
-    return f"| {flags} | {shown} | {cell(text.removesuffix('(required)').strip())}{choices} |\n"
+    kind = f" {option.type_name} |" if with_types else ""
+    return f"| {flags} |{kind} {shown} | {cell(text.removesuffix('(required)').strip())}{choices} |\n"
 
 
 def aliases(*names: str) -> dict[str, Any]:

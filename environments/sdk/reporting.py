@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from atropos_api.common import wandb_run
 from atropos_api.common.concurrency import Condition
 from atropos_api.common.files import free_path, write_whole
 from atropos_api.wire.groups import Group
@@ -82,8 +83,8 @@ logger = logging.getLogger(__name__)
 
 
 class WandbTracker:
-    """A W&B run that starts with the first metrics: if it cannot be started, one warning is logged and nothing else
-    happens.
+    """A W&B run that starts with the first metrics, or the trainer's, if the launcher says so: if it cannot be started,
+    one warning is logged and nothing else happens.
     """
 
     def __init__(self, *, name: str, project: str | None, group: str | None, config: Mapping[str, Any]) -> None:
@@ -94,7 +95,7 @@ class WandbTracker:
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         self.begin()
         if self._run is not None:
-            self._run.log(dict(metrics), step=step)
+            wandb_run.log(self._run, metrics, step)
 
     def finish(self) -> None:
         if self._run is not None:
@@ -107,7 +108,8 @@ class WandbTracker:
         try:
             import wandb
 
-            self._run = wandb.init(**self._arguments)
+            self._run = wandb.init(**wandb_run.arguments(self._arguments))
+            wandb_run.prepare(self._run)
         except Exception as error:  # noqa: BLE001 - W&B fails in many ways; no failure may stop the rollouts
             self._failed = True
             logger.warning(

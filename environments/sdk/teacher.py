@@ -83,7 +83,8 @@ class TeacherMixin(BaseEnv):
             if not server.config.base_url:
                 raise TeacherMissing(
                     "teacher_enabled is true, but no teacher server configuration was provided; name one with "
-                    "--teacher.base_url, or set --env.teacher_enabled false"
+                    "--teacher.base_url (under atropos-grpo-run --teacher.model_name starts one), or set "
+                    "--env.teacher_enabled false"
                 )
             await self._compare_tokenizers(server.config.tokenizer_name)
 

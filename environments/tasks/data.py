@@ -13,6 +13,7 @@ import logging
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -234,7 +235,7 @@ def _looks_like_path(source: str) -> bool:
 def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
-            yield number, _parse(line, f"{path}:{number}")
+            yield number, parse_line(line, f"{path}:{number}")
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
@@ -250,25 +251,32 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     return iter(enumerate(content if isinstance(content, list) else [content], 1))
 
 
-def _parse(line: str, where: str) -> Any:
+def parse_line(line: str | bytes, where: str) -> Any:
     try:
         return json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DataUnusable(f"{where}: not a JSON object ({error})") from None
 
 
 def _read_parquet(path: Path, columns: Choose) -> Iterator[tuple[int, Any]]:
+    with open_parquet(path) as file:
+        names = file.schema_arrow.names
+        wanted = columns(names) or names
+        rows = file.read(columns=list(wanted)).to_pylist()
+    return iter(enumerate(rows, 1))
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[Any]:
+    """Open a Parquet file; raise `DataUnusable` if it is none."""
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     try:
         with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            wanted = columns(names) or names
-            rows = file.read(columns=list(wanted)).to_pylist()
+            yield file
     except pa.ArrowInvalid as error:
         raise DataUnusable(f"{path}: not a Parquet file ({error})") from error
-    return iter(enumerate(rows, 1))
 
 
 def _read_hub(name: str, split: Split, columns: Choose) -> tuple[str, Records]:

@@ -1,4 +1,4 @@
-"""Prints a reference page from the code: `python -m example_trainer.commands.generate_docs cli` (or `metrics`).
+"""Prints a reference page from the code: `python -m example_trainer.commands.generate_docs cli` (metrics, memory).
 
 It prints the whole page; docs/reference holds the last printed one, and a test compares the two. The text on each
 option and each metric comes from its own declaration.
@@ -17,6 +17,7 @@ from atropos_api.common import metric_names
 from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
 from atropos_api.common.option_flags import cell, list_options, option_table
 from example_trainer.cli import TrainerCommand
+from example_trainer.commands.memory import memory_page
 from example_trainer.config import TrainingConfig
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunConfig
 from example_trainer.monitoring.health import limit_table, sign_table
@@ -150,7 +151,7 @@ def metric_sections() -> dict[str, list[tuple[str, str]]]:
     return sections
 
 
-PAGES: Mapping[str, Callable[[], str]] = {"cli": cli_page, "metrics": metrics_page}
+PAGES: Mapping[str, Callable[[], str]] = {"cli": cli_page, "metrics": metrics_page, "memory": memory_page}
 
 
 def _docstring(statement: ast.stmt | None) -> str:

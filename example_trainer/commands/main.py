@@ -9,17 +9,20 @@ from typing import NoReturn
 from atropos_api.common.cliconfig import ConfigError, nearest, run_cli
 
 VERBS = {
-    "doctor": "check this machine; --memory MODEL: which settings fit a GPU; --layers MODEL: what layer filters take",
+    "doctor": "[RUN.yaml]: examine a run file before it starts, or this machine; --memory MODEL: what fits a GPU; "
+    "--layers MODEL: what layer filters take",
     "dpo": "OUT: write pairs of better and worse rollouts as a data set, from --groups FILE or --api-url URL",
     "env": "VERB: work on environments and their data, see atropos env --help",
     "replay": "FILE: train one saved batch again, from the checkpoint before it",
-    "report": "RUN: print the summary of a run directory, redraw its picture and its pages of rollouts",
+    "report": "RUN: print the summary of a run directory, redraw its picture and its pages of rollouts; "
+    "--cost-per-hour PRICE adds the cost",
     "sft": "OUT: write the best rollouts as a data set, from --groups FILE or --api-url URL",
     "top": "URL: watch a broker",
     "view": "[FILE]: a local page of the groups that come in",
 }
 
 
+PRICE_FLAG = "--cost-per-hour"
 OWN_HELP = frozenset({"doctor", "dpo", "env", "replay", "sft", "top", "view"})
 
 
@@ -51,6 +54,11 @@ def run(argv: list[str]) -> int:
     return verbs[verb](rest)
 
 
+DOCTOR_DESCRIPTION = """With a run file (atropos doctor RUN.yaml, then flags as atropos-grpo-run takes them): examine
+what it asks and this machine offers, before anything is started; exit code 1 if there is an error. Else: check this
+machine, or show with the options below what fits on a GPU and what layer filters take."""
+
+
 def _usage() -> str:
     lines = "".join(f"  {verb:8} {text}\n" for verb, text in VERBS.items())
     programs = "The programs themselves: run-api, atropos-grpo, atropos-grpo-run."
@@ -69,26 +77,28 @@ def _one_operand(verb: str, rest: list[str]) -> str:
 
 
 def _doctor(rest: list[str]) -> int:
+    if rest and (not rest[0].startswith("-") or rest[0].startswith("--config")):
+        from example_trainer.commands.doctor.examination import run as examine_run
+
+        return examine_run(rest)
     from atropos_api.common.cliconfig import load_config
     from example_trainer.commands.memory import MemoryOptions, advise
 
-    options = load_config(
-        MemoryOptions, rest, prog="atropos doctor", description="Check this machine, or what fits on a GPU."
-    )
+    options = load_config(MemoryOptions, rest, prog="atropos doctor", description=DOCTOR_DESCRIPTION)
     if options.memory is not None:
         sys.stdout.writelines(f"{line}\n" for line in advise(options))
         return 0
     if options.layers is not None:
-        from example_trainer.commands.doctor import advise_on_layers
+        from example_trainer.commands.doctor.machine import advise_on_layers
 
         sys.stdout.writelines(f"{line}\n" for line in advise_on_layers(options.layers))
         return 0
-    from example_trainer.commands.doctor import examine
+    from example_trainer.commands.doctor.findings import as_lines, exit_code
+    from example_trainer.commands.doctor.machine import examine
 
     findings = list(examine())
-    for finding in findings:
-        sys.stdout.write(f"{finding.verdict:6}{finding.subject:15}{finding.text}\n")
-    return 1 if any(finding.verdict == "fault" for finding in findings) else 0
+    sys.stdout.writelines(f"{line}\n" for line in as_lines(findings))
+    return exit_code(findings)
 
 
 def _report(rest: list[str]) -> int:
@@ -96,11 +106,25 @@ def _report(rest: list[str]) -> int:
 
     from example_trainer.launcher.summary import as_table, draw, read_timeline, summarise, write_rollout_pages
 
+    rest, cost_per_hour = _take_price(rest)
     run_dir = Path(_one_operand("report", rest))
-    summary = summarise(run_dir, timeline=read_timeline(run_dir))
+    summary = summarise(run_dir, timeline=read_timeline(run_dir), cost_per_hour=cost_per_hour)
     Console().print(as_table(summary))
     sys.stdout.writelines(f"{line}\n" for line in (f"picture: {draw(run_dir)}", *write_rollout_pages(run_dir)))
     return 0
+
+
+def _take_price(rest: list[str]) -> tuple[list[str], float | None]:
+    """Return the arguments without `--cost-per-hour PRICE`, and the price if there is one."""
+    if PRICE_FLAG not in rest:
+        return rest, None
+    at = rest.index(PRICE_FLAG)
+    given = rest[at + 1 : at + 2]
+    try:
+        (price,) = map(float, given)
+    except ValueError:
+        raise ConfigError(f"{PRICE_FLAG} {' '.join(given)} is no price; give a number, {PRICE_FLAG} 2.5") from None
+    return rest[:at] + rest[at + 2 :], price
 
 
 def _replay(rest: list[str]) -> int:

@@ -1,254 +1,181 @@
-"""Computes the GPU memory of a training run from the model's shape alone: pure arithmetic, nothing measured, no torch.
+"""`atropos doctor --memory MODEL` prints what each setting needs and which fit a GPU; `memory_page` is the docs' page.
 
-Shared mode: the served weights exist once, inside vLLM's share of the GPU, and the trainer adds masters, gradients,
-optimizer states and activations. Adapter modes: trainer and vLLM each hold the frozen base.
-
-`atropos doctor --memory MODEL` prints this arithmetic for each setting and says which fit a GPU. It advises the first
-that fits: it tries cheaper optimizer states first, then no fp32 masters, masters on the host, fewer layers, and an
-adapter last.
+All numbers come from `example_trainer.memory`, by which trainer and launcher decide before a run; nothing is measured.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from atropos_api.common.cliconfig import read_config_file
+from example_trainer.config import TrainingConfig
 from example_trainer.errors import ModelNotFound
-
-SERVED_BYTES = 2
-"""Bytes of a served weight, which is bf16."""
-
-OPTIMIZER_STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.02}
-"""Bytes per trained parameter without its master: two fp32 moments, two of a byte, or a row and a column per matrix."""
-
-RUNTIME_BYTES = 3 * 2**30
-"""Bytes of two CUDA contexts, vLLM's graphs and workspaces, and the trainer's allocator slack."""
-
-KEPT_PER_LAYER = 1.0
-"""Values per token that each layer keeps with activation checkpointing, in hidden sizes: its input."""
-
-WORKING_SET = 18.0
-"""Values per token that one recomputed layer holds, in hidden sizes; three intermediate sizes are added to them."""
-
-ROUNDED_AT_ONCE = 1 << 24
-"""Weights that stochastic rounding holds in fp32 at one time, with their gradients; a larger tensor is held whole."""
-
-LOGIT_COPIES = 3
-"""Number of fp32 arrays of the size chunk x vocabulary that the chunked head holds at its peak."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShape:
-    """The sizes that the arithmetic needs, of a decoder with gated feed-forward and grouped key-value heads."""
-
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-    tied: bool = False
-
-    @property
-    def layer_parameters(self) -> int:
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        ends = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + ends + self.hidden
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * SERVED_BYTES
-
-
-REFERENCE_SHAPES: Mapping[str, ModelShape] = {
-    "8B": ModelShape(
-        name="8B (Llama 3.1's shape)",
-        hidden=4096,
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=14336,
-        vocabulary=128256,
-    ),
-    "14B": ModelShape(
-        name="14B (Qwen 2.5's shape)",
-        hidden=5120,
-        layers=48,
-        heads=40,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=13824,
-        vocabulary=152064,
-    ),
-    "24B": ModelShape(
-        name="24B (Mistral Small's shape)",
-        hidden=5120,
-        layers=40,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=32768,
-        vocabulary=131072,
-    ),
-}
-
-
-def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape that a Hugging Face `config.json` describes; `KeyError` names a field it lacks."""
-    text = config.get("text_config", config)
-    heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
-    return ModelShape(
-        name=name,
-        hidden=hidden,
-        layers=int(text["num_hidden_layers"]),
-        heads=heads,
-        kv_heads=int(text.get("num_key_value_heads") or heads),
-        head_dim=int(text.get("head_dim") or hidden // heads),
-        intermediate=int(text["intermediate_size"]),
-        vocabulary=int(text["vocab_size"]),
-        tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
-    """One way to train; `flags` returns it as flags of the trainer."""
-
-    optimizer: Literal["adamw", "adamw_8bit", "adafactor"]
-    master_weights: Literal["fp32", "host", "none"] = "fp32"
-    last_layers: int | None = None
-    lora_rank: int | None = None
-
-    @property
-    def flags(self) -> str:
-        if self.lora_rank is not None:
-            return f"--weight-bridge-mode lora_only --lora-r {self.lora_rank} --optimizer {self.optimizer}"
-        parts = ["--weight-bridge-mode shared_vllm", f"--optimizer {self.optimizer}"]
-        if self.master_weights != "fp32":
-            parts.append(f"--master-weights {self.master_weights}")
-        if self.last_layers is not None:
-            parts.append(f"--train-layer-indices last-{self.last_layers}")
-        return " ".join(parts)
-
-    def trained_parameters(self, shape: ModelShape) -> int:
-        if self.lora_rank is not None:
-            query_and_value = 2 * shape.hidden + shape.head_dim * (shape.heads + shape.kv_heads)
-            return shape.layers * self.lora_rank * query_and_value
-        if self.last_layers is not None:
-            return min(self.last_layers, shape.layers) * shape.layer_parameters
-        return shape.parameters
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """The tokens that are held at once: in vLLM's cache, in a micro-batch, and in a chunk of the head."""
-
-    cached_tokens: int = 32 * 2048
-    micro_batch_tokens: int = 2 * 2048
-    chunk_tokens: int = 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
-    """The bytes that a run needs on the GPU, by purpose, and those that it needs on the host (`host`)."""
-
-    served: float
-    cache: float
-    base_copy: float
-    masters: float
-    gradients: float
-    states: float
-    activations: float
-    runtime: float
-    host: float = 0.0
-
-    @property
-    def server(self) -> float:
-        """Bytes that vLLM's share, `--gpu-memory-utilization`, has to hold."""
-        return self.served + self.cache
-
-    @property
-    def total(self) -> float:
-        trainer = self.base_copy + self.masters + self.gradients + self.states + self.activations
-        return self.server + trainer + self.runtime
-
-
-def budget(shape: ModelShape, setting: Setting, load: Load) -> Budget:
-    """Compute the bytes of one run: full weights through shared tensors, or an adapter on a frozen base."""
-    trained = setting.trained_parameters(shape)
-    on_device, host = _trainer_bytes(trained, setting)
-    activations = shape.hidden * load.micro_batch_tokens * SERVED_BYTES * shape.layers * KEPT_PER_LAYER
-    activations += (WORKING_SET * shape.hidden + 3 * shape.intermediate) * load.micro_batch_tokens * SERVED_BYTES
-    activations += LOGIT_COPIES * 4 * load.chunk_tokens * shape.vocabulary
-    if setting.master_weights == "none":  # the optimizer's step runs after the activations are freed
-        activations = max(activations, 2.0 * 4 * max(ROUNDED_AT_ONCE, shape.vocabulary * shape.hidden))
-    return Budget(
-        served=SERVED_BYTES * shape.parameters,
-        cache=shape.kv_bytes_per_token * load.cached_tokens,
-        base_copy=SERVED_BYTES * shape.parameters if setting.lora_rank is not None else 0.0,
-        masters=on_device[0],
-        gradients=on_device[1],
-        states=on_device[2],
-        activations=activations,
-        runtime=RUNTIME_BYTES,
-        host=host,
-    )
-
-
-def _trainer_bytes(trained: int, setting: Setting) -> tuple[tuple[float, float, float], float]:
-    """Return (masters, gradients, states) on the GPU, and the sum of those that are on the host instead."""
-    states = OPTIMIZER_STATE_BYTES[setting.optimizer] * trained
-    if setting.master_weights == "none":
-        # Only the weights are rounded stochastically: the states keep the precision that they have with fp32 masters.
-        return (0.0, SERVED_BYTES * trained, states), 0.0
-    if setting.master_weights == "host":
-        return (0.0, 0.0, 0.0), 4 * trained + 4 * trained + states
-    return (4 * trained, 4 * trained, states), 0.0
-
-
-USABLE_FRACTION = 0.97
-"""Share of the GPU's memory that can be used: the driver keeps a little, and allocators do not fill it to the byte."""
-
-SETTINGS: Sequence[Setting] = (
-    Setting(optimizer="adamw"),
-    Setting(optimizer="adamw_8bit"),
-    Setting(optimizer="adafactor"),
-    Setting(optimizer="adamw_8bit", master_weights="none"),
-    Setting(optimizer="adafactor", master_weights="none"),
-    Setting(optimizer="adamw", master_weights="host"),
-    Setting(optimizer="adamw", last_layers=12),
-    Setting(optimizer="adamw_8bit", last_layers=12),
-    Setting(optimizer="adamw", lora_rank=16),
+from example_trainer.memory.budget import (
+    FOUR_BIT_BYTES,
+    OPTIMIZER_STATE_BYTES,
+    RUNTIME_BYTES,
+    SERVER_WORKSPACE_BYTES,
+    WORKING_SET,
+    Budget,
+    budget,
+    server_needs,
 )
+from example_trainer.memory.fit import (
+    CACHED_SEQUENCES,
+    GB,
+    OF_FULL_WEIGHTS,
+    USABLE_FRACTION,
+    Card,
+    Changes,
+    as_flags,
+    budget_on,
+    card_after,
+    fits,
+    nearest,
+    with_changes,
+)
+from example_trainer.memory.shapes import REFERENCE_SHAPES, ModelShape, find_config, shape_of
+from example_trainer.processes.tree import PACKAGE_ROOT
+
+CACHED_TOKENS = 32 * 2048
+
+SETTINGS: Sequence[Changes] = (
+    {"weight_bridge_mode": "shared_vllm", "optimizer": "adamw"},
+    {"weight_bridge_mode": "shared_vllm", "optimizer": "adamw_8bit"},
+    {"weight_bridge_mode": "shared_vllm", "optimizer": "adafactor"},
+    {"weight_bridge_mode": "shared_vllm", "optimizer": "adamw_8bit", "master_weights": "none"},
+    {"weight_bridge_mode": "shared_vllm", "optimizer": "adafactor", "master_weights": "none"},
+    {"weight_bridge_mode": "shared_vllm", "optimizer": "adamw", "master_weights": "host"},
+    {"weight_bridge_mode": "shared_vllm", "optimizer": "adamw", "train_layer_indices": "last-12"},
+    {"weight_bridge_mode": "shared_vllm", "optimizer": "adamw_8bit", "train_layer_indices": "last-12"},
+    {"weight_bridge_mode": "lora_only", "optimizer": "adamw"},
+    {"weight_bridge_mode": "lora_restart", "optimizer": "adamw", "load_in_4bit": True},
+)
+"""The settings that the report compares, from most exact to cheapest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DocumentedRow:
-    """A row of the published table of recommended settings: it names model, GPU memory, optimizer and utilization."""
+class Row:
+    """A row of the page: a model on a GPU, and the flags to judge."""
 
     model: str
     gpu_gb: float
-    optimizer: str
-    utilization: float
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> TrainingConfig:
+        return TrainingConfig(model_name=self.model, **self.flags)
+
+    @property
+    def card(self) -> Card:
+        share = 0.0 if self.config.vllm_gpu else self.config.gpu_memory_utilization
+        return Card(total_bytes=self.gpu_gb * GB, share=share)
 
 
-DOCUMENTED_ROWS: Sequence[DocumentedRow] = (
-    DocumentedRow(model="8B", gpu_gb=80, optimizer="adamw", utilization=0.5),
-    DocumentedRow(model="14B", gpu_gb=80, optimizer="adamw_8bit", utilization=0.45),
-    DocumentedRow(model="24B", gpu_gb=192, optimizer="adafactor", utilization=0.30),
+_SHARED = {"weight_bridge_mode": "shared_vllm"}
+DOCUMENTED_ROWS: Sequence[Row] = (
+    Row(model="8B", gpu_gb=80, flags={**_SHARED, "optimizer": "adamw", "gpu_memory_utilization": 0.5}),
+    Row(
+        model="14B",
+        gpu_gb=80,
+        flags={**_SHARED, "optimizer": "adamw_8bit", "gpu_memory_utilization": 0.45, "batch_size": 2},
+    ),
+    Row(model="24B", gpu_gb=192, flags={**_SHARED, "optimizer": "adafactor", "gpu_memory_utilization": 0.3}),
 )
+"""The rows of the published table of settings."""
+
+OTHER_ROWS: Sequence[Row] = (
+    Row(model="8B", gpu_gb=80, flags={"weight_bridge_mode": "none"}),
+    Row(model="8B", gpu_gb=80, flags={"weight_bridge_mode": "lora_restart"}),
+    Row(model="8B", gpu_gb=48, flags={"weight_bridge_mode": "lora_only"}),
+    Row(model="14B", gpu_gb=141, flags=_SHARED),
+    Row(model="24B", gpu_gb=141, flags=_SHARED),
+)
+_FOUR_BITS = {"weight_bridge_mode": "lora_restart", "load_in_4bit": True}
+FOUR_BIT_CLAIM = Row(model="7B", gpu_gb=9, flags={**_FOUR_BITS, "vllm_gpu": 1})
+"""A published guide gives less than 9 GB for a 7B model in 4 bits."""
+FOUR_BIT_ROWS = (FOUR_BIT_CLAIM, Row(model="7B", gpu_gb=40, flags=_FOUR_BITS))
+
+MODELS_OF_RUN_FILES = {"NousResearch/DeepHermes-3-Llama-3-3B-Preview": "3B", "Qwen/Qwen3-4B-Instruct-2507": "4B"}
+
+
+PAGE = """\
+# GPU memory
+
+`python -m example_trainer.commands.generate_docs memory` prints this page from the arithmetic by which trainer and
+launcher decide. Nothing on it is measured on a GPU; GB are 10^9 bytes.
+
+## Before a run
+
+`atropos-grpo` and `atropos-grpo-run` compute what a run needs before they load anything. `--fit check` (the default)
+refuses a run that does not fit, in one line with the nearest flags that do and exit code 2. `--fit auto` sets these
+flags and logs them. `--fit off` does neither. The memory is that of the trainer's GPU as `nvidia-smi` gives it;
+`--gpu-memory-gb 80` counts with another. Without a GPU, or if the model's `config.json` is neither in a directory nor
+in the local Hugging Face cache, nothing is checked.
+
+Flags are tried in this order, and the first that fit are taken:
+
+1. those that alter no result: none, `--gradient-checkpointing` (about a third more time), with it a smaller
+   `--token-budget`, down to one sequence of `--seq-len`; then the same with another `--gpu-memory-utilization`, which
+   leaves vLLM a cache of at least {sequences} sequences of `--max-model-len`, if this command starts the server;
+2. for full weights the same with each of: {weights};
+3. what trains something else is only named, and only if all of the above is not enough: `--train-layer-indices
+   last-12`, an adapter, an adapter on a base in 4 bits.
+
+The trainer knows the share of a server that somebody else starts only from `--gpu-memory-utilization`; without the flag
+it counts, in `shared_vllm`, the least that can serve, and in `lora_only` nothing.
+
+## What counts
+
+| part | bytes |
+|---|---|
+| vLLM's share | `--gpu-memory-utilization` of the GPU; 0 if `--vllm-gpu` or `--vllm-host` name another. It has to hold the weights, the cache and a workspace, for which {workspace:.1f} GB are reserved where the share is chosen |
+| weights | `shared_vllm`: none, or {served} per trained parameter if the forward reads the masters; other modes: {served} per parameter; with `--load-in-4bit` {four_bit} per parameter of the linear layers; several ranks: two gathered layers, embedding and head |
+| masters, gradients | 4 and 4 per trained parameter; `--master-weights none`: {served} for the gradients; `host`: in host memory |
+| optimizer states, per trained parameter | {states} |
+| activations, per token of a micro-batch and layer | {hidden:g} hidden sizes and {intermediate:g} intermediate sizes of {served} bytes; with `--gradient-checkpointing` one hidden size a layer, and the former for one layer |
+| head | three fp32 arrays of a chunk of logits, and two of the output matrix if it is trained |
+| copies | {served} per trained parameter for a reference policy (`--kl-coef`) and each of `--keep-versions` |
+| runtime | {runtime:.1f} GB for each of the processes on the GPU |
+
+A micro-batch holds `--batch-size` x `--seq-len` tokens, or `--token-budget`. Several ranks divide masters, gradients
+and states of full weights. {usable:.0%} of a GPU count as usable.
+
+## The published table
+
+The flags are those of the published table of settings, with micro-batches of two sequences of 2,048 tokens. The flags
+of the column "fits with" are added to them, or replace them.
+
+{documented}
+
+## Others
+
+{others}
+
+## A base in 4 bits
+
+{four_bit_table}
+
+The quantised base takes {four_bit_base:.1f} GB. The published figure for a 7B model in 4 bits, less than {claim:g} GB,
+{verdict}.
+vLLM serves the base in bf16, which takes {served_base:.1f} GB more, on the same GPU or on another.
+
+## The run files
+
+Each file in `configs/` names the GPU that it is for; `demo.yaml` needs none.
+
+{run_files}
+
+`atropos doctor --memory MODEL` prints the parts for each setting of a model: a size of these tables, a directory or a
+Hugging Face id.
+"""  # noqa: E501 - a row of a table is one line
 
 
 class MemoryOptions(BaseModel):
@@ -258,8 +185,8 @@ class MemoryOptions(BaseModel):
 
     memory: str | None = Field(
         None,
-        description="Show the settings that fit for this model: 8B, 14B, 24B, a model directory or a Hugging Face id; "
-        "table: the documented rows.",
+        description="Show the settings that fit for this model: 3B, 4B, 7B, 8B, 14B, 24B, a model directory or a "
+        "Hugging Face id; table: the documented rows.",
     )
     layers: str | None = Field(
         None,
@@ -267,23 +194,31 @@ class MemoryOptions(BaseModel):
         "directory or a Hugging Face id.",
     )
     gpu_gb: float = Field(80.0, gt=0.0, description="Memory of the GPU in GB (10^9 bytes).")
-    cached_tokens: int = Field(Load().cached_tokens, ge=1, description="Tokens that vLLM's cache must hold at once.")
+    cached_tokens: int = Field(CACHED_TOKENS, ge=1, description="Tokens that vLLM's cache must hold at once.")
     batch_size: int = Field(2, ge=1, description="Sequences of a micro-batch.")
     seq_len: int = Field(2048, ge=2, description="Longest sequence in tokens.")
-
-    @property
-    def load(self) -> Load:
-        return Load(cached_tokens=self.cached_tokens, micro_batch_tokens=self.batch_size * self.seq_len)
 
 
 def advise(options: MemoryOptions) -> Iterator[str]:
     """Yield the lines of the report."""
     if options.memory == "table":
-        for row in DOCUMENTED_ROWS:
-            yield from _advise_row(row, options.load)
-            yield ""
+        yield from table_of((*DOCUMENTED_ROWS, *OTHER_ROWS, *FOUR_BIT_ROWS))
         return
-    yield from _advise_model(find_shape(options.memory or "8B"), options.gpu_gb, options.load)
+    shape = find_shape(options.memory or "8B")
+    yield f"{shape.name}: {shape.parameters / GB:.2f}B parameters on a GPU of {options.gpu_gb:g} GB"
+    yield (
+        f"cache of {options.cached_tokens} tokens at {shape.cache_bytes_per_token() / 1024:.0f} KiB each; "
+        f"micro-batches of {options.batch_size * options.seq_len} tokens, activation checkpointing on"
+    )
+    yield "  server   base masters  grads states   act.  other =  total    host  GB"
+    first = None
+    for setting in SETTINGS:
+        config = with_changes(_base_config(shape, options), setting)
+        needed = budget(shape, config, server_bytes=server_needs(shape, config, cached_tokens=options.cached_tokens))
+        fit = needed.total <= options.gpu_gb * GB * USABLE_FRACTION
+        yield f"  {_columns(needed)}  {'fits' if fit else 'does not fit'}: {as_flags(setting)}"
+        first = first or (f"take: {_command(setting, needed, options)}" if fit else None)
+    yield first or "nothing fits: take a larger GPU, several of them, or fewer cached tokens (--cached-tokens)"
 
 
 def find_shape(name: str) -> ModelShape:
@@ -299,80 +234,102 @@ def find_shape(name: str) -> ModelShape:
 
 def config_path(name: str, *, flag: str) -> Path:
     """Return the path of the config.json of a directory, or of a Hugging Face id in the local cache."""
-    return Path(name) / "config.json" if Path(name).is_dir() else _cached_config(name, flag)
-
-
-def nearest_fit(shape: ModelShape, gpu_gb: float, load: Load) -> Setting | None:
-    """Return the first of `SETTINGS`, from most exact to cheapest, that fits; None if none does."""
-    return next((setting for setting in SETTINGS if fits(budget(shape, setting, load), gpu_gb)), None)
-
-
-def fits(needed: Budget, gpu_gb: float) -> bool:
-    return needed.total <= gpu_gb * 1e9 * USABLE_FRACTION
-
-
-def _advise_model(shape: ModelShape, gpu_gb: float, load: Load) -> Iterator[str]:
-    yield f"{shape.name}: {shape.parameters / 1e9:.2f}B parameters on a GPU of {gpu_gb:g} GB"
-    yield (
-        f"cache of {load.cached_tokens} tokens at {shape.kv_bytes_per_token / 1024:.0f} KiB each; "
-        f"micro-batches of {load.micro_batch_tokens} tokens, activation checkpointing on"
+    if (path := find_config(name)) is not None:
+        return path
+    sizes = f"not one of the sizes {', '.join(REFERENCE_SHAPES)}, " if flag == "--memory" else ""
+    raise ModelNotFound(
+        f"{flag} {name}: {sizes}not a directory, and not in the local Hugging Face cache; "
+        f"hf download {name} config.json brings it there"
     )
-    yield "  served  cache   base masters  grads states   act.  other =  total    host  GB"
-    for setting in SETTINGS:
-        yield from _line(shape, setting, gpu_gb, load)
-    best = nearest_fit(shape, gpu_gb, load)
-    if best is None:
-        yield "nothing fits: take a larger GPU, several of them, or fewer cached tokens (--cached-tokens)"
-        return
-    share = budget(shape, best, load).server / (gpu_gb * 1e9)
-    yield f"take: {best.flags} --gradient-checkpointing --gpu-memory-utilization {share + 0.02:.2f}"
 
 
-def _line(shape: ModelShape, setting: Setting, gpu_gb: float, load: Load) -> Iterator[str]:
-    needed = budget(shape, setting, load)
-    parts = (
-        needed.served,
-        needed.cache,
-        needed.base_copy,
-        needed.masters,
-        needed.gradients,
-        needed.states,
-        needed.activations,
-        needed.runtime,
+def run_file_row(path: Path) -> Row | None:
+    """Return the model, GPU and flags of a run file whose first lines name a GPU; None if they do not."""
+    text = path.read_text(encoding="utf-8")
+    found = re.search(r"^#.*\bGPU of (\d+) GB", text, re.MULTILINE)
+    settings = read_config_file(TrainingConfig, str(path), section="trainer")
+    if found is None:
+        return None
+    flags = {name: value for name, value in settings.items() if name != "model_name"}
+    return Row(model=MODELS_OF_RUN_FILES[settings["model_name"]], gpu_gb=float(found[1]), flags=flags)
+
+
+def table_of(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a Markdown table: what each row needs as it is, and the nearest flags with which it fits."""
+    yield "| model | GPU | flags | needs | fits with | needs then | host memory |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows:
+        shape, config, card = REFERENCE_SHAPES[row.model], row.config, row.card
+        changes = nearest(shape, config, card)
+        before = budget_on(shape, config, card).total / GB
+        asked = f"| {shape.name} | {row.gpu_gb:g} GB | `{as_flags(row.flags)}` | {before:.1f} GB |"
+        if changes is None:
+            yield f"{asked} none | | |"
+            continue
+        after = budget_on(shape, with_changes(config, changes), card_after(changes, card))
+        flags = f"`{as_flags(changes)}`" if changes else "it fits as it is"
+        host = f"{after.host / GB:.0f} GB" if after.host else ""
+        yield f"{asked} {flags} | {after.total / GB:.1f} GB | {host} |"
+
+
+def memory_page() -> str:
+    """Return the text of docs/reference/memory.md."""
+    quantised = REFERENCE_SHAPES[FOUR_BIT_CLAIM.model]
+    files = sorted((PACKAGE_ROOT / "configs").glob("*.yaml"))
+    named = {path.name: found for path in files if (found := run_file_row(path)) is not None}
+    return PAGE.format(
+        sequences=CACHED_SEQUENCES,
+        weights=", ".join(f"`{as_flags(setting)}`" for setting in OF_FULL_WEIGHTS if setting),
+        workspace=SERVER_WORKSPACE_BYTES / GB,
+        served="2",
+        four_bit=FOUR_BIT_BYTES,
+        states=", ".join(f"`{name}` {count:g}" for name, count in OPTIMIZER_STATE_BYTES.items()),
+        hidden=WORKING_SET[0],
+        intermediate=WORKING_SET[1],
+        runtime=RUNTIME_BYTES / GB,
+        usable=USABLE_FRACTION,
+        documented="\n".join(table_of(DOCUMENTED_ROWS)),
+        others="\n".join(table_of(OTHER_ROWS)),
+        four_bit_table="\n".join(table_of(FOUR_BIT_ROWS)),
+        four_bit_base=budget_on(quantised, FOUR_BIT_CLAIM.config, FOUR_BIT_CLAIM.card).weights / GB,
+        served_base=2 * quantised.parameters / GB,
+        claim=FOUR_BIT_CLAIM.gpu_gb,
+        verdict=_verdict(quantised, FOUR_BIT_CLAIM),
+        run_files="\n".join(_run_file_table(named)),
     )
-    columns = " ".join(f"{part / 1e9:6.1f}" for part in parts)
-    verdict = "fits" if fits(needed, gpu_gb) else "does not fit"
-    yield f"  {columns} = {needed.total / 1e9:6.1f}  {needed.host / 1e9:6.1f}  {verdict}: {setting.flags}"
 
 
-def _advise_row(row: DocumentedRow, load: Load) -> Iterator[str]:
-    shape = REFERENCE_SHAPES[row.model]
-    documented_setting = next(setting for setting in SETTINGS if setting.optimizer == row.optimizer)
-    needed = budget(shape, documented_setting, load)
-    yield from _advise_model(shape, row.gpu_gb, load)
-    documented = (
-        f"documented: {row.model} on {row.gpu_gb:g} GB with {row.optimizer} and --gpu-memory-utilization "
-        f"{row.utilization}"
+def _verdict(shape: ModelShape, row: Row) -> str:
+    """Return the end of the sentence that says if the published figure of a row holds."""
+    changes = nearest(shape, row.config, row.card)
+    if changes is None:
+        return "does not hold"
+    needed = budget_on(shape, with_changes(row.config, changes), card_after(changes, row.card))
+    return f"holds for the trainer with `{as_flags(changes)}` ({needed.total / GB:.1f} GB), not with vLLM beside it"
+
+
+def _run_file_table(named: Mapping[str, Row]) -> Iterator[str]:
+    yield "| file | model | GPU | needs | |"
+    yield "|---|---|---|---|---|"
+    for name, row in named.items():
+        shape = REFERENCE_SHAPES[row.model]
+        verdict = "fits" if fits(shape, row.config, row.card) else "does not fit"
+        needed = budget_on(shape, row.config, row.card).total / GB
+        yield f"| `{name}` | {shape.name} | {row.gpu_gb:g} GB | {needed:.1f} GB | {verdict} |"
+
+
+def _base_config(shape: ModelShape, options: MemoryOptions) -> TrainingConfig:
+    return TrainingConfig(
+        model_name=shape.name, gradient_checkpointing=True, batch_size=options.batch_size, seq_len=options.seq_len
     )
-    if fits(needed, row.gpu_gb):
-        yield f"{documented}: fits with fp32 masters"
-        return
-    over = needed.total / 1e9 - row.gpu_gb
-    yield f"{documented}: with fp32 masters for all layers it is {over:.0f} GB over; the nearest fit is shown above"
 
 
-def _cached_config(name: str, flag: str) -> Path:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+def _columns(needed: Budget) -> str:
+    parts = (needed.server, needed.weights, needed.masters, needed.gradients, needed.states)
+    shown = " ".join(f"{part / GB:6.1f}" for part in (*parts, needed.working, needed.runtime))
+    return f"{shown} = {needed.total / GB:6.1f}  {needed.host / GB:6.1f}"
 
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError as error:
-        raise ModelNotFound(f"{flag} {name}: neither a directory nor a Hugging Face id ({error})") from None
-    if not isinstance(found, str):
-        sizes = f"not one of the sizes {', '.join(REFERENCE_SHAPES)}, " if flag == "--memory" else ""
-        raise ModelNotFound(
-            f"{flag} {name}: {sizes}not a directory, and not in the "
-            f"local Hugging Face cache; hf download {name} config.json brings it there"
-        )
-    return Path(found)
+
+def _command(setting: Changes, needed: Budget, options: MemoryOptions) -> str:
+    share = needed.server / (options.gpu_gb * GB) + 0.005
+    return f"{as_flags(setting)} --gradient-checkpointing --gpu-memory-utilization {share:.2f}"

@@ -32,7 +32,7 @@ class RankedSession(BrokerSession):
 
     def __init__(self, client: BrokerClient, ranks: Ranks, *, all_see_whole: bool = False) -> None:
         """Keep the arguments; with `all_see_whole` every rank, not only rank 0, fetches whole batches too."""
-        super().__init__(client, rank=ranks.rank, world_size=ranks.world_size)
+        super().__init__(client, rank=ranks.data.rank, world_size=ranks.data.world_size)
         self._ranks = ranks
         self._sees_whole = all_see_whole or ranks.is_main
 

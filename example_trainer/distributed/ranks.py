@@ -124,6 +124,11 @@ class Ranks:
         """True if this process is rank 0, which acts for all ranks."""
         return self.rank == 0
 
+    @property
+    def data(self) -> Ranks:
+        """The ranks among which rows are divided: all, but one of each tensor-parallel group, which trains the same."""
+        return self
+
     def gather(self, value: ValueT) -> list[ValueT]:
         """Return every rank's value, in rank order; only small values of types that `encode` supports."""
         return [value]
@@ -154,10 +159,15 @@ class Ranks:
 class GroupRanks(Ranks):
     """The ranks of a run with several processes: it uses the process groups that `joined_ranks` has made."""
 
-    def __init__(self, control: dist.ProcessGroup) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+    def __init__(self, control: dist.ProcessGroup, data: Ranks | None = None) -> None:
+        self.rank = dist.get_rank(control)
+        self.world_size = dist.get_world_size(control)
         self._control = control
+        self._data = data
+
+    @property
+    def data(self) -> Ranks:
+        return self if self._data is None else self._data
 
     def gather(self, value: ValueT) -> list[ValueT]:
         own = _as_tensor(encode(value))
@@ -220,7 +230,13 @@ class GroupRanks(Ranks):
 
 @contextmanager
 def joined_ranks(
-    rank: int, world_size: int, init_method: str, *, device: str, timeout_seconds: float
+    rank: int,
+    world_size: int,
+    init_method: str,
+    *,
+    device: str,
+    timeout_seconds: float,
+    tensor_parallel_size: int = 1,
 ) -> Iterator[Ranks]:
     """Connect the `world_size` processes of a run during the context; raise `RanksFailed` if they do not connect.
 
@@ -252,10 +268,20 @@ def joined_ranks(
                 "start as many processes as --world-size says, each with a --trainer-rank of its own"
             ) from error
         control = dist.new_group(backend="gloo", timeout=timeout)
+    data = None if tensor_parallel_size == 1 else _data_ranks(rank, world_size, tensor_parallel_size, timeout)
     try:
-        yield GroupRanks(control)
+        yield GroupRanks(control, data)
     finally:
         dist.destroy_process_group()
+
+
+def _data_ranks(rank: int, world_size: int, tensor_parallel_size: int, timeout: timedelta) -> Ranks:
+    """Return the ranks that have the same place as this one in their tensor-parallel groups; all ranks call this."""
+    groups = [
+        dist.new_group(list(range(place, world_size, tensor_parallel_size)), backend="gloo", timeout=timeout)
+        for place in range(tensor_parallel_size)
+    ]
+    return Ranks() if world_size == tensor_parallel_size else GroupRanks(groups[rank % tensor_parallel_size])
 
 
 def _meeting_point(init_method: str) -> tuple[str, int | None]:

@@ -1,7 +1,7 @@
 """One launch: from a run file to programs, and from their end to a summary.
 
-In reading order: `run_file` (what is asked for), `endpoints` and `base_model` (what must be settled first), `plan`
-(which programs with which settings), `launch` (the course of it), `supervisor` (the programs), `progress`,
-`run_dir`, `summary`. It may import `config`, `options`, `monitoring`, `processes` and the broker's client; never
-weights or model.
+In reading order: `run_file` with `environment_settings` and `teacher` (what is asked for), `endpoints` and `base_model`
+(what must be settled first), `plan` (which programs with which settings), `launch` (the course of it), `supervisor`
+(the programs), `progress`, `run_dir`, `summary` with `totals`. It may import `config`, `memory`, `options`,
+`monitoring`, `processes` and the broker's client; never weights or model.
 """

@@ -46,22 +46,22 @@ def local_base(model_name: str) -> LocalBase | None:
     return LocalBase(task=match[1], seed=int(match[2] or 0))
 
 
-def require_model(model_name: str) -> str:
+def require_model(model_name: str, flag: str = "--model-name") -> str:
     """Return `model_name`, made absolute if it is a directory; raise `ModelNotFound` for a path without a model."""
     path = Path(model_name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelNotFound(f"--model-name {model_name}: the directory has no config.json, so it is not a model")
+            raise ModelNotFound(f"{flag} {model_name}: the directory has no config.json, so it is not a model")
         return str(path.absolute())
     if model_name.startswith(("/", ".", "~")) or model_name.count("/") > 1:
-        raise ModelNotFound(f"--model-name {model_name}: no such directory, and not a valid Hugging Face id")
+        raise ModelNotFound(f"{flag} {model_name}: no such directory, and not a valid Hugging Face id")
     return model_name
 
 
 ANSWER_SECONDS = 5.0
 
 
-def require_on_hub(name: str) -> None:
+def require_on_hub(name: str, flag: str = "--model-name") -> None:
     """Return if `name` is in the local cache or on the hub; else raise `ModelNotFound`, which says what failed."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -70,31 +70,31 @@ def require_on_hub(name: str) -> None:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
             return
     except HFValidationError as error:
-        raise ModelNotFound(f"--model-name {name}: not a directory and not a Hugging Face id: {error}") from None
+        raise ModelNotFound(f"{flag} {name}: not a directory and not a Hugging Face id: {error}") from None
     if constants.HF_HUB_OFFLINE:
         raise ModelNotFound(
-            f"--model-name {name}: not in the local Hugging Face cache, and HF_HUB_OFFLINE forbids downloading it"
+            f"{flag} {name}: not in the local Hugging Face cache, and HF_HUB_OFFLINE forbids downloading it"
         )
-    _query_hub(name)
+    _query_hub(name, flag)
 
 
-def _query_hub(name: str) -> None:
+def _query_hub(name: str, flag: str) -> None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     try:
         HfApi().model_info(name, timeout=ANSWER_SECONDS)
     except HFValidationError as error:
-        raise ModelNotFound(f"--model-name {name}: not a directory and not a Hugging Face id: {error}") from None
+        raise ModelNotFound(f"{flag} {name}: not a directory and not a Hugging Face id: {error}") from None
     except RepositoryNotFoundError:
         raise ModelNotFound(
-            f"--model-name {name}: no such model on {_endpoint()}, or a private one (then set HF_TOKEN)"
+            f"{flag} {name}: no such model on {_endpoint()}, or a private one (then set HF_TOKEN)"
         ) from None
     except HfHubHTTPError:
         return  # the model exists; if these credentials may not have it, the program that downloads it says so
     except Exception as error:  # noqa: BLE001 - the hub's client has changed its HTTP library, and with it the errors
         raise ModelNotFound(
-            f"--model-name {name}: not a directory, not in the local cache, and {_endpoint()} does not answer ({error})"
+            f"{flag} {name}: not a directory, not in the local cache, and {_endpoint()} does not answer ({error})"
         ) from None
 
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from atropos_api.common.secrets import TOKEN_VARIABLE, TokenSource
 from example_trainer.launcher.run_file import RunConfig, RunSettings
+from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
+from example_trainer.memory.fit import with_changes
+from example_trainer.memory.preflight import preflight
 from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
 
 THIS_HOST = frozenset({LOOPBACK, "localhost", "::1"})
@@ -31,6 +34,8 @@ class Endpoints:
     """Ports of the inference servers on this host, no matter which program starts them."""
     remote_urls: tuple[str, ...] = ()
     """Addresses of inference servers that this launch does not start."""
+    teacher_port: int | None = None
+    """Port of the teacher's server; None if this launch does not start it."""
 
     @property
     def vllm_urls(self) -> tuple[str, ...]:
@@ -47,7 +52,31 @@ def settle_endpoints(settings: RunSettings, held: ExitStack | None = None) -> En
     broker_url = config.atropos_url if broker_port is None else f"http://{LOOPBACK}:{broker_port}"
     remote = remote_servers(config)
     ports = () if remote else _vllm_ports(settings, held)
-    return Endpoints(broker_url=broker_url, broker_port=broker_port, vllm_ports=ports, remote_urls=remote)
+    return Endpoints(
+        broker_url=broker_url,
+        broker_port=broker_port,
+        vllm_ports=ports,
+        remote_urls=remote,
+        teacher_port=_teacher_port(settings, held),
+    )
+
+
+def fit_to_gpu(settings: RunSettings) -> tuple[RunSettings, str | None]:
+    """Return the settings with what `--fit auto` chose, and a line about it; raise `DoesNotFit` as `preflight` does."""
+    config = settings.trainer
+    given = _memory_settings(settings.section("vllm")) if config.mode.server_outlives_publish else {}
+    starts_server = not remote_servers(config) and "gpu_memory_utilization" not in given
+    choice = preflight(with_changes(config, given), starts_server=starts_server)
+    return replace(settings, trainer=with_changes(config, choice.changes)), choice.sentence
+
+
+def _memory_settings(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the `vllm` section that override the trainer's and decide over memory."""
+    found: dict[str, Any] = {}
+    for name, read in (("gpu_memory_utilization", float), ("max_model_len", int)):
+        with suppress(KeyError, ValueError, TypeError):  # the server's own parser refuses what is no number
+            found[name] = read(section[name])
+    return found
 
 
 def remote_servers(config: RunConfig) -> tuple[str, ...]:
@@ -77,6 +106,17 @@ def _vllm_ports(settings: RunSettings, held: ExitStack | None) -> tuple[int, ...
         return free_ports(count, held=held)
     first = as_port(asked, flag)
     return tuple(require_free(as_port(first + index, flag), flag=flag, held=held) for index in range(count))
+
+
+def _teacher_port(settings: RunSettings, held: ExitStack | None) -> int | None:
+    own = own_teacher(settings)
+    if own is None:
+        return None
+    asked = {**own.vllm, **settings.flags[TEACHER_SERVER].values}.get("port")
+    if asked is None:
+        return free_port(held=held)
+    flag = f"--{TEACHER_SERVER}.port"
+    return require_free(as_port(asked, flag), flag=flag, held=held)
 
 
 def broker_token(settings: RunSettings) -> TokenSource:

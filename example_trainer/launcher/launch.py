@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -24,8 +25,11 @@ from example_trainer.launcher.run_dir import RunDir, plan_run_dir, reporting_fla
 from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings
 from example_trainer.launcher.summary import Summary, summarise, write_rollout_pages
 from example_trainer.launcher.supervisor import Supervisor
+from example_trainer.launcher.teacher import MODEL_FLAG, TEACHER, own_teacher
+from example_trainer.launcher.totals import processor_use
 from example_trainer.monitoring.trackers import MetricsTail
 from example_trainer.processes.child import ChildFailed, ChildSpec
+from example_trainer.processes.ports import LOOPBACK
 from example_trainer.processes.tree import adopt_orphans, is_alive, python_path
 
 TICK_SECONDS = 0.1
@@ -106,19 +110,21 @@ class Launch:
             return self._go(settle_endpoints(self.settings, ports))
 
     def _go(self, places: Endpoints) -> Summary:
-        base = local_base(self.settings.trainer.model_name)
-        model = self.settings.trainer.model_name if base else require_model(self.settings.trainer.model_name)
-        if base is None and not Path(model).is_dir():
-            require_on_hub(model)
+        model = _require(self.settings.trainer.model_name, "--model-name")
+        own = own_teacher(self.settings)
+        teacher = None if own is None else _require(own.model_name, MODEL_FLAG)
         self.run.create()
         adopt_orphans()
         with StopRequest.listening() as stop, Supervisor(self.run.logs) as supervisor:
             view = make_view(self.settings.trainer.progress)
             snapshot = self._snapshot()
             try:
-                if base is not None:
-                    model = self._make_base(base, supervisor, snapshot, view, stop)
-                plan = make_plan(self.settings, self.run, places, model=model, programs=self.programs)
+                make = partial(self._make_if_local, supervisor=supervisor, snapshot=snapshot, view=view, stop=stop)
+                model = make(model, "base model")
+                teacher = None if teacher is None else make(teacher, "teacher's model")
+                plan = make_plan(
+                    self.settings, self.run, places, model=model, teacher_model=teacher, programs=self.programs
+                )
                 self._record(plan)
                 return self._train(plan, supervisor, snapshot, view, stop)
             finally:
@@ -130,25 +136,28 @@ class Launch:
             name=config.name, run_dir=self.run.root, total_steps=config.training_steps, started_at=self.started_at
         )
 
-    def _make_base(
-        self, base: LocalBase, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest
+    def _make_if_local(
+        self, name: str, what: str, *, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest
     ) -> str:
-        """Run the program that finds or makes the base model, and return the model's path."""
-        snapshot.milestones["base model"] = None
+        """Return the model's name, or its path after running the program that finds or makes a tiny model."""
+        base = local_base(name)
+        if base is None:
+            return name
+        snapshot.milestones[what] = None
         begun = time.monotonic()
 
         def tick() -> None:
             stop.raise_if_requested()
             making = time.monotonic() - begun > CACHE_LOOKUP_SECONDS
-            snapshot.phase = "making the base model (about a minute, once)" if making else "looking for the base model"
+            snapshot.phase = f"making the {what} (about a minute, once)" if making else f"looking for the {what}"
             view.update(snapshot, ())
 
         child = supervisor.start(base.spec)
         supervisor.wait_for_end(child, tick)
         report = dict(line.split(" ", 1) for line in child.last_lines() if " " in line)
         supervisor.forget(BASE_MODEL)
-        snapshot.reach("base model")
-        self.notes.append(f"base model: {report['path']}, sha256 {report.get('sha256', 'unknown')}")
+        snapshot.reach(what)
+        self.notes.append(f"{what}: {report['path']}, sha256 {report.get('sha256', 'unknown')}")
         return report["path"]
 
     def _train(self, plan: Plan, supervisor: Supervisor, snapshot: Snapshot, view: View, stop: StopRequest) -> Summary:
@@ -196,11 +205,11 @@ class Launch:
 
     def _restart_failed(self, supervisor: Supervisor, snapshot: Snapshot, view: View) -> None:
         """Restart failed programs that may be restarted, once all servers have been ready; the others keep running."""
-        if snapshot.milestones.get(VLLM) is None:
+        if None in (snapshot.milestones.get(server, 0.0) for server in (VLLM, TEACHER)):
             return
         for failure in supervisor.restart_failed():
-            snapshot.phase = f"{failure}; starting it again"
-            self.notes.append(f"{failure} and was started again")
+            snapshot.phase = failure
+            self.notes.append(failure)
             view.update(snapshot, ())
 
     def _conclude(
@@ -210,7 +219,7 @@ class Launch:
         command = (sys.executable, "-m", "example_trainer.launcher.summary", str(self.run.root))
         plot = ChildSpec(name="plot", command=command, environment={"PYTHONPATH": python_path()}, ends_by_itself=True)
         drawing = supervisor.start(plot)
-        for name in (*servers, FINAL_SERVER, BROKER):
+        for name in (*servers, TEACHER, FINAL_SERVER, BROKER):
             if name in supervisor:
                 supervisor.stop(name)
         try:
@@ -218,8 +227,9 @@ class Launch:
         except ChildFailed as error:
             self.notes.append(f"reward.png could not be drawn: {error}")
         timeline = {"start": self.started_at, "end": time.time(), **_reached(snapshot), **snapshot.marks}
+        timeline |= processor_use()
         write_json(self.run.timeline, timeline)
-        summary = summarise(self.run.root, timeline=timeline)
+        summary = summarise(self.run.root, timeline=timeline, cost_per_hour=self.settings.trainer.cost_per_hour)
         summary.write(self.run.root)
         self.pages = write_rollout_pages(self.run.root)
         return summary
@@ -240,16 +250,38 @@ def plan_launch(settings: RunSettings) -> Launch:
 
 def dry_plan(launch: Launch) -> Plan:
     """Return the plan of `launch`; a base model that is made on this machine appears by its name only."""
-    name = launch.settings.trainer.model_name
+    settings = launch.settings
+    name, own = settings.trainer.model_name, own_teacher(settings)
     model = name if local_base(name) else require_model(name)
-    return make_plan(launch.settings, launch.run, settle_endpoints(launch.settings), model=model)
+    if own is not None and local_base(own.model_name) is None:
+        require_model(own.model_name, MODEL_FLAG)
+    return make_plan(settings, launch.run, settle_endpoints(settings), model=model)
+
+
+def local_bases(settings: RunSettings) -> list[LocalBase]:
+    """Return the tiny models that this launch finds or makes first."""
+    own = own_teacher(settings)
+    named = [settings.trainer.model_name, *([own.model_name] if own is not None else [])]
+    return [base for name in named if (base := local_base(name)) is not None]
+
+
+def _require(name: str, flag: str) -> str:
+    """Return a model's name or absolute path; raise `ModelNotFound` if there is none."""
+    if local_base(name) is not None:
+        return name
+    model = require_model(name, flag)
+    if not Path(model).is_dir():
+        require_on_hub(model, flag)
+    return model
 
 
 def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
     """Return all settled settings and commands for `config.json`, without secrets."""
     trainer = public_settings(settings.trainer, exclude=set(LAUNCHER_FIELDS))
     settled = plan.settings_of(TRAINER)[TRAINER]
+    joined = {} if plan.wandb_run_id is None else {"wandb_run_id": plan.wandb_run_id}
     return {
+        **joined,
         "trainer": trainer | {name: settled[name] for name in SETTLED_HERE if name in settled},
         "programs": {
             spec.name: {"command": list(spec.command), "settings": plan.settings_of(spec.name)}
@@ -259,16 +291,20 @@ def resolved(settings: RunSettings, plan: Plan) -> dict[str, object]:
 
 
 def _milestones(plan: Plan) -> list[str]:
-    wanted = [(BROKER, True), (VLLM, plan.child(VLLM)), (TRAINER, True), ("environment", plan.environments)]
+    servers = [(VLLM, plan.child(VLLM)), (TEACHER, plan.child(TEACHER))]
+    wanted = [(BROKER, True), *servers, (TRAINER, True), ("environment", plan.environments)]
     return [name for name, present in wanted if present]
 
 
 def _make_feed(plan: Plan, snapshot: Snapshot, tail: MetricsTail, token: TokenSource) -> Feed:
+    servers = {VLLM: [Endpoint(url) for url in plan.places.vllm_urls]} if plan.servers else {}
+    if plan.places.teacher_port is not None:
+        servers[TEACHER] = [Endpoint(f"http://{LOOPBACK}:{plan.places.teacher_port}")]
     return Feed(
         snapshot,
         metrics=tail,
         broker=Endpoint(plan.places.broker_url, token=token),
-        servers=[Endpoint(url) for url in plan.places.vllm_urls] if plan.servers else [],
+        servers=servers,
     )
 
 

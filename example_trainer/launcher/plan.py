@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common import wandb_run
 from atropos_api.common.cliconfig import ConfigError
 from atropos_api.common.secrets import redact
-from environments.commands import environment_names
-from example_trainer.errors import TrainerError
 from example_trainer.launcher.endpoints import (
     Endpoints,
     bridge_token,
@@ -25,12 +24,23 @@ from example_trainer.launcher.endpoints import (
     differing,
     token_variables,
 )
+from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, program_of
 from example_trainer.launcher.run_dir import RunDir, as_plain_data
-from example_trainer.launcher.run_file import LAUNCHER_FIELDS, EnvironmentSettings, RunSettings, SectionFlags, merge
+from example_trainer.launcher.run_file import LAUNCHER_FIELDS, RunSettings, SectionFlags
+from example_trainer.launcher.teacher import (
+    LAUNCHERS_OWN,
+    TEACHER,
+    TEACHER_SERVER,
+    OwnTeacher,
+    for_environment,
+    own_teacher,
+)
 from example_trainer.options.publish import served_rank, versions_kept
+from example_trainer.options.without_effect import SERVER_FIELDS
 from example_trainer.processes.child import ChildSpec
 from example_trainer.processes.ports import LOOPBACK
-from example_trainer.processes.tree import PACKAGE_ROOT, python_path
+from example_trainer.processes.tree import python_path
+from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
 
 BROKER, VLLM, TRAINER, FINAL_SERVER = "broker", "vllm", "trainer", "vllm-final"
 
@@ -38,15 +48,11 @@ LATEST_CHECKPOINT = "latest"
 MANIFEST_NAME = "vllm_bridge_config.json"
 MANY_CORES = 8
 
-# Restarts per server if there are several; if one fails more often, restarting it does not help.
+# Restarts per inference server; if one fails more often, restarting it does not help.
 SERVER_RESTARTS = 3
 
 # Newest groups of each environment that are kept in the run directory.
 GROUPS_TO_READ = 200
-
-
-class EnvironmentNotFound(TrainerError):
-    """Raised if the file of an environment server is neither here nor among the environments of this package."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +76,8 @@ class Plan:
     environments: tuple[str, ...] = ()
     servers: tuple[str, ...] = ()
     """Names of the inference servers among the children."""
+    wandb_run_id: str | None = None
+    """Id of the W&B run of trainer and environments; None if there is none, or if each has its own."""
     final_server: ChildSpec | None = None
     """Server of the last checkpoint for the final evaluation, in modes whose own server ends with the trainer."""
 
@@ -83,17 +91,26 @@ class Plan:
 
 
 def make_plan(
-    settings: RunSettings, run: RunDir, places: Endpoints, *, model: str, programs: Programs | None = None
+    settings: RunSettings,
+    run: RunDir,
+    places: Endpoints,
+    *,
+    model: str,
+    teacher_model: str | None = None,
+    programs: Programs | None = None,
 ) -> Plan:
-    """Plan every program of the run, with its command line and its settings."""
+    """Plan every program of the run, with its command line and its settings; `teacher_model` is the teacher's path."""
+    teacher = own_teacher(settings)
     builder = _Builder(
         settings=settings,
         run=run,
         places=places,
         model=model,
+        teacher=teacher if teacher is None or teacher_model is None else replace(teacher, model_name=teacher_model),
         programs=programs or Programs(),
         broker_token=token_variables(broker_token(settings)),
         bridge_token=bridge_token(settings),
+        wandb_run_id=run.wandb_run_id(resumes=settings.trainer.resume is not None),
     )
     outlives = settings.trainer.mode.server_outlives_publish
     servers = [builder.vllm(index) for index in range(len(places.vllm_ports) if outlives else 0)]
@@ -102,10 +119,11 @@ def make_plan(
     return Plan(
         model=model,
         places=places,
-        children=(*broker, *servers, *environments, builder.trainer()),
+        children=(*broker, *servers, *builder.teacher_servers(), *environments, builder.trainer()),
         files=builder.files,
         environments=tuple(entry.name for entry in settings.environments),
         servers=tuple(server.name for server in servers),
+        wandb_run_id=builder.wandb_run_id if builder.wandb(TRAINER) else None,
         final_server=builder.final_server() if environments and not outlives else None,
     )
 
@@ -122,10 +140,12 @@ class _Builder:
     places: Endpoints
     model: str
     programs: Programs
+    teacher: OwnTeacher | None = None
     files: dict[Path, Mapping[str, Any]] = field(default_factory=dict)
     broker_token: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that pass the broker's token to every program."""
     bridge_token: str = ""
+    wandb_run_id: str = ""
     secret_settings: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """Settings of each program that may not be written to any file of the run directory."""
 
@@ -140,11 +160,33 @@ class _Builder:
     def vllm(self, index: int) -> ChildSpec:
         name, flags = server_name(index), self.settings.flags["vllm"].without("port", "model")
         content = merge(self._vllm_defaults(index) | dict(self.settings.sections["vllm"]), flags.secret_values)
-        path = self._write(name, {VLLM: content | {"model": self.model, "port": self.places.vllm_ports[index]}})
+        own: dict[str, Any] = {"model": self._base, "port": self.places.vllm_ports[index]}
+        if self.settings.trainer.load_in_4bit:
+            own["await_model"] = True  # the trainer writes the base once it has loaded the model
+        path = self._write(name, {VLLM: content | own})
         command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(VLLM))
-        # The others serve while one of several restarts, and the bridge brings it up to date.
-        restarts = SERVER_RESTARTS if len(self.places.vllm_ports) > 1 else 0
-        return self._child(name, command, environment=self._server_environment(index), restarts=restarts)
+        # A restarted server serves nothing until the trainer has published the current policy to it.
+        return self._child(name, command, environment=self._server_environment(index), restarts=SERVER_RESTARTS)
+
+    def teacher_servers(self) -> list[ChildSpec]:
+        """Plan the teacher's server, if the launcher starts one: a plain server of a model that stays as it is."""
+        teacher = self.teacher
+        if teacher is None:
+            return []
+        config, flags = self.settings.trainer, self.settings.flags[TEACHER_SERVER].without("port", "model")
+        share = config.gpu_memory_utilization if teacher.gpu is not None else self._memory_share()
+        content: dict[str, Any] = {"host": LOOPBACK, "dtype": config.dtype, "max_model_len": config.max_model_len}
+        # Said explicitly: VLLM_ENABLE_SHARED_WEIGHTS is meant for the policy's server.
+        content |= {"gpu_memory_utilization": share, "seed": config.seed, "share_weights": False}
+        content = merge(content | dict(teacher.vllm), flags.secret_values)
+        content |= {"model": teacher.model_name, "port": self.places.teacher_port}
+        path = self._write(TEACHER, {VLLM: content})
+        command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(TEACHER_SERVER))
+        own = {"LOGDIR": str(self.run.bridge / TEACHER)}
+        gpu = teacher.gpu if teacher.gpu is not None else config.vllm_gpu
+        if gpu is not None:
+            own["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        return [self._child(TEACHER, command, environment=self._environment() | own, restarts=SERVER_RESTARTS)]
 
     def final_server(self) -> ChildSpec:
         """Plan a plain server of the last checkpoint, under the name by which the environments know the model."""
@@ -153,7 +195,7 @@ class _Builder:
         own: dict[str, Any] = {"model": str(checkpoint), "port": self.places.vllm_ports[0]}
         own["served_model_name"] = [self.model]
         if config.trains_adapter:
-            own |= {"model": self.model, "adapter": str(checkpoint)}
+            own |= {"model": self._base, "adapter": str(checkpoint)}
         path = self._write(FINAL_SERVER, {VLLM: self._vllm_defaults(0) | self.settings.section(VLLM) | own})
         command = self._command(self.programs.vllm, path)
         return self._child(FINAL_SERVER, command, environment=self._server_environment(0))
@@ -176,14 +218,39 @@ class _Builder:
             # A flag cannot name one of several servers, so it applies to each.
             servers, typed = [server | dict(typed.values) for server in servers], SectionFlags()
         env = merge(env, env_flags.secret_values)
-        path = self._write(entry.name, {"env": env, "openai": _with_secrets(servers, typed.secret_values)})
+        content = {"env": env, "openai": _with_secrets(servers, typed.secret_values)}
         flags = [*env_flags.without_secrets().arguments, *typed.without_secrets().arguments]
+        if entry.teacher is not None:
+            content[TEACHER], more = self._teacher_of(entry)
+            flags += more
+        path = self._write(entry.name, content)
         command = self._command((*program_of(entry.server), "serve"), path, flags)
-        return self._child(entry.name, command, environment=self._environment(), ends_by_itself=True)
+        variables = self._environment() | self.wandb(entry.name)
+        if "dataset_name" in {*env, *env_flags.values}:
+            variables.pop("HF_HUB_OFFLINE", None)  # the model is on this machine, the questions may not be
+        return self._child(entry.name, command, environment=variables, ends_by_itself=True)
+
+    def _teacher_of(self, entry: EnvironmentSettings) -> tuple[Any, list[str]]:
+        """Return an environment's `teacher` section and flags.
+
+        The address is a flag as well: an environment that takes no teacher refuses it, but would ignore the section.
+        """
+        given, typed = entry.teacher, self.settings.flags[TEACHER].without(*LAUNCHERS_OWN)
+        if isinstance(given, list):
+            return given, []
+        if self.teacher is not None and "base_url" not in given:
+            typed = typed.without("model_name")
+            url = f"http://{LOOPBACK}:{self.places.teacher_port}"
+            given = for_environment(given, url=url, model=self.teacher.model_name)
+        address = () if "base_url" in typed.values else ("--teacher.base_url", str(given["base_url"]))
+        return merge(given, typed.secret_values), [*address, *typed.without_secrets().arguments]
 
     def trainer(self) -> ChildSpec:
         config = self.settings.trainer
-        asked = config.model_dump(mode="json", exclude_unset=True, exclude=set(LAUNCHER_FIELDS))
+        outlives = config.mode.server_outlives_publish
+        # The servers have them from the launcher; the trainer would warn that it has no use for them.
+        given = SERVER_FIELDS if outlives and self.places.vllm_ports else ()
+        asked = config.model_dump(mode="json", exclude_unset=True, exclude={*LAUNCHER_FIELDS, *given})
         settled: dict[str, Any] = {
             "model_name": self.model,
             "weight_bridge_mode": config.weight_bridge_mode,
@@ -196,14 +263,15 @@ class _Builder:
             settled["inference_urls"] = list(self.places.vllm_urls)
         elif config.shares_memory:
             settled["vllm_config_path"] = str(self._manifest)
-        outlives = config.mode.server_outlives_publish
+        if not outlives and self._shares_with_teacher:
+            settled["gpu_memory_utilization"] = self._memory_share()
         if config.mode.awaits_policy:
             settled["start_vllm"] = "never"
         path = self._write(TRAINER, {TRAINER: asked | settled})
         return self._child(
             TRAINER,
             self._command(self.programs.trainer, path),
-            environment=self._environment(),
+            environment=self._environment() | self.wandb(TRAINER),
             ends_by_itself=True,
             # Not a failure: in other modes the trainer replaces its server, and W&B's service exits before the trainer.
             watch_descendants=outlives and not config.use_wandb,
@@ -216,14 +284,18 @@ class _Builder:
             return Path(named).absolute()
         return Path(os.environ.get("LOGDIR") or self.run.bridge).absolute() / MANIFEST_NAME
 
+    @property
+    def _base(self) -> str:
+        """The model that servers load: a base in 4 bits is served as the values that the trainer computes with."""
+        return str((self.run.root / BASE_DIRECTORY).absolute()) if self.settings.trainer.load_in_4bit else self.model
+
     def _vllm_defaults(self, index: int) -> dict[str, Any]:
         config = self.settings.trainer
-        on_one_device = len(self.places.vllm_ports) if config.vllm_gpu is None else 1
         options: dict[str, Any] = {
             "host": LOOPBACK,
             "dtype": config.dtype,
             "max_model_len": config.max_model_len,
-            "gpu_memory_utilization": config.gpu_memory_utilization / on_one_device,
+            "gpu_memory_utilization": self._memory_share(),
             "seed": config.seed + index,
         }
         if config.mode.shares_memory:
@@ -234,11 +306,24 @@ class _Builder:
             options["max_loras"] = versions_kept(config.max_staleness)
         if config.mode.awaits_policy:
             options["await_policy"] = True
+        if config.load_in_4bit:
+            options |= {"tokenizer": self.model, "served_model_name": [self.model]}
         if config.vllm_quantization is not None:
             options["quantization"] = config.vllm_quantization
         if config.vllm_enable_sleep_mode:
             options["enable_sleep_mode"] = True
         return options
+
+    @property
+    def _shares_with_teacher(self) -> bool:
+        """True if the teacher's server is on the policy server's GPU, and no share of its memory is given for it."""
+        return self.teacher is not None and not self.teacher.has_own_share
+
+    def _memory_share(self) -> float:
+        """Return each server's part of `--gpu-memory-utilization`, which those on one GPU divide."""
+        config = self.settings.trainer
+        on_one_device = len(self.places.vllm_ports) if config.vllm_gpu is None else 1
+        return config.gpu_memory_utilization / (max(1, on_one_device) + self._shares_with_teacher)
 
     def _environment_defaults(self) -> dict[str, Any]:
         config = self.settings.trainer
@@ -270,9 +355,23 @@ class _Builder:
         if (os.cpu_count() or 1) <= MANY_CORES:
             # OpenMP threads of several programs spin against each other when cores are few.
             own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        if Path(self.model).is_dir():
+        models = [self.model, *([self.teacher.model_name] if self.teacher is not None else [])]
+        if all(Path(model).is_dir() for model in models):
             own["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")
         return own
+
+    def wandb(self, program: str) -> dict[str, str]:
+        """Return the variables by which trainer and environments write one W&B run, if there is one and it has both."""
+        if not (self.settings.trainer.use_wandb and self.settings.environments):
+            return {}
+        is_primary = program == TRAINER
+        return wandb_run.variables(
+            self.wandb_run_id,
+            project=self.settings.trainer.wandb_project,
+            label=program,
+            is_primary=is_primary,
+            directory=self.run.root if is_primary else self.run.logs / program,
+        )
 
     def _command(self, program: tuple[str, ...], path: str, flags: Sequence[str] = ()) -> tuple[str, ...]:
         return (sys.executable, *program, "--config", path, *flags)
@@ -297,15 +396,3 @@ def _with_secrets(servers: Any, secret: Mapping[str, Any]) -> Any:
             f"--openai.{next(iter(secret))}: openai is a list of {len(servers)} servers in the file; set it there"
         )
     return merge(servers, secret)
-
-
-def program_of(server: str) -> tuple[str, ...]:
-    """Return the Python arguments that start an environment server, which is named by its file (`arithmetic_server.py`
-    is ours), by the name under which an installed package offers it, or as a module.
-    """
-    if not server.endswith(".py"):
-        return ("-m", "environments.commands", server) if server in environment_names() else ("-m", server)
-    for path in (Path(server), PACKAGE_ROOT / "environments" / server):
-        if path.is_file():
-            return (str(path.absolute()),)
-    raise EnvironmentNotFound(f"--env.server {server}: no such file here or among the environments of this package")

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Protocol
 from urllib.parse import urlsplit
@@ -114,13 +115,19 @@ class Feed:
     """Fills a snapshot; `poll` is called from the launcher's loop."""
 
     def __init__(
-        self, snapshot: Snapshot, *, metrics: MetricsTail, broker: Endpoint, servers: Sequence[Endpoint] = ()
+        self,
+        snapshot: Snapshot,
+        *,
+        metrics: MetricsTail,
+        broker: Endpoint,
+        servers: Mapping[str, Sequence[Endpoint]] | None = None,
     ) -> None:
+        """`servers` has the inference servers by the milestone that is reached once all of them answer."""
         self.snapshot = snapshot
         self._metrics = metrics
         self._broker = broker
-        self._servers = servers
-        self._starting = list(servers)
+        self._servers = servers or {}
+        self._starting = {milestone: list(group) for milestone, group in self._servers.items()}
         self._asked_at = 0.0
 
     def poll(self) -> list[dict[str, Any]]:
@@ -136,7 +143,7 @@ class Feed:
 
     def close(self) -> None:
         self._broker.close()
-        for server in self._servers:
+        for server in chain.from_iterable(self._servers.values()):
             server.close()
 
     def _ask(self) -> None:
@@ -149,10 +156,11 @@ class Feed:
                 self.snapshot.reach("trainer")
             if status.get("environments"):
                 self.snapshot.reach("environment")
-        if milestones.get("vllm", 0.0) is None:
-            self._starting = [server for server in self._starting if server.get("/health")[0] != 200]
-            if not self._starting:
-                self.snapshot.reach("vllm")
+        for milestone, starting in self._starting.items():
+            if milestones.get(milestone, 0.0) is None:
+                starting[:] = [server for server in starting if server.get("/health")[0] != 200]
+                if not starting:
+                    self.snapshot.reach(milestone)
 
 
 REFRESH_INTERVAL_SECONDS = 0.5

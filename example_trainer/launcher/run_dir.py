@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ import yaml
 import example_trainer
 from atropos_api.common.files import write_private
 from atropos_api.common.secrets import redact, redact_arguments
+from atropos_api.common.wandb_run import RUN_ID
 from example_trainer.errors import TrainerError
 from example_trainer.monitoring.trackers import ROLLOUTS
 
@@ -60,6 +62,10 @@ class RunDir:
     @property
     def configs(self) -> Path:
         return self.root / "configs"
+
+    @property
+    def record(self) -> Path:
+        return self.root / "config.json"
 
     @property
     def metrics(self) -> Path:
@@ -103,6 +109,16 @@ class RunDir:
             fresh.symlink_to(self.logs.name)
             fresh.replace(link)
 
+    def wandb_run_id(self, *, resumes: bool) -> str:
+        """Return the id of the W&B run: the user's, that of the run that is resumed, or a new one."""
+        if given := os.environ.get(RUN_ID):
+            return given
+        if resumes and self.record.is_file():
+            kept = json.loads(self.record.read_text(encoding="utf-8")).get("wandb_run_id")
+            if kept:
+                return str(kept)
+        return secrets.token_hex(4)
+
     def write_record(self, resolved: Mapping[str, Any]) -> None:
         """Write `config.json`: the settings, the command with its start time and attempt, and the provenance."""
         command = redact_arguments(sys.argv)
@@ -114,7 +130,7 @@ class RunDir:
             **provenance(),
         }
         with reporting_flag(self.root, "--run-dir"):
-            write_json(self.root / "config.json", record)
+            write_json(self.record, record)
 
 
 def plan_run_dir(root: Path | None, *, name: str, log_dir: Path | None, resume: bool) -> RunDir:

@@ -1,7 +1,7 @@
 """Reads run files and flags, and sorts the settings by the program they belong to.
 
-A run file has sections `trainer: api: vllm: env: openai:` (or `environments:`, a list), and `modes:`, which holds the
-trainer's settings that differ in a weight bridge mode, since full weights and adapters need different learning rates.
+A run file has sections `trainer: api: vllm: env: openai: teacher:` (or `environments:`, a list), and `modes:`, which
+holds the trainer's settings that differ in a weight bridge mode: full weights and adapters need different rates.
 On the command line the trainer's flags have no prefix; those of the other programs have their section as a prefix
 (`--env.group_size 8`). Each program checks its own settings; only the trainer's and the launcher's are known here.
 """
@@ -19,13 +19,15 @@ import yaml
 from pydantic import Field
 
 from atropos_api.common.cliconfig import ConfigError, check_keys, load_config, nearest, read_config_file
-from atropos_api.common.identity import server_stem
 from atropos_api.common.secrets import redact, redact_arguments
 from example_trainer.config import TrainingConfig
+from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, read_environments
+from example_trainer.launcher.teacher import TEACHER, TEACHER_SERVER, check_teacher
 from example_trainer.options.modes import BridgeMode
-from example_trainer.options.presets import environment_settings, hand_on_environment_options
+from example_trainer.options.presets import hand_on_environment_options
 
-PREFIXED_SECTIONS = ("api", "vllm", "env", "openai")
+PREFIXED_SECTIONS = ("api", "vllm", "env", "openai", TEACHER)
+FLAG_SECTIONS = (*PREFIXED_SECTIONS, TEACHER_SERVER)
 SECTIONS = ("trainer", *PREFIXED_SECTIONS, "environments", "modes")
 PROG = "atropos-grpo-run"
 _DEFAULT_MODE: BridgeMode = "shared_vllm"
@@ -34,8 +36,9 @@ DESCRIPTION = """Start broker, vLLM, environment and trainer, watch them, and en
 
 The options below are the trainer's and the launcher's own. Options of the other programs carry their section as a
 prefix: --api.port 8002, --vllm.max_model_len 512, --env.group_size 8, --openai.server_type vllm. --env my_env.py, short
-for --env.server, names the environment. With --atropos-url the broker is yours; without an env section the environments
-are yours too."""
+for --env.server, names the environment. --teacher.model_name starts a teacher for it, with --teacher.gpu 1 and
+--teacher.vllm.max_model_len 512; --teacher.base_url names one that runs. With --atropos-url the broker is yours;
+without an env section the environments are yours too."""
 
 
 class RunConfig(TrainingConfig):
@@ -47,6 +50,9 @@ class RunConfig(TrainingConfig):
     dry_run: bool = Field(False, description="Print what would run, and start nothing.")
     progress: Literal["auto", "live", "plain"] = Field(
         "auto", description="live: one view that is redrawn; plain: one line per step; auto: live on a terminal."
+    )
+    cost_per_hour: float | None = Field(
+        None, ge=0.0, description="Price of all machines per hour, in any currency: the summary then tells the cost."
     )
 
 
@@ -93,18 +99,6 @@ class SectionFlags:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EnvironmentSettings:
-    """The settings of one environment server to start."""
-
-    name: str
-    server: str
-    env: Mapping[str, Any]
-    openai: Any
-    written_for: str | None = None
-    """The server that the file's settings are for, if a flag names another, which then ignores settings it lacks."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
     """All settings as they were asked for; nothing is decided yet."""
 
@@ -112,12 +106,20 @@ class RunSettings:
     sections: Mapping[str, Mapping[str, Any]]
     flags: Mapping[str, SectionFlags]
     environments: tuple[EnvironmentSettings, ...]
+    remarks: tuple[str, ...] = ()
+    """Sentences on what a preset has chosen, or could not set here."""
     reseeded: bool = False
     """True if `--seed` overrides the files: it then applies to every environment whose settings hold a seed."""
 
     def section(self, name: str) -> dict[str, Any]:
         """Return a section, overridden by its flags."""
-        return {**self.sections.get(name, {}), **self.flags[name].values}
+        given = self.sections.get(name, {})
+        return {**(given if isinstance(given, Mapping) else {}), **self.flags[name].values}
+
+    @property
+    def teachers(self) -> Any:
+        """The `teacher:` section of the files: settings or a list of them."""
+        return self.sections.get(TEACHER) or {}
 
 
 def read_settings(argv: Sequence[str]) -> RunSettings:
@@ -128,13 +130,22 @@ def read_settings(argv: Sequence[str]) -> RunSettings:
     for path in paths:
         sections = merge(sections, read_sections(path))
     config = load_config(RunConfig, own, prog=PROG, description=DESCRIPTION, defaults=trainer)
-    return RunSettings(
+    environments, remarks = read_environments(
+        sections,
+        {name: given.values for name, given in flags.items()},
+        config.preset,
+        may_choose="atropos_url" not in config.model_fields_set,
+    )
+    settings = RunSettings(
         trainer=config,
         sections={name: sections.get(name) or {} for name in PREFIXED_SECTIONS},
         flags=flags,
-        environments=_environments(sections, flags, environment_settings(config.preset)),
+        environments=environments,
+        remarks=remarks,
         reseeded="seed" in config.model_fields_set and config.seed != trainer.get("seed"),
     )
+    check_teacher(settings)
+    return settings
 
 
 def trainer_settings(argv: Sequence[str], *, default_mode: str = "none") -> tuple[dict[str, Any], list[str], list[str]]:
@@ -163,7 +174,7 @@ def _requested_mode(argv: Sequence[str]) -> str | None:
 def split_section_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, SectionFlags]]:
     """Split the arguments into the launcher's own and those with a section's prefix."""
     own: list[str] = []
-    flags_by_section: dict[str, list[list[str]]] = {name: [] for name in PREFIXED_SECTIONS}
+    flags_by_section: dict[str, list[list[str]]] = {name: [] for name in FLAG_SECTIONS}
     current: list[str] | None = None
     for argument in map(_expand_env_flag, argv):
         if argument.startswith("--"):
@@ -200,11 +211,12 @@ def _is_server(value: Any) -> bool:
 
 
 def _is_environments(value: Any) -> bool:
-    """Return True if `value` is a list of entries whose `file`, `env` and `openai` have the right form."""
+    """Return True if `value` is a list of entries whose `file`, `env`, `openai` and `teacher` have the right form."""
     return isinstance(value, list) and all(
         _is_mapping(entry)
         and isinstance(entry.get("env") or {}, Mapping)
         and _is_server(entry.get("openai") or {})
+        and _is_server(entry.get(TEACHER) or {})
         and isinstance(entry.get("file") or "", str)
         for entry in value
     )
@@ -216,19 +228,11 @@ def _is_modes(value: Any) -> bool:
 
 _FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "openai": (_is_server, "settings, or a list of them"),
-    "environments": (_is_environments, "a list of settings, each with file, env and openai"),
+    TEACHER: (_is_server, "settings, or a list of them"),
+    "environments": (_is_environments, "a list of settings, each with file, env, openai and teacher"),
     "modes": (_is_modes, "settings by weight bridge mode"),
 }
 """Check of the form of each section that is more than settings, and the form's name in messages."""
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` overridden by `over`; nested mappings are merged key by key."""
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return merged
 
 
 def _expand_env_flag(argument: str) -> str:
@@ -239,9 +243,12 @@ def _expand_env_flag(argument: str) -> str:
 
 def _section_of(argument: str, flags_by_section: Mapping[str, list[list[str]]]) -> list[str] | None:
     """Add a new group for this flag to its section and return it; None for a flag without a section."""
-    section, dot, _ = argument[2:].removeprefix("no-").split("=", 1)[0].partition(".")
+    name = argument[2:].removeprefix("no-").split("=", 1)[0]
+    section, dot, _ = name.partition(".")
     if not dot:
         return None
+    if name.startswith(f"{TEACHER_SERVER}."):
+        section = TEACHER_SERVER
     if section not in flags_by_section:
         raise ConfigError(
             f"unknown option {argument}{nearest(section, flags_by_section)} (sections: {', '.join(flags_by_section)})"
@@ -272,8 +279,11 @@ def _parsed(value: Any) -> Any:
 
 
 def _key_of(flag: str) -> str:
-    """Return a flag's key: `group_size` for `--env.group-size=8`."""
-    return flag.partition("=")[0].partition(".")[2].replace("-", "_")
+    """Return a flag's key: `group_size` for `--env.group-size=8`, `seed` for `--teacher.vllm.seed`."""
+    name = flag.partition("=")[0].removeprefix("--").removeprefix("no-")
+    if name.startswith(f"{TEACHER_SERVER}."):
+        return name.removeprefix(f"{TEACHER_SERVER}.").replace("-", "_")
+    return name.partition(".")[2].replace("-", "_")
 
 
 def _split_config_paths(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -291,35 +301,3 @@ def _split_config_paths(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             rest.append(argument)
     return paths, rest
-
-
-def _environments(
-    sections: Mapping[str, Any], flags: Mapping[str, SectionFlags], defaults: Mapping[str, Any]
-) -> tuple[EnvironmentSettings, ...]:
-    """Return the environments that files or flags ask for; their settings override `defaults`."""
-    listed = sections.get("environments")
-    if listed is None:
-        wanted = sections.get("env") or flags["env"].values
-        listed = [{"env": sections.get("env") or {}, "openai": sections.get("openai") or {}}] if wanted else []
-    numbered = len(listed) > 1
-    return tuple(
-        _environment(entry, flags["env"].values, defaults, name=f"environment-{number}" if numbered else "environment")
-        for number, entry in enumerate(listed, 1)
-    )
-
-
-def _environment(
-    entry: Mapping[str, Any], flags: Mapping[str, Any], defaults: Mapping[str, Any], *, name: str
-) -> EnvironmentSettings:
-    env = {**defaults, **(entry.get("env") or {})}
-    in_file = env.pop("server", None)
-    server = flags.get("server") or entry.get("file") or in_file
-    if not isinstance(server, str):
-        raise ConfigError(
-            f"{name} names no environment server; give its file or module as env.server in it or with --env.server"
-        )
-    named = entry.get("file") or in_file
-    foreign = isinstance(named, str) and server_stem(named) != server_stem(server)
-    return EnvironmentSettings(
-        name=name, server=server, env=env, openai=entry.get("openai") or {}, written_for=named if foreign else None
-    )

@@ -23,6 +23,7 @@ from atropos_api.common.files import replace_whole, write_whole
 from environments.sdk.group_files import write_page
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.run_dir import TIMELINE_NAME
+from example_trainer.launcher.totals import Totals, count_totals, total_lines
 from example_trainer.monitoring.trackers import EVENTS_FILE, ROLLOUTS, MetricsTail
 
 WINDOW_STEPS = 5
@@ -55,12 +56,15 @@ class Summary:
     signs: tuple[str, ...] = ()
     """Signs of trouble, each with the step at which it appeared."""
     split_seconds: Mapping[str, float] = field(default_factory=dict)
+    totals: Totals = field(default_factory=Totals)
 
     def write(self, run_dir: Path) -> None:
         write_whole(run_dir / SUMMARY_NAME, json.dumps(asdict(self), indent=2) + "\n")
 
 
-def summarise(run_dir: Path, *, timeline: Mapping[str, float] | None = None) -> Summary:
+def summarise(
+    run_dir: Path, *, timeline: Mapping[str, float] | None = None, cost_per_hour: float | None = None
+) -> Summary:
     """Read `metrics.jsonl` and the evaluations; `timeline` has the launcher's milestones as Unix times."""
     rows = MetricsTail(run_dir / "metrics.jsonl").read()
     if not rows:
@@ -87,6 +91,7 @@ def summarise(run_dir: Path, *, timeline: Mapping[str, float] | None = None) -> 
         good_reward_after_seconds=_since(started_at, good if timeline and good in launched else None),
         signs=read_signs(run_dir),
         split_seconds=split_times(timeline, launched) if timeline and launched else {},
+        totals=count_totals(rows, timeline, cost_per_hour),
     )
 
 
@@ -177,6 +182,7 @@ def _lines(summary: Summary) -> list[tuple[str, str]]:
             f"reward {GOOD_REWARD} after",
             _text(summary.good_reward_after_seconds, "{:.1f} s") + _text(summary.good_reward_step, " (step {})"),
         ),
+        *total_lines(summary.totals),
         ("signs of trouble", ", ".join(summary.signs)),
         ("time, in all " + _text(sum(summary.split_seconds.values()), "{:.1f} s"), split),
     ]

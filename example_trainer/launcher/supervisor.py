@@ -88,8 +88,8 @@ class Supervisor:
     def __iter__(self) -> Iterator[Child]:
         return iter(list(self._children.values()))
 
-    def start(self, spec: ChildSpec) -> Child:
-        """Start a program; its output goes to `<log dir>/<name>.log`."""
+    def start(self, spec: ChildSpec, *, restarted: int = 0) -> Child:
+        """Start a program, after `restarted` earlier restarts; its output goes to `<log dir>/<name>.log`."""
         log_path = self._log_dir / f"{spec.name}.log"
         process = spawn(self._command(spec), environment=self._environment(spec), log_path=log_path)
         child = Child(
@@ -98,6 +98,7 @@ class Supervisor:
             handle=psutil.Process(process.pid),
             log_path=log_path,
             started_at=time.monotonic(),
+            restarted=restarted,
         )
         self._children[spec.name] = child
         return child
@@ -116,13 +117,13 @@ class Supervisor:
             raise self._failure(broken)
 
     def restart_failed(self) -> list[str]:
-        """End what is left of each failed program that may be restarted, and restart it; return how each failed."""
+        """End what is left of each failed program that may be restarted, and restart it; return a line for each."""
         now = time.monotonic()
         failed = [child for child in self if child.spec.restarts and (child.has_failed or child.is_broken(now))]
-        failures = [f"{child.name} {_end_of(child)}" for child in failed]
+        failures = [f"{child.name} {_end_of(child)}; {_restart_of(child)}" for child in failed]
         for child in failed:
             self.stop(child.name, grace_seconds=FAILURE_GRACE_SECONDS)
-            self.start(replace(child.spec, restarts=child.spec.restarts - 1))
+            self.start(replace(child.spec, restarts=child.spec.restarts - 1), restarted=child.restarted + 1)
         return failures
 
     def wait_for_end(self, child: Child, on_tick: Callable[[], None]) -> None:
@@ -254,6 +255,11 @@ def _report(child: Child) -> str:
     return f"{child.name} {_end_of(child)}{why}; the end of {child.log_path}:{lines}"
 
 
+def _restart_of(child: Child) -> str:
+    number = child.restarted + 1
+    return f"restart {number} of {child.restarted + child.spec.restarts}"
+
+
 def _end_of(child: Child) -> str:
     """Describe how a program ended, or which process it lost, and after how many seconds."""
     code = child.exit_code
@@ -264,4 +270,4 @@ def _end_of(child: Child) -> str:
         how = f"was killed by {signal.Signals(-code).name}"
     else:
         how = f"exited with code {code}"
-    return f"{how} after {seconds:.1f} s"
+    return f"{how} after {seconds:.1f} s{f', restarts: {child.restarted}' if child.restarted else ''}"

@@ -1,6 +1,7 @@
 """A policy whose weights, gradients and optimizer state are sharded over the ranks with FSDP2.
 
-Each transformer layer is one FSDP group. Masters are fp32 `DTensor`s, a slice of each weight on every rank. Rank 0
+Each transformer layer is one FSDP group. Masters are `DTensor`s, a slice of each weight on every rank: in fp32 on the
+device or in host memory, or in the served dtype (`--master-weights`). Rank 0
 reads the model and sends the others their slices, one weight at a time: no other rank ever holds more than one whole
 weight. A forward gathers one layer's weights at a time, in the served dtype; the backward sums gradients over the ranks
 in fp32 and does not average, since the loss weights are already those of the whole step. Work that needs whole weights
@@ -17,18 +18,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
 
 from example_trainer.errors import UnsupportedModel
-from example_trainer.modeling.loading import load_module, resolve_dtype
+from example_trainer.modeling.loading import load_module, move_buffers, resolve_dtype
 from example_trainer.modeling.policy import Policy
+from example_trainer.modeling.shards import shard_like, sliced, whole
+from example_trainer.modeling.tensor_parallel import check_divisible, data_parallel_mesh, parallelize
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from example_trainer.modeling.loading import PolicyOptions
+    from example_trainer.modeling.loading import PolicyOptions, Sharding
 
 ResultT = TypeVar("ResultT")
 FORWARD_METHOD = "atropos_compute"
@@ -37,12 +45,20 @@ FORWARD_METHOD = "atropos_compute"
 class ShardedPolicy(Policy):
     """A `Policy` sharded over the ranks of the default process group: all ranks must call its methods together."""
 
-    def __init__(self, module: nn.Module, *, reshard_after_forward: bool, **settings: Any) -> None:
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
         """Shard `module`, which is on the device `meta` and has no values yet; `fill` sets them."""
         super().__init__(module, **settings)
+        self._sharding: Sharding = settings["options"].sharding
         self._whole: dict[str, torch.Tensor] | None = None
-        _shard(module, self.device, self.dtype, reshard_after_forward=reshard_after_forward)
-        module.to_empty(device=self.device)
+        on_host = settings["options"].master_weights == "host"
+        size = self._sharding.tensor_parallel_size
+        mesh, tensor_mesh = data_parallel_mesh(self.device, dist.get_world_size(), size)
+        if tensor_mesh is not None:
+            check_divisible(self.hf_config, size)
+            parallelize(module, tensor_mesh)
+        _shard(module, mesh, self.dtype, self._sharding.reshard_after_forward, on_host=on_host)
+        module.to_empty(device="cpu" if on_host else self.device)
+        move_buffers(module, self.device)
         self.masters = {name: self._current(name) for name in self.masters}
 
     @torch.no_grad()
@@ -51,11 +67,11 @@ class ShardedPolicy(Policy):
         source_parameters = {} if source is None else dict(source.named_parameters())
         for name, parameter in self.module.named_parameters():
             if source is None:
-                tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+                tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             else:
-                tensor = source_parameters[name].detach().to(device=self.device, dtype=parameter.dtype)
+                tensor = source_parameters[name].detach().to(device=parameter.device, dtype=parameter.dtype)
                 source_parameters[name].data = torch.empty(0)
-            parameter.copy_(_sliced(tensor, parameter, source_rank=0))
+            parameter.copy_(sliced(tensor, parameter, source_rank=0))
         for name, buffer in self.module.named_buffers():
             if source is not None:
                 buffer.copy_(source.get_buffer(name))
@@ -63,8 +79,8 @@ class ShardedPolicy(Policy):
         _refuse_unfilled(self.module)
 
     @property
-    def is_sharded(self) -> bool:
-        return True
+    def sharding(self) -> Sharding:
+        return self._sharding
 
     def compute(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
         module: Any = self.module
@@ -109,69 +125,22 @@ class ShardedPolicy(Policy):
         return self._whole[name]
 
 
-class WholeState:
-    """An optimizer's state for a checkpoint: gathered from all ranks into rank 0's host memory."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._state: dict[str, Any] = whole(optimizer.state_dict(), keep=dist.get_rank() == 0)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-
-def whole(value: Any, *, keep: bool) -> Any:
-    """Return `value` with its sharded tensors gathered by all ranks: on the CPU with `keep`, else replaced by None."""
-    if isinstance(value, DTensor):
-        gathered = value.full_tensor()
-        return gathered.cpu() if keep else None
-    if isinstance(value, dict):
-        return {key: whole(item, keep=keep) for key, item in value.items()}
-    return [whole(item, keep=keep) for item in value] if isinstance(value, list) else value
-
-
-def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's slice of a whole tensor, which every rank holds, sharded as `like` is."""
-    if not isinstance(like, DTensor):
-        return tensor
-    return _sliced(tensor.to(device=like.device, dtype=like.dtype), like, source_rank=None)
-
-
-def shard_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return a checkpoint's optimizer state with tensors of a parameter's shape sharded as the parameter is."""
-    spread: dict[Any, Any] = {}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
-        own = state["state"].get(index)
-        if own is not None:
-            spread[index] = {
-                key: shard_like(value, parameter) if getattr(value, "shape", None) == parameter.shape else value
-                for key, value in own.items()
-            }
-    return {**state, "state": spread}
-
-
 def load_spread(
     options: PolicyOptions, stored: Any, *, served_dtype: torch.dtype, device: torch.device
 ) -> ShardedPolicy:
     """Load the sharded policy that `options` describe; only rank 0 reads it, into host memory in its stored dtype."""
-    assert options.sharding is not None, "options.sharding is not set"
-    module = load_module(options, stored, torch.float32, torch.device("meta"))
+    dtype = served_dtype if options.master_weights == "none" else torch.float32
+    module = load_module(options, stored, dtype, torch.device("meta"))
     policy = ShardedPolicy(
         module,
         hf_config=stored,
         served_dtype=served_dtype,
         device=device,
         options=options,
-        reshard_after_forward=options.sharding.reshard_after_forward,
     )
     reads = dist.get_rank() == 0
     policy.fill(load_module(options, stored, resolve_dtype("auto", stored), torch.device("cpu")) if reads else None)
     return policy
-
-
-def _sliced(tensor: torch.Tensor, like: Any, *, source_rank: int | None) -> DTensor:
-    """Shard a whole tensor as `like` is. The values are those of `source_rank`; None: each rank slices its own copy."""
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=source_rank)
 
 
 def _refuse_unfilled(module: nn.Module) -> None:
@@ -185,18 +154,18 @@ def _refuse_unfilled(module: nn.Module) -> None:
                 )
 
 
-def _shard(module: Any, device: torch.device, dtype: torch.dtype, *, reshard_after_forward: bool) -> None:
+def _shard(module: Any, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool, *, on_host: bool) -> None:
     """Shard `module` in place: one group for each transformer layer and one for the rest.
 
     The rest stays gathered until the end of the backward, since embedding, head and final norm are needed at both its
-    ends.
+    ends. With `on_host` the shards, their gradients and the optimizer's states are in host memory.
     """
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
     groups = [*_layers(module), module]
     for group in groups:
         reshard = reshard_after_forward if group is not module else False
-        fully_shard(group, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
+        fully_shard(group, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
         _sum_gradients(group, mesh)
     setattr(module, FORWARD_METHOD, MethodType(_call, module))
     register_fsdp_forward_method(module, FORWARD_METHOD)

@@ -99,7 +99,7 @@ def load_module(options: PolicyOptions, stored: Any, dtype: torch.dtype, device:
     if not options.debug_loading:
         transformers_logging.disable_progress_bar()
     more: dict[str, Any] = {"device_map": {"": device}} if device.type == "meta" else {}
-    if options.adapter is not None and options.adapter.quantise is not None:
+    if options.quantises_base:
         more = {"quantization_config": quantisation_config(dtype), "device_map": {"": device}}
     try:
         module: Any = AutoModelForCausalLM.from_pretrained(
@@ -246,6 +246,8 @@ class Sharding:
 
     reshard_after_forward: bool = True
     """True frees a layer's gathered weights between forward and backward: less memory, one more gather."""
+    tensor_parallel_size: int = 1
+    """Number of consecutive ranks that divide each layer and train the same rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,3 +267,8 @@ class PolicyOptions:
     sharding: Sharding | None = None
     """Settings for sharding over the ranks of the default process group; None keeps the weights whole."""
     debug_loading: bool = False
+
+    @property
+    def quantises_base(self) -> bool:
+        """True if the frozen base under the adapter is stored in 4 bits."""
+        return self.adapter is not None and self.adapter.quantise is not None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 KEEP_PROBABILITIES_BELOW = 1 << 23  # elements: 32 MiB in fp32
 DEFAULT_CHUNK_TOKENS = 1024
@@ -43,7 +44,11 @@ def head_of(module: Any) -> tuple[Tensor, Tensor | None]:
     head = module.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         raise TypeError(f"the output head is a {type(head).__name__}; only a plain linear head can be trained")
-    return head.weight, head.bias
+    weight: Any = head.weight
+    bias: Any = head.bias
+    if isinstance(weight, DTensor):  # divided by tensor parallelism; all its ranks compute the same gradients
+        return weight.full_tensor(), None if bias is None else bias.full_tensor()
+    return weight, bias
 
 
 class _ChunkedHead(torch.autograd.Function):

@@ -46,7 +46,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedMicroBatch:
+class PackedBatch:
     """The tokens of one forward, and the index of the state that predicts each trained token."""
 
     tokens: Tensor
@@ -138,7 +138,7 @@ def pack_rows(
     varlen: bool = False,
     pad_to: int = ROW_MULTIPLE,
     pairs_per_token: int = PAIRS_PER_TOKEN,
-) -> list[PackedMicroBatch]:
+) -> list[PackedBatch]:
     """Return all micro-batches of one optimizer step, in a fixed order.
 
     The length of padded rows is a multiple of `pad_to`. `pairs_per_token` is the number of query-key pairs that cost
@@ -150,11 +150,11 @@ def pack_rows(
     return [_pack(units, device, varlen=varlen) for units in planned]
 
 
-def empty_micro_batch(device: torch.device, *, layout: LayoutKind = "shared", varlen: bool = False) -> PackedMicroBatch:
+def empty_micro_batch(device: torch.device, *, layout: LayoutKind = "shared", varlen: bool = False) -> PackedBatch:
     """Return a micro-batch of one untrained token: its forward and backward run the whole model but add nothing."""
     nothing = torch.zeros(0, dtype=torch.long, device=device)
     tokens = torch.zeros(1, 1, dtype=torch.long, device=device)
-    return PackedMicroBatch(
+    return PackedBatch(
         tokens=tokens,
         positions=torch.zeros_like(tokens),
         layout=None if layout == "rows" else build_layout([Segment(0, 1)], 1, device, varlen=varlen),
@@ -164,7 +164,7 @@ def empty_micro_batch(device: torch.device, *, layout: LayoutKind = "shared", va
     )
 
 
-def forward_hidden(module: Any, batch: PackedMicroBatch) -> Tensor:
+def forward_hidden(module: Any, batch: PackedBatch) -> Tensor:
     """Return the `[T, H]` final hidden states of every computed token, before the output head."""
     backbone = find_backbone(module)
     if batch.layout is None:
@@ -222,7 +222,7 @@ def _shared_prefix(rows: Sequence[Row]) -> int:
     return len(first)
 
 
-def _pack(units: Sequence[_Unit], device: torch.device, *, varlen: bool) -> PackedMicroBatch:
+def _pack(units: Sequence[_Unit], device: torch.device, *, varlen: bool) -> PackedBatch:
     pieces: list[IntArray] = []
     positions: list[IntArray] = []
     hidden: list[IntArray] = []
@@ -249,7 +249,7 @@ def _pack(units: Sequence[_Unit], device: torch.device, *, varlen: bool) -> Pack
             predicting = row.targets - 1
             hidden.append(np.where(predicting < prefix, prefix_start + predicting, start + predicting - prefix))
             targets.append(np.arange(row.first_target, row.first_target + len(row.targets)))
-    return PackedMicroBatch(
+    return PackedBatch(
         tokens=torch.from_numpy(np.concatenate(pieces))[None].to(device),
         positions=torch.from_numpy(np.concatenate(positions))[None].to(device),
         layout=build_layout(segments, end, device, varlen=varlen),
@@ -276,14 +276,14 @@ def _round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def _pad(rows: Sequence[Row], device: torch.device, pad_to: int) -> PackedMicroBatch:
+def _pad(rows: Sequence[Row], device: torch.device, pad_to: int) -> PackedBatch:
     width = _round_up(max(row.forward_length for row in rows), pad_to)
     tokens = np.zeros((len(rows), width), dtype=np.int64)
     for at, row in enumerate(rows):
         tokens[at, : row.forward_length] = row.tokens[: row.forward_length]
     hidden = [at * width + row.targets - 1 for at, row in enumerate(rows)]
     targets = [np.arange(row.first_target, row.first_target + len(row.targets)) for row in rows]
-    return PackedMicroBatch(
+    return PackedBatch(
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.arange(width, device=device).expand(len(rows), width),
         layout=None,

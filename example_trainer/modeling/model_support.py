@@ -12,6 +12,7 @@ from torch import Tensor
 from example_trainer.errors import UnsupportedModel
 from example_trainer.modeling import attention
 from example_trainer.modeling.micro_batches import LayoutKind, Row, forward_hidden, pack_rows
+from example_trainer.options.model import LOGIT_CHANGES
 
 if TYPE_CHECKING:
     from example_trainer.modeling.policy import Policy
@@ -43,7 +44,7 @@ def choose_layout(policy: Policy, *, padded: bool = False) -> LayoutKind:
 def _refuse_scaled_logits(hf_config: Any) -> None:
     """Raise for models that change the logits after the head: the chunked head does not, so logprobs would be wrong."""
     text = hf_config.get_text_config()
-    for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
+    for name, neutral in LOGIT_CHANGES:
         value = getattr(text, name, neutral)
         if value not in (None, neutral):
             raise UnsupportedModel(f"the model's {name} is {value}; models that change their logits are not supported")

@@ -9,21 +9,34 @@ nearest bf16 number loses every update below half the spacing at its weight, whi
 them. With stochastic rounding an update of a tenth of the spacing moves the weight one time in ten, so the sum over
 steps equals the exact one in expectation (Gupta et al. 2015, "Deep Learning with Limited Numerical Precision"). A
 single run has the variance of this rounding: fp32 masters are better if there is memory for them.
+
+An optimizer of the user's own is named by its import path:
+
+    # my_pkg/my_module.py
+    def my_optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.betas[0])
+
+`--optimizer my_pkg.my_module:my_optimizer` steps with it. `groups` are parameter groups with their weight decay; the
+trainer sets each group's `lr` before every step, clips gradients and saves the optimizer's `state_dict`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from example_trainer.config import TrainingConfig
 from example_trainer.errors import OptimizerUnavailable
+from example_trainer.modeling.sharded_optimizers import Adafactor, BlockwiseAdamW
+from example_trainer.modeling.shards import first_indices, local_part
 
 CHUNK_ELEMENTS = 1 << 24
 """Number of weights kept in fp32, with their gradients, during a step (128 MiB); a larger tensor is kept whole."""
@@ -32,16 +45,21 @@ PIECE_ELEMENTS = 1 << 22
 """Number of weights rounded at one time, which needs about four arrays of that size (64 MiB)."""
 
 _LOW_BITS = 16
-_SPREAD = (0x9E3779B1, 0x85EBCA77)
-"""Odd numbers that mix seed and step into all 32 bits of the seed that torch's CPU generator uses."""
+_SEED_BYTES = 4
+"""Size of the seed that torch's CPU generator uses."""
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round fp32 to bf16, up with a probability equal to the fraction that truncation drops; non-finite values stay.
+    """Round fp32 to bf16, up with a probability equal to the fraction that truncation drops; non-finite values stay."""
+    return _round_with(values, _noise(values.shape, values.device, generator))
 
-    A bf16 number is the upper half of an fp32 one; noise added to the lower half carries over with that probability.
-    """
-    noise = torch.randint(0, 1 << _LOW_BITS, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+
+def _noise(shape: Sequence[int], device: torch.device, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 1 << _LOW_BITS, shape, dtype=torch.int32, device=device, generator=generator)
+
+
+def _round_with(values: Tensor, noise: Tensor) -> Tensor:
+    """Return `values` in bf16, which is the upper half of fp32; noise added to the lower half carries over."""
     bits = (values.contiguous().view(torch.int32) + noise) & -(1 << _LOW_BITS)
     return torch.where(values.isfinite(), bits.view(torch.float32), values).to(torch.bfloat16)
 
@@ -49,18 +67,19 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 class StochasticRounding(torch.optim.Optimizer):
     """An optimizer for bf16 parameters: it steps them with another, fp32 optimizer and rounds stochastically.
 
-    The inner optimizer works on fp32 copies that exist only during a step; its states stay in fp32. The noise is a
-    function of `seed` and the step number, so a resumed run draws the same noise.
+    The inner optimizer works on fp32 copies that have memory only during a step; its states stay in fp32. The noise is
+    a function of `seed`, the step number and the place of a weight, so a resumed run draws the same noise, and so do
+    several ranks that each hold a shard of the weights.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], *, seed: int
     ) -> None:
-        self._stand_ins = {
-            parameter: nn.Parameter(torch.empty(0, dtype=torch.float32, device=parameter.device))
-            for group in groups
-            for parameter in group["params"]
-        }
+        self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in (each for group in groups for each in group["params"]):
+            stand_in = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32))
+            _set_memory(stand_in, held=False)
+            self._stand_ins[parameter] = stand_in
         self._inner = make([group | {"params": [self._stand_ins[p] for p in group["params"]]} for group in groups])
         self._seed = seed
         self._steps = 0
@@ -74,40 +93,55 @@ class StochasticRounding(torch.optim.Optimizer):
         self._steps += 1
         for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             theirs["lr"] = ours["lr"]
-        generators: dict[torch.device, torch.Generator] = {}
         for chunk in self._chunks():
-            self._step_chunk(chunk, generators)
+            self._step_chunk(chunk)
 
-    def _chunks(self) -> Iterator[list[nn.Parameter]]:
-        chunk: list[nn.Parameter] = []
-        for parameter in self._stand_ins:
+    def _chunks(self) -> Iterator[list[tuple[int, nn.Parameter]]]:
+        """Return the parameters that have gradients, with their numbers, some at a time."""
+        chunk: list[tuple[int, nn.Parameter]] = []
+        for number, parameter in enumerate(self._stand_ins):
             if parameter.grad is None:
                 continue
-            chunk.append(parameter)
-            if sum(each.numel() for each in chunk) >= CHUNK_ELEMENTS:
+            chunk.append((number, parameter))
+            if sum(local_part(each).numel() for _, each in chunk) >= CHUNK_ELEMENTS:
                 yield chunk
                 chunk = []
         if chunk:
             yield chunk
 
-    def _step_chunk(self, chunk: list[nn.Parameter], generators: dict[torch.device, torch.Generator]) -> None:
-        for parameter in chunk:
+    @torch.no_grad()
+    def _step_chunk(self, chunk: list[tuple[int, nn.Parameter]]) -> None:
+        for _, parameter in chunk:
             stand_in = self._stand_ins[parameter]
-            stand_in.data = parameter.detach().float()
+            _set_memory(stand_in, held=True)
+            stand_in.copy_(parameter)
             stand_in.grad = None if parameter.grad is None else parameter.grad.float()
         self._inner.step()
-        for parameter in chunk:
+        for number, parameter in chunk:
             stand_in = self._stand_ins[parameter]
-            if parameter.device not in generators:
-                generators[parameter.device] = self._generator(parameter.device)
             stand_in.grad = None
-            for rows, values in zip(_pieces(parameter), _pieces(stand_in.data), strict=True):
-                rows.copy_(round_stochastically(values, generators[parameter.device]))
-            stand_in.data = torch.empty(0, dtype=torch.float32, device=parameter.device)
+            self._round(number, parameter, local_part(stand_in))
+            _set_memory(stand_in, held=False)
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        mixed = self._seed * _SPREAD[0] + self._steps * _SPREAD[1]
-        return torch.Generator(device).manual_seed(mixed & 0xFFFFFFFF)
+    def _round(self, number: int, parameter: nn.Parameter, values: Tensor) -> None:
+        """Round this rank's shard piece by piece; pieces are rows of the whole parameter, each with its own noise."""
+        weights, values = (_with_rows(tensor) for tensor in (local_part(parameter), values))
+        shape = _with_rows_shape(parameter.shape)
+        starts = first_indices(parameter) or (0,)
+        across = tuple(slice(at, at + size) for at, size in zip(starts[1:], weights.shape[1:], strict=True))
+        height = max(1, PIECE_ELEMENTS * shape[0] // max(1, math.prod(shape)))
+        end = starts[0] + len(weights)
+        for piece in range(starts[0] // height, -(-end // height) if len(weights) else 0):
+            first, last = piece * height, min((piece + 1) * height, shape[0])
+            noise = _noise((last - first, *shape[1:]), weights.device, self._generator(weights.device, number, piece))
+            own = slice(max(first, starts[0]), min(last, end))
+            drawn = noise[(slice(own.start - first, own.stop - first), *across)]
+            rows = slice(own.start - starts[0], own.stop - starts[0])
+            weights[rows].copy_(_round_with(values[rows], drawn))
+
+    def _generator(self, device: torch.device, number: int, piece: int) -> torch.Generator:
+        mixed = hashlib.blake2b(repr((self._seed, self._steps, number, piece)).encode(), digest_size=_SEED_BYTES)
+        return torch.Generator(device).manual_seed(int.from_bytes(mixed.digest(), "little"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the inner optimizer, and the step number."""
@@ -118,11 +152,18 @@ class StochasticRounding(torch.optim.Optimizer):
         self._steps = state_dict["rounding_steps"]
 
 
-def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor into views of some rows each, the same rows for all tensors of one shape."""
-    rows = tensor if tensor.ndim else tensor.view(1)
-    pieces: tuple[Tensor, ...] = torch.split(rows, max(1, PIECE_ELEMENTS * len(rows) // max(1, rows.numel())))
-    return pieces
+def _set_memory(parameter: nn.Parameter, *, held: bool) -> None:
+    """Give the values of a parameter memory, without content, or take it away; shape and shards stay known."""
+    local = local_part(parameter.detach())
+    local.untyped_storage().resize_(local.numel() * local.element_size() if held else 0)
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.ndim else tensor.view(1)
+
+
+def _with_rows_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(shape) or (1,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +173,8 @@ class OptimizerSettings:
     It keeps no first moment, and decays the second by its own rule.
     """
 
-    name: Literal["adamw", "adamw_8bit", "adafactor"]
+    name: str
+    """A key of `OPTIMIZERS`, or `package.module:function`."""
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -155,14 +197,45 @@ def optimizer_settings(config: TrainingConfig) -> OptimizerSettings:
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Return the named optimizer; its states are on the device of the parameters.
 
-    Raises `OptimizerUnavailable` if its package cannot be imported or cannot step on that device.
+    Raises `OptimizerUnavailable` if it cannot be imported or cannot step on that device.
     """
     trained = list(parameters)
     groups = _decay_groups(trained, settings.weight_decay)
-    make = partial(_MAKERS[settings.name], settings=settings)
+    maker = OPTIMIZERS.get(settings.name) or load_own_optimizer(settings, trained[0].device)
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return maker(groups, settings)
+
     if any(parameter.dtype == torch.bfloat16 for parameter in trained):
         return StochasticRounding(groups, make, seed=settings.seed)
     return make(groups)
+
+
+def load_own_optimizer(settings: OptimizerSettings, device: torch.device) -> OptimizerMaker:
+    """Import `package.module:function` and step a small matrix and vector with it; raise if either fails."""
+    flag = f"--optimizer {settings.name}"
+    module_name, _, function_name = settings.name.partition(":")
+    try:
+        maker: OptimizerMaker = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise OptimizerUnavailable(f"{flag} cannot be imported: {error}; check the path, and PYTHONPATH") from error
+    tried = [nn.Parameter(torch.ones(shape, device=device)) for shape in ((4, 4), (4,))]
+    for parameter in tried:
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer = maker(_decay_groups(tried, settings.weight_decay), replace(settings, lr=1e-3))
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        set_lr(optimizer, 1e-3)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    except Exception as error:
+        raise OptimizerUnavailable(
+            f"{flag} fails on a small matrix: {error!r}; give it the signature of the example in "
+            "docs/reference/library.md"
+        ) from error
+    if held != {id(parameter) for parameter in tried} or any(bool((each == 1).all()) for each in tried):
+        raise OptimizerUnavailable(f"{flag} leaves parameters where they are; let it step all that it is given")
+    return maker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,15 +292,7 @@ def _adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.o
 
 
 def _adafactor(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Return Adafactor with an absolute rate, as Hugging Face's `Trainer` sets it up.
-
-    In torch's and the paper's forms the rate is relative to each tensor's own scale, which leaves an adapter's zero
-    matrices unchanged.
-    """
-    from transformers.optimization import Adafactor
-
-    made: torch.optim.Optimizer = Adafactor(groups, lr=settings.lr, scale_parameter=False, relative_step=False)
-    return made
+    return Adafactor(groups, lr=settings.lr)
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -238,7 +303,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> to
             f"--optimizer adamw_8bit needs bitsandbytes, which cannot be imported ({error}); "
             "pip install bitsandbytes, or use --optimizer adamw"
         ) from error
-    make = partial(bitsandbytes.optim.AdamW8bit, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    make = partial(BlockwiseAdamW, lr=settings.lr, betas=settings.betas, eps=settings.eps)
     device = groups[0]["params"][0].device
     try:
         _step_once(make, device)
@@ -247,15 +312,18 @@ def _adamw_8bit(groups: list[dict[str, Any]], settings: OptimizerSettings) -> to
             f"--optimizer adamw_8bit: bitsandbytes {bitsandbytes.__version__} cannot step on {device} ({error}); "
             "pip install 'bitsandbytes>=0.48', or use --optimizer adamw"
         ) from error
-    made: torch.optim.Optimizer = make(groups)
-    return made
+    return make(groups)
 
 
 def _step_once(make: Any, device: torch.device) -> None:
-    """Take a step on a block large enough for 8-bit states, so that a missing kernel fails here, not after a batch."""
-    probe = torch.nn.Parameter(torch.zeros(4096, device=device))
+    """Take a step on a matrix large enough for 8-bit states: a missing kernel fails here, not after a batch."""
+    probe = torch.nn.Parameter(torch.zeros(16, 256, device=device))
     probe.grad = torch.ones_like(probe)
     make([probe]).step()
 
 
-_MAKERS = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
+OptimizerMaker: TypeAlias = Callable[[list[dict[str, Any]], OptimizerSettings], torch.optim.Optimizer]
+"""A function from parameter groups and settings to an optimizer over them."""
+
+OPTIMIZERS: Mapping[str, OptimizerMaker] = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
+"""The registry of optimizers by the names of `--optimizer`."""

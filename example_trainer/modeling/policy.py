@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -14,6 +15,7 @@ from example_trainer.errors import CheckpointError
 from example_trainer.modeling.layer_filter import trained_parameters
 from example_trainer.modeling.loading import (
     PolicyOptions,
+    Sharding,
     cast_floating,
     checkpoint_names,
     dequantised,
@@ -51,8 +53,10 @@ class Policy:
         """The context in which masters may change; a bridge whose server reads the masters sets its fence here."""
         self._has_no_other_masters = options.master_weights == "none" and options.adapter is None
         self._copies: dict[str, nn.Parameter] = {}
-        self._quantised = any(is_quantised(parameter) for parameter in module.parameters())
-        self._names = {n: n for n, _ in module.named_parameters()} if self._quantised else checkpoint_names(module)
+        self._replacing = threading.RLock()
+        """Held while a thread runs forwards of the one module on other weights than the policy's own."""
+        quantised = any(is_quantised(parameter) for parameter in module.parameters())
+        self._names = {n: n for n, _ in module.named_parameters()} if quantised else checkpoint_names(module)
         self._places = places_by_name(module, self._names)
         self._adapter: Adapter | None = None
         self.masters: dict[str, nn.Parameter] = {}
@@ -88,19 +92,19 @@ class Policy:
         return self._adapter is not None
 
     @property
-    def has_quantised_base(self) -> bool:
-        """True if the base is quantised, so forwards use other base weights than those of the loaded checkpoint."""
-        return self._quantised
-
-    @property
     def has_dropout(self) -> bool:
         """True if forwards with gradients differ by dropout from those without; only the latter match the sampler."""
         return self._adapter is not None and self._adapter.has_dropout
 
     @property
+    def sharding(self) -> Sharding | None:
+        """The settings with which weights are sharded over several ranks; None if this process holds them whole."""
+        return None
+
+    @property
     def is_sharded(self) -> bool:
         """True if weights are sharded over several ranks, so that all ranks must take part in a forward."""
-        return False
+        return self.sharding is not None
 
     def compute(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
         """Run `function(module, *arguments)` as one forward of the module and return its result."""
@@ -120,6 +124,15 @@ class Policy:
                 # Through .data: the graph of an earlier micro-batch may still use the copy, with these same values.
                 copy.data.copy_(self.masters[name])
         yield
+
+    @contextmanager
+    def own_weights(self) -> Iterator[None]:
+        """Run forwards on the policy's own weights, while another thread may want `with_weights`: it has to wait.
+
+        The parity check of an overlapped publish needs it: the next batch scores older versions at that time.
+        """
+        with self._replacing:
+            yield
 
     def compute_in_served_dtype(self) -> None:
         """Give the module copies of the weights in the served dtype and on its device, where the masters differ."""
@@ -230,14 +243,15 @@ class Policy:
         Masters and served tensors do not change, so a publish may run at the same time.
         """
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
-        try:
-            for name, weight in weights.items():
-                self._replace(name, weight, replaced)
-            with torch.no_grad():
-                yield
-        finally:
-            for owner, attribute, parameter in replaced:
-                setattr(owner, attribute, parameter)
+        with self._replacing:
+            try:
+                for name, weight in weights.items():
+                    self._replace(name, weight, replaced)
+                with torch.no_grad():
+                    yield
+            finally:
+                for owner, attribute, parameter in replaced:
+                    setattr(owner, attribute, parameter)
 
     def _replace(self, name: str, weight: torch.Tensor, replaced: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
         current = self._current(name)
@@ -249,7 +263,7 @@ class Policy:
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
         """Run forwards on the base alone, without gradients: the reference policy of an adapter run."""
-        with self._required_adapter().disabled(), torch.no_grad():
+        with self._replacing, self._required_adapter().disabled(), torch.no_grad():
             yield
 
     @torch.no_grad()
@@ -304,10 +318,12 @@ class Policy:
 
     @torch.no_grad()
     def base_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Return the tensors of `checkpoint_tensors` without the adapter: the base that an adapter is served on."""
-        return self._as_checkpoint(
-            {place: dequantised(self._current(name)) for place, name in self._names.items()}, dtype
-        )
+        """Return the tensors of `checkpoint_tensors` without the adapter: the base that an adapter is served on.
+
+        They are in host memory, because a device that holds the base in 4 bits may have no room for it in 16.
+        """
+        values = {place: dequantised(self._current(name)).cpu() for place, name in self._names.items()}
+        return self._as_checkpoint(values, dtype)
 
     def _as_checkpoint(self, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         tensors.update(persistent_buffers(self.module))

@@ -17,6 +17,7 @@ from statistics import fmean, median
 from typing import Any, Protocol, TextIO
 
 from atropos_api.common import metric_names as names
+from atropos_api.common import wandb_run
 from atropos_api.common.files import write_whole
 from example_trainer.errors import TrainerError
 from example_trainer.monitoring.health import HealthEvent
@@ -102,12 +103,13 @@ class WandbTracker:
         directory.mkdir(parents=True, exist_ok=True)
         try:
             self.run = wandb.init(
-                project=project or "atropos-grpo",
+                project=project or wandb_run.DEFAULT_PROJECT,
                 group=group or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}",
                 name=name,
                 dir=str(directory),
                 config=dict(config),
             )
+            wandb_run.prepare(self.run)
         except Exception as error:  # wandb raises many kinds of errors here, all before its run has begun
             cause = " ".join(str(error).split()).rstrip(".")
             raise TrainerError(
@@ -115,7 +117,7 @@ class WandbTracker:
             ) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.run.log(dict(metrics), step=step)
+        wandb_run.log(self.run, metrics, step)
 
     def event(self, event: HealthEvent) -> None:
         self.run.alert(title=event.sign, text=f"step {event.step}: {event.message}; {event.advice}")

@@ -25,6 +25,7 @@ from example_trainer.objective.ratios import (
     mismatch_weights,
     off_policy_mask,
     sequence_means,
+    staleness_weights,
     truncated_weights,
 )
 
@@ -50,6 +51,8 @@ class LossInputs:
     reference_logprobs: Tensor | None = None
     truncated_sampling: Tensor | None = None
     """Boolean: True where the sampled distribution was truncated (top-p or similar), so not the policy's own."""
+    ages: Tensor | None = None
+    """Age in steps of the policy version that sampled each token; negative where it is unknown."""
     teacher_logprobs: Tensor | None = None
     """`[N, K]` logprobs of the teacher's tokens; -inf where there is none."""
     student_logprobs: Tensor | None = None
@@ -77,6 +80,8 @@ class LossSettings:
     mismatch_correction: MismatchCorrection = "none"
     """With recomputed old logprobs: form of the weight from the ratio proximal policy to sampler."""
     off_policy_threshold: float | None = None
+    staleness_mask: int | None = None
+    staleness_decay: float = 1.0
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k3"
     entropy_coef: float = 0.0
@@ -117,7 +122,7 @@ def loss_terms(inputs: LossInputs, settings: LossSettings) -> dict[str, Tensor]:
 
 
 def policy_losses(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """Return the `[N]` surrogate of the loss type, times the mismatch weights and the off-policy mask."""
+    """Return the `[N]` surrogate of the loss type, times the weights and masks for mismatch and staleness."""
     surrogate = settings.own_loss or _surrogate
     losses = surrogate(inputs, settings)
     if inputs.truncated_sampling is not None and not settings.weighs_sampler:
@@ -133,7 +138,15 @@ def policy_losses(inputs: LossInputs, settings: LossSettings) -> Tensor:
             settings.off_policy_threshold,
         )
         losses = losses * keep
-    return losses
+    weights = staleness_of(inputs, settings)
+    return losses if weights is None else losses * weights
+
+
+def staleness_of(inputs: LossInputs, settings: LossSettings) -> Tensor | None:
+    """Return `[N]` weights by the age of each token's policy version; None if age makes no difference."""
+    if inputs.ages is None or (settings.staleness_mask is None and settings.staleness_decay == 1.0):
+        return None
+    return staleness_weights(inputs.ages, settings.staleness_mask, settings.staleness_decay)
 
 
 def surrogate_log_ratios(inputs: LossInputs, settings: LossSettings) -> Tensor:
@@ -261,6 +274,8 @@ class Targets:
     """Policy version the token was sampled under; -1 if the group does not say."""
     version_bounds: Tensor
     """The same, but for unknown versions the one at arrival at the broker: a bound on the token's staleness."""
+    ages: Tensor | None = None
+    """Age in steps of the token's policy version when its batch is trained, -1 if unknown; None before that."""
     reference_logprobs: Tensor | None = None
     """Logprobs under the reference policy; NaN where not yet computed, None if not needed or not known."""
     proximal_logprobs: Tensor | None = None

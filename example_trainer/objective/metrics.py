@@ -7,7 +7,6 @@ means that trainer and server have different weights or count positions differen
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,6 +18,7 @@ from example_trainer.objective.losses import (
     LossSettings,
     is_clipped,
     old_logprobs,
+    staleness_of,
     surrogate_log_ratios,
 )
 from example_trainer.objective.ratios import kl_estimates, log_ratios, off_policy_mask, sequence_means
@@ -33,6 +33,9 @@ def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, floa
     # A truncated weight still leaves a gradient; the clip and the mask leave none.
     weighed = settings.importance_sampling == "truncated" or settings.loss_type == "cispo"
     silenced = torch.zeros_like(clipped) if weighed else clipped
+    weights = staleness_of(inputs, settings)
+    if weights is not None:
+        silenced = silenced | (weights == 0)
     found = {
         names.MEAN_RATIO: _mean(ratios),
         names.MAX_RATIO: float(ratios.max()),
@@ -48,6 +51,8 @@ def policy_metrics(inputs: LossInputs, settings: LossSettings) -> dict[str, floa
         names.LOGPROBS_INFERENCE_MEAN: _mean(rollout),
         names.LOGPROBS_INFERENCE_STD: _std(rollout),
     }
+    if weights is not None:
+        found[names.STALENESS_WEIGHT] = _mean(weights)
     return found | _mismatch_metrics(inputs, settings) | _reference_metrics(inputs, settings)
 
 
@@ -109,23 +114,25 @@ def reward_metrics(rewards: Sequence[float], response_lengths: Sequence[int]) ->
     }
 
 
-def staleness_metrics(versions: Tensor, steps_by_version: Mapping[int, int], weights_step: int) -> dict[str, float]:
-    """Return the staleness of trained tokens in trainer steps, its histogram, and the share of unknown versions."""
-    if not len(versions):
+def token_ages(versions: Tensor, steps_by_version: Mapping[int, int], weights_step: int) -> Tensor:
+    """Return `[N]` the age in trainer steps of each token's policy version, -1 where the version is unknown."""
+    seen, places = torch.unique(versions, return_inverse=True)
+    known = [max(weights_step - steps_by_version[v], 0) if v in steps_by_version else -1 for v in seen.tolist()]
+    return torch.tensor(known, dtype=torch.long, device=versions.device)[places]
+
+
+def staleness_metrics(ages: Tensor) -> dict[str, float]:
+    """Return statistics of the `[N]` ages of trained tokens, their histogram, and the share of unknown versions."""
+    if not len(ages):
         return {}
-    seen, counts = torch.unique(versions, return_counts=True)
-    by_age: Counter[int] = Counter()
-    for version, count in zip(seen.tolist(), counts.tolist(), strict=True):
-        if version in steps_by_version:
-            by_age[max(weights_step - steps_by_version[version], 0)] += count
-    known = by_age.total()
-    found = {names.STALENESS_UNKNOWN: 1 - known / len(versions)}
-    for age, count in by_age.items():
+    known = ages[ages >= 0]
+    found = {names.STALENESS_UNKNOWN: 1 - len(known) / len(ages)}
+    for age, count in zip(*(each.tolist() for each in torch.unique(known, return_counts=True)), strict=True):
         name = names.STALENESS_AGE.format(steps=age_class(age))
-        found[name] = found.get(name, 0.0) + count / len(versions)
-    if known:
-        found[names.STALENESS_MEAN] = sum(age * count for age, count in by_age.items()) / known
-        found[names.STALENESS_MAX] = float(max(by_age))
+        found[name] = found.get(name, 0.0) + count / len(ages)
+    if len(known):
+        found[names.STALENESS_MEAN] = _mean(known)
+        found[names.STALENESS_MAX] = float(known.max())
     return found
 
 

@@ -152,3 +152,12 @@ def teacher_credits(teacher_ids: Tensor, teacher_logprobs: Tensor, labels: Tenso
     named = (teacher_ids == labels[:, None]) & teacher_logprobs.isfinite()
     found = teacher_logprobs.float().masked_fill(~named, 0.0).sum(-1) / named.sum(-1).clamp(min=1)
     return torch.where(named.any(-1), found - rollout_logprobs.float(), 0.0)
+
+
+def staleness_weights(ages: Tensor, mask_above: int | None, decay: float) -> Tensor:
+    """Return `[N]` weights by the age in steps of each token's policy version: decay^age, and 0 above `mask_above`.
+
+    A negative age stands for an unknown version, whose weight is 1.
+    """
+    weights = decay ** ages.clamp(min=0).float()
+    return weights if mask_above is None else torch.where(ages > mask_above, 0.0, weights)

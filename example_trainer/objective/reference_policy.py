@@ -76,7 +76,7 @@ def _held(policy: Policy, name: str, weight: Tensor) -> Tensor:
     """Return the part of a whole weight that this process keeps: its shard if the policy is sharded."""
     if not policy.is_sharded:
         return weight.to(policy.device)
-    from example_trainer.modeling.fsdp import shard_like
+    from example_trainer.modeling.shards import shard_like
 
     return shard_like(weight, policy.masters[name])
 
@@ -84,16 +84,15 @@ def _held(policy: Policy, name: str, weight: Tensor) -> Tensor:
 def _load_weights(policy: Policy, model_name: str) -> dict[str, Tensor]:
     """Return the trained weights of another checkpoint, by the policy's own names and in its served dtype."""
     from example_trainer.model import load_policy
-    from example_trainer.modeling.loading import PolicyOptions, Sharding
+    from example_trainer.modeling.loading import PolicyOptions
 
     if model_name.startswith((".", "/", "~")) and not Path(model_name).expanduser().is_dir():
         raise ModelNotFound(
             f"--ref-model {model_name}: no such directory; name a checkpoint of the policy's architecture"
         )
     dtype = str(policy.dtype).removeprefix("torch.")
-    sharding = Sharding() if policy.is_sharded else None
     options = PolicyOptions(
-        model_name=model_name, dtype=dtype, device=str(policy.device), master_weights="none", sharding=sharding
+        model_name=model_name, dtype=dtype, device=str(policy.device), master_weights="none", sharding=policy.sharding
     )
     other = load_policy(options).snapshot()
     for name, master in policy.masters.items():

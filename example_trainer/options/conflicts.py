@@ -91,6 +91,10 @@ def _several_ranks(config: TrainingOptions) -> Iterator[str]:
 
 
 _NO_ADAPTERS = "this mode trains full weights, adapters are for --weight-bridge-mode lora_only"
+_NO_STEPS_IN_4_BITS = (
+    "this mode steps the weights themselves, and a step is lost in 4 bits; "
+    "--weight-bridge-mode lora_only (or lora_restart) trains an adapter over them"
+)
 
 SHARED_VLLM_REFUSES = {
     "vllm_tensor_parallel_size": "it splits the tensors that the trainer maps",
@@ -101,10 +105,19 @@ SHARED_VLLM_REFUSES = {
     "lora_dropout": _NO_ADAPTERS,
     "lora_target_modules": _NO_ADAPTERS,
     "lora_layer_indices": _NO_ADAPTERS,
-    "load_in_4bit": _NO_ADAPTERS,
+    "load_in_4bit": _NO_STEPS_IN_4_BITS,
 }
 
-ADAPTER_SETTINGS = tuple(field for field, reason in SHARED_VLLM_REFUSES.items() if reason == _NO_ADAPTERS)
+BROADCAST_REFUSES = SHARED_VLLM_REFUSES | {
+    "vllm_tensor_parallel_size": "each server receives a broadcast in one process, and this splits it into several",
+    "vllm_quantization": "a broadcast sends unquantised weights, which fit no quantised tensor",
+    "vllm_enable_sleep_mode": "a sleeping server has no weights that a broadcast could replace",
+}
+"""The same settings with `--num-inference-nodes`, where no memory is shared: the reasons are others."""
+
+ADAPTER_SETTINGS = tuple(
+    field for field, reason in SHARED_VLLM_REFUSES.items() if reason in {_NO_ADAPTERS, _NO_STEPS_IN_4_BITS}
+)
 
 
 def reason_to_refuse(config: TrainingOptions) -> str | None:
@@ -141,24 +154,40 @@ def _refuse_general(config: TrainingOptions) -> str | None:
 
 def _refuse_ranks(config: TrainingOptions) -> str | None:
     """Return the first setting that several trainer processes do not support, with its reason, or None."""
+    if reason := _refuse_tensor_parallel(config):
+        return f"--trainer-tensor-parallel-size {config.trainer_tensor_parallel_size} {reason}"
     if config.world_size == 1:
         return None
-    sharded = not config.trains_adapter
+    instead = "use --world-size 1 or --weight-bridge-mode none"
     causes = (
-        (config.mode.shares_memory, "the served weights are one unsharded copy; use --world-size 1"),
+        (config.shares_memory, f"the served weights are one unsharded copy; {instead}"),
         (
-            sharded and config.optimizer != "adamw",
-            f"--optimizer {config.optimizer} cannot step weights that are sharded over ranks; use --optimizer adamw",
+            config.broadcasts,
+            f"several trainer processes cannot broadcast: each holds a part of the weights, and one sends; {instead}",
         ),
         (
-            sharded and config.master_weights != "fp32",
-            f"--master-weights {config.master_weights} is for one process; use fp32, of which each rank holds a part",
+            ":" in config.optimizer and not config.trains_adapter,
+            f"--optimizer {config.optimizer} would step a rank's rows as if they were whole; use adamw or adafactor",
         ),
         (config.overlap_publish, "--overlap-publish would gather weights during a forward that also gathers them"),
         (config.keep_versions > 0, f"--keep-versions {config.keep_versions} keeps older weights in one process only"),
     )
     cause = next((text for holds, text in causes if holds), None)
     return None if cause is None else f"--world-size {config.world_size}: {cause}"
+
+
+def _refuse_tensor_parallel(config: TrainingOptions) -> str | None:
+    size, processes = config.trainer_tensor_parallel_size, config.world_size
+    if size == 1:
+        return None
+    if processes % size:
+        return f"does not divide --world-size {processes}; start a multiple of {size} processes"
+    if config.trains_adapter:
+        return (
+            f"would divide the layers that adapters are put on, and {config.weight_bridge_mode} trains adapters of "
+            "whole layers; use --weight-bridge-mode none, or several processes without it"
+        )
+    return None
 
 
 def _refuse_forward_weights(config: TrainingOptions) -> str | None:
@@ -180,7 +209,7 @@ def _refuse_forward_weights(config: TrainingOptions) -> str | None:
 def _refuse_shared(config: TrainingOptions) -> str | None:
     if not config.mode.shares_memory:
         return None
-    for field, reason in SHARED_VLLM_REFUSES.items():
+    for field, reason in (BROADCAST_REFUSES if config.broadcasts else SHARED_VLLM_REFUSES).items():
         value, works = getattr(config, field), type(config).model_fields[field].default
         if value != works:
             return f"shared_vllm refuses {flag(field)} {value}: {reason}; leave it at {works}"
@@ -194,7 +223,8 @@ def _refuse_adapter_settings(config: TrainingOptions) -> str | None:
         field for field in ADAPTER_SETTINGS if getattr(config, field) != type(config).model_fields[field].default
     ]
     if changed:
-        return f"mode none refuses {flag(changed[0])} {getattr(config, changed[0])}: {_NO_ADAPTERS}"
+        reason = SHARED_VLLM_REFUSES[changed[0]]
+        return f"mode none refuses {flag(changed[0])} {getattr(config, changed[0])}: {reason}"
     return None
 
 
@@ -231,37 +261,9 @@ def _refuse_lora(config: TrainingOptions) -> str | None:
             f"lora_only refuses --vllm-tensor-parallel-size {config.vllm_tensor_parallel_size}: adapters are sent "
             "whole, and a server that splits its layers has no place for them; use --weight-bridge-mode lora_restart"
         )
-    if config.weight_bridge_mode == "lora_only" and config.load_in_4bit:
+    if config.load_in_4bit and config.vllm_quantization is not None:
         return (
-            "lora_only refuses --load-in-4bit: the running server computes with the unquantised base; "
-            "use --weight-bridge-mode lora_restart, which serves the values that the trainer computes with"
+            f"--vllm-quantization {config.vllm_quantization} would quantise the values of the 4-bit base again, so "
+            "that the server computes others than the trainer; leave it out, or leave out --load-in-4bit"
         )
     return None
-
-
-def settings_without_effect(config: TrainingOptions) -> list[str]:
-    """Return a sentence for each setting that was changed and does nothing in this weight sync mode."""
-    mode, several = config.mode, config.num_inference_nodes > 0
-    rules = (
-        ("vllm_restart_interval", not mode.server_outlives_publish or mode.interval_if_set, "each step is published"),
-        ("in_flight", mode.shares_memory, "requests end under the weights that they began with, or are restarted"),
-        (
-            "sync_budget",
-            mode.shares_memory and config.forwards_from_masters,
-            "it spaces publishes where a forward reads the masters",
-        ),
-        ("forward_weights", mode.shares_memory, "the forward reads the trainer's own weights"),
-        ("drain_seconds", mode.name != "lora_only", "an adapter is swapped while requests go on"),
-        ("vllm_config_path", config.shares_memory, "no memory is shared"),
-        ("restart_method", not mode.server_outlives_publish, "the server is not restarted"),
-        ("start_vllm", mode.name == "lora_only" and not several, "only lora_only starts a server where none answers"),
-        ("broadcast_backend", config.broadcasts, "weights are broadcast in shared_vllm with --num-inference-nodes"),
-    )
-    changed = [
-        (field, why)
-        for field, counts, why in rules
-        if not counts and getattr(config, field) != type(config).model_fields[field].default
-    ]
-    return [
-        f"{flag(field)} {getattr(config, field)} has no effect in mode {mode.name}: {why}" for field, why in changed
-    ]

@@ -5,11 +5,21 @@ They are part of `TrainingConfig`; importing this module loads no torch.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from atropos_api.common.option_flags import aliases
+from example_trainer.options.objective import IMPORT_PATH
+
+OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
+
+LOGIT_CHANGES: tuple[tuple[str, float | None], ...] = (
+    ("final_logit_softcapping", None),
+    ("logit_scale", 1.0),
+    ("logits_scaling", 1.0),
+)
+"""Fields of a model's configuration that change its logits after the head, each with the value that does not."""
 
 
 class ModelOptions(BaseModel):
@@ -45,6 +55,14 @@ class ModelOptions(BaseModel):
         False, description="Recompute activations in the backward: less memory, about a third more time."
     )
     debug_loading: bool = Field(False, description="Log each tensor while the model is loaded.")
+    fit: Literal["check", "auto", "off"] = Field(
+        "check",
+        description="Before anything is loaded: check refuses a run that does not fit the GPU and names flags that do, "
+        "auto sets them, off does neither (docs/reference/memory.md).",
+    )
+    gpu_memory_gb: float | None = Field(
+        None, gt=0.0, description="GPU memory in GB (10^9 bytes) that --fit counts with; unset: the GPU's own."
+    )
 
 
 class LoraOptions(BaseModel):
@@ -68,7 +86,9 @@ class LoraOptions(BaseModel):
         None, description="Put adapters on these layers only: 20-31, 0-3,28-31, top-25% or last-12."
     )
     load_in_4bit: bool = Field(
-        False, description="QLoRA: hold the frozen base in 4 bits (nf4, by bitsandbytes) under the adapter."
+        False,
+        description="QLoRA: hold the frozen base in 4 bits (nf4, by bitsandbytes) under the adapter; the server loads "
+        "the values that it computes with, from served/base in the run directory.",
     )
 
 
@@ -128,10 +148,11 @@ class BatchOptions(BaseModel):
 class OptimizerOptions(BaseModel):
     """The optimizer and its schedule."""
 
-    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = Field(
+    optimizer: OptimizerName | str = Field(
         "adamw_8bit",
-        description="adamw_8bit needs bitsandbytes. adafactor has an absolute rate and no --adam-* settings. bf16 with "
-        "stochastic rounding: any of them with --master-weights none.",
+        description="adamw_8bit needs bitsandbytes. adafactor has an absolute rate and no --adam-* settings. "
+        "package.module:function is an optimizer of your own. bf16 with stochastic rounding: any of them with "
+        "--master-weights none.",
     )
     lr: float = Field(1e-5, ge=0.0, description="Learning rate.", json_schema_extra=aliases("learning_rate"))
     adam_beta1: float = Field(0.9, ge=0.0, lt=1.0, description="First-moment decay.")
@@ -149,3 +170,11 @@ class OptimizerOptions(BaseModel):
     max_nonfinite_steps: int = Field(
         3, ge=1, description="Stop after this many steps in a row without a finite gradient."
     )
+
+    @field_validator("optimizer")
+    @classmethod
+    def _check_optimizer(cls, value: str) -> str:
+        known = get_args(OptimizerName)
+        if value in known or IMPORT_PATH.fullmatch(value):
+            return value
+        raise ValueError(f"{value} is not an optimizer; use one of {', '.join(known)}, or package.module:function")

@@ -20,7 +20,8 @@ PUBLISHED_FORMS: Mapping[str, Mapping[str, object]] = {
 }
 """Settings, besides the surrogate, that a loss type takes from its paper unless the user sets them."""
 
-_OWN_LOSS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""A part of the user's own, named as `package.module:function`."""
 
 
 class ObjectiveOptions(BaseModel):
@@ -73,6 +74,18 @@ class ObjectiveOptions(BaseModel):
         ge=0.0,
         description="Mask tokens of negative advantage in sequences whose mean log-ratio, sampler to policy, is "
         "above this; None: off.",
+    )
+    staleness_mask: int | None = Field(
+        None,
+        ge=0,
+        description="Mask tokens whose policy version is more than this many steps old, each by its own version: the "
+        "older part of an answer that was sampled across publishes; None: off.",
+    )
+    staleness_decay: float = Field(
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="Weight of a token's loss: this to the power of its version's age in steps; 1: no weight.",
     )
     kl_coef: float = Field(
         0.0,
@@ -151,7 +164,7 @@ class ObjectiveOptions(BaseModel):
     @classmethod
     def _check_loss_type(cls, value: str) -> str:
         known = get_args(LossType)
-        if value in known or _OWN_LOSS.fullmatch(value):
+        if value in known or IMPORT_PATH.fullmatch(value):
             return value
         raise ValueError(f"{value} is not a loss type; use one of {', '.join(known)}, or package.module:function")
 

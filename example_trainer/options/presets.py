@@ -44,7 +44,15 @@ class Preset:
     with_adapters: Mapping[str, Any] = field(default_factory=dict)
     """Additional settings in the modes that train adapters."""
     environment: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the environment, under its own names."""
+    """Settings of any environment, under its own names."""
+    server: str | None = None
+    """The environment that the launcher starts if none is named."""
+    server_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `server` that other environments lack."""
+    data_paths: tuple[str, str] = ("", "")
+    """Files of its questions to train and to evaluate on, used if they exist."""
+    dataset_name: str = ""
+    """The Hugging Face data set that is used if they do not exist."""
 
 
 _COURSE_BATCH = {"batch_size": 2, "gradient_accumulation_steps": 128}
@@ -119,7 +127,8 @@ PRESETS: Mapping[str, Preset] = {
         settings={"loss_type": "no_baseline", "loss_aggregation": "sequence"},
     ),
     "cs336": Preset(
-        about="the CS336 course's loop: 200 steps of 256 answers, groups of 8, checkpoint_step_N and final_model",
+        about="the CS336 course's loop: 200 steps of 256 answers, groups of 8, checkpoint_step_N and final_model; the "
+        "launcher starts gsm8k_server.py with the r1_zero prompt, on ./data/math/{train,test}.jsonl or else GSM8K",
         settings={
             "training_steps": 200,
             "lr": 1e-5,
@@ -132,7 +141,17 @@ PRESETS: Mapping[str, Preset] = {
             "checkpoint_names": "cs336",
             **_COURSE_BATCH,
         },
-        environment={"group_size": 8, "steps_per_eval": 5},
+        # The course's batch holds every group, also those whose scores are all equal.
+        environment={
+            "group_size": 8,
+            "steps_per_eval": 5,
+            "max_token_length": 1024,
+            "ensure_scores_are_not_same": False,
+        },
+        server="gsm8k_server.py",
+        server_settings={"prompt_template": "r1_zero", "eval_temperature": 1.0},
+        data_paths=("./data/math/train.jsonl", "./data/math/test.jsonl"),
+        dataset_name="openai/gsm8k:main",
     ),
     "trl-note": Preset(
         about="the TRL guide's configuration: 128 answers a batch in optimizer steps of 4 micro-batches of 4, groups "
@@ -165,11 +184,6 @@ class PresetOptions(BaseModel):
         if not isinstance(values, Mapping) or values.get("preset") not in PRESETS:
             return values  # the field's own validation refuses an unknown name
         return _under(PRESETS[values["preset"]], values)
-
-
-def environment_settings(preset: str | None) -> dict[str, Any]:
-    """Return the preset's settings for the environment."""
-    return dict(PRESETS[preset].environment) if preset else {}
 
 
 def _under(preset: Preset, given: Mapping[str, Any]) -> dict[str, Any]:

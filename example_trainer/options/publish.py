@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import BaseModel, Field, field_validator
@@ -16,7 +18,7 @@ SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 USUAL_STALENESS = 2
 DRAIN_SECONDS = 0.5
 """Default time that running requests get to end before a publish writes weights."""
-_SYNC_CHECKS = {"every": 1, "off": 0}
+_SYNC_CHECKS: Mapping[str, int | None] = MappingProxyType({"auto": None, "every": 1, "off": 0})
 
 
 class PublishOptions(BaseModel):
@@ -51,9 +53,10 @@ class PublishOptions(BaseModel):
         description="Backend that sends weights to the servers of --num-inference-nodes (MASTER_ADDR, MASTER_PORT).",
     )
     sync_check: str = Field(
-        "off",
+        "auto",
         description="Check by checksums and logprobs that trainer and server agree: after every publish, after every "
-        "Nth, or only after the first (off).",
+        "Nth, after the first only (off), or as often as takes at most 1 % of the time (auto; not with "
+        "--overlap-publish).",
     )
     gpu_memory_utilization: float = Field(0.45, gt=0.0, le=1.0, description="vLLM's share of GPU memory.")
     vllm_gpu: int | None = Field(
@@ -95,14 +98,15 @@ class PublishOptions(BaseModel):
     def _check_sync_check(cls, value: object) -> str:
         text = str(value).lower()
         if text not in _SYNC_CHECKS and not (text.isdigit() and int(text) > 0):
-            raise ValueError(f"{value} is not valid; use every, off, or a number of publishes of at least 1")
+            raise ValueError(f"{value} is not valid; use auto, every, off, or a number of publishes of at least 1")
         return text
 
     @property
-    def sync_check_every(self) -> int:
-        """Number of publishes per logprob parity check; 0: only the first publish to each server is checked."""
-        named = _SYNC_CHECKS.get(self.sync_check)
-        return int(self.sync_check) if named is None else named
+    def sync_check_every(self) -> int | None:
+        """Number of publishes per logprob parity check; 0: the first to each server only; None: by its duration."""
+        if self.sync_check == "auto" and self.overlap_publish:
+            return 0
+        return _SYNC_CHECKS[self.sync_check] if self.sync_check in _SYNC_CHECKS else int(self.sync_check)
 
 
 def served_rank(rank: int) -> int:

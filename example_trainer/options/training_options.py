@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from atropos_api.common.identity import Address
 from atropos_api.common.option_flags import aliases
 from atropos_api.common.secrets import SECRET
 from example_trainer.monitoring.health import ANY_SIGN, parse_limits, sign_names
-from example_trainer.options.conflicts import settings_without_effect
 from example_trainer.options.model import BatchOptions, LoraOptions, ModelOptions, OptimizerOptions
 from example_trainer.options.objective import ObjectiveOptions
 from example_trainer.options.presets import CourseOptions, PresetOptions
 from example_trainer.options.publish import PublishOptions
+from example_trainer.options.without_effect import settings_without_effect
 
 MOST_SERVERS = 512
 LARGEST_SEED = 2**32 - 1
@@ -73,6 +73,13 @@ class RunOptions(BaseModel):
     batch_timeout: float = Field(3600.0, gt=0.0, description="Seconds to wait for environments to fill one batch.")
     trainer_rank: int = Field(0, ge=0, description="Rank of this trainer process.")
     world_size: int = Field(1, ge=1, description="Number of trainer processes.")
+    trainer_tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Number of trainer processes that divide each layer (tensor parallelism) and train the same rows; "
+        "--world-size is a multiple of it.",
+        json_schema_extra=aliases("actor_tp_size"),
+    )
     init_method: str = Field(
         "env://", description="Address at which the trainer processes meet, as torch.distributed takes it."
     )
@@ -89,7 +96,7 @@ class RunOptions(BaseModel):
 class TrackingOptions(BaseModel):
     """The reporting of metrics; metrics.jsonl is always written."""
 
-    use_wandb: bool = Field(False, description="Log to Weights & Biases.")
+    use_wandb: bool = Field(False, description="Log to Weights & Biases; --wandb-project does so too.")
     wandb_project: str | None = Field(None, description="W&B project.")
     wandb_group: str | None = Field(None, description="W&B group; unset: derived from --name.")
     wandb_run_name: str | None = Field(None, description="W&B run name; unset: --name.")
@@ -105,6 +112,13 @@ class TrackingOptions(BaseModel):
         "(docs/reference/metrics.md lists them); a mapping in a file.",
     )
     benchmark: bool = Field(False, description="Log a summary of times and rates at the end.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _log_to_a_named_project(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("wandb_project") is None:
+            return values
+        return {"use_wandb": True, **values}
 
     @field_validator("stop_on")
     @classmethod

@@ -119,6 +119,8 @@ class Child:
     handle: psutil.Process
     log_path: Path
     started_at: float
+    restarted: int = 0
+    """The number of restarts that led to this process."""
     descendants: dict[psutil.Process, Descendant] = field(default_factory=dict)
     loss: LostProcess | None = None
 

@@ -197,6 +197,18 @@ def holds_gpu_memory(pids: Iterable[int], gpu: int | None) -> bool:
     return not users.isdisjoint(pids)
 
 
+def gpu_memory_bytes(gpu: int) -> float | None:
+    """Return the memory of the GPU with this number among those that this process sees; None if there is none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(gpu)]
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",") if name.strip()][gpu : gpu + 1]
+    if not names or names == ["-1"]:
+        return None
+    lines = _query_driver("--query-gpu=memory.total", names[0])
+    return float(lines[0]) * 2**20 if lines and lines[0].replace(".", "").isdecimal() else None
+
+
 def _gpu_has_room(gpu: int | None, share: float) -> bool:
     lines = _query_driver("--query-gpu=memory.free,memory.total", gpu)
     if not lines:
@@ -205,7 +217,7 @@ def _gpu_has_room(gpu: int | None, share: float) -> bool:
     return free > share * total
 
 
-def _query_driver(query: str, gpu: int | None) -> list[str]:
+def _query_driver(query: str, gpu: int | str | None) -> list[str]:
     """Return the lines of nvidia-smi's output; none if there is no such program or GPU."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-i", str(gpu or 0)]
     try:

@@ -47,6 +47,7 @@ from example_trainer.serving.startup import StartingAnswers
 from example_trainer.serving.state import ServerState, warm_up
 from example_trainer.serving.vllm.compat import end_engine, engine_processes
 from example_trainer.serving.vllm.failure_cause import how_ended
+from example_trainer.weight_protocol.base_record import read_base_record
 from example_trainer.weight_protocol.manifest import (
     BridgeManifest,
     process_start_time,
@@ -176,6 +177,8 @@ class Serving:
         self._boot_id = boot_id
         self._made_at = time.monotonic()
         self._token: str | None = None
+        # Read before vLLM loads the files: a trainer may replace the directory later.
+        self._base = read_base_record(config.model)
         self.ready = False
         self.engine_end: str | None = None
         """The cause of the engine's end, if it ended before it was stopped."""
@@ -231,6 +234,7 @@ class Serving:
             gate=gate,
             adapters=adapters,
             manifest=manifest,
+            base_digest=self._base.digest if self._base else None,
             checkpoint_shapes=declared_shapes(self._config.model, engine.async_llm.model_config.revision),
         )
         if manifest is not None:

@@ -36,6 +36,7 @@ _OWN_FIELDS = frozenset(
         "drain_seconds",
         "policy_version",
         "await_policy",
+        "await_model",
         "adapter",
         "max_adapter_mib",
         "bridge_dir",
@@ -69,6 +70,11 @@ class ServerConfig(BaseModel):
     await_policy: bool = Field(
         False,
         description="serve nothing until a trainer has sent its first adapter or weights; also NUM_INFERENCE_NODES=N",
+    )
+    await_model: bool = Field(
+        False,
+        description="wait until a trainer has written --model, for example the base of --load-in-4bit at "
+        "RUN_DIR/served/base, and load it then",
     )
     adapter: Path | None = Field(
         None, description="directory of a LoRA adapter to serve from the start, as --policy-version"
@@ -116,6 +122,12 @@ class ServerConfig(BaseModel):
     uvicorn_log_level: str = Field("warning", description="log level of the HTTP server")
 
     @property
+    def is_local(self) -> bool:
+        """True if model and tokenizer are directories, so that nothing is asked of the hub."""
+        named = [self.tokenizer] if self.await_model else [self.model, self.tokenizer]
+        return all(Path(name).expanduser().is_dir() for name in named if name is not None)
+
+    @property
     def adapter_slots(self) -> int:
         """Number of adapters that one batch may mix, and of newest versions that stay loaded."""
         return self.max_loras or _ADAPTER_SLOTS
@@ -146,6 +158,16 @@ class ServerConfig(BaseModel):
 
     def token(self, environ: Mapping[str, str]) -> str | None:
         return self.bridge_token or environ.get("ATROPOS_BRIDGE_TOKEN") or None
+
+    def warnings(self, gpu: Path = NVIDIA_DEVICE) -> list[str]:
+        """Return a sentence for each setting that is valid but often a mistake; `gpu` is there on a GPU machine."""
+        if self.enable_lora and self.enforce_eager and gpu.exists():
+            text = (
+                "--enforce-eager with --enable-lora gives up the speed of CUDA graphs, and adapters do not need it: "
+                "they are copied into buffers that the graphs read; leave --enforce-eager out"
+            )
+            return [text]
+        return []
 
 
 def read_config(argv: Sequence[str]) -> tuple[ServerConfig, list[str]]:

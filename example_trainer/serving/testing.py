@@ -30,6 +30,7 @@ from example_trainer.serving.handover import HandoverServer, hand_over, take_ove
 from example_trainer.serving.problems import Problem
 from example_trainer.serving.responses import UNLABELLED
 from example_trainer.serving.startup import StartingAnswers
+from example_trainer.weight_protocol.base_record import read_base_record
 
 Spans = list[list[int | None]]
 
@@ -116,11 +117,12 @@ _PIECES = 5
 class VersionServer:
     """Answers its version: at once, after a while as if it decoded, or in a stream of pieces."""
 
-    def __init__(self, version: int | None, *, answer_seconds: float) -> None:
+    def __init__(self, version: int | None, *, answer_seconds: float, model: str = "m") -> None:
         self.gate = AdmissionGate()
         self._answer_seconds = answer_seconds
-        self._facts = {"policy_version": version, "boot_id": secrets.token_hex(8), "model": "m", "max_model_len": 64}
-        self._facts["lora"] = True
+        base = read_base_record(model)
+        self._facts = {"policy_version": version, "boot_id": secrets.token_hex(8), "model": model, "max_model_len": 64}
+        self._facts |= {"lora": True, "base_digest": base.digest if base else None}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -198,6 +200,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--drain-seconds", type=float, default=0.0)
     parser.add_argument("--load-seconds", type=float, default=0.0)
     parser.add_argument("--answer-seconds", type=float, default=0.05)
+    parser.add_argument("--model", default="m")
     given, _ = parser.parse_known_args(argv)
     try:
         sockets = open_sockets(given.host, given.port, os.environ)
@@ -206,7 +209,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     starting = StartingAnswers(sockets.listening) if sockets.predecessor is None else None
     time.sleep(given.load_seconds)
-    app = VersionServer(given.policy_version, answer_seconds=given.answer_seconds)
+    app = VersionServer(given.policy_version, answer_seconds=given.answer_seconds, model=given.model)
     asyncio.run(serve(app, sockets, starting, given.drain_seconds))
     return 0
 

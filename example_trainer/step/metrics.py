@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 from atropos_api.common import metric_names as names
 from atropos_api.wire import Batch, Group
 from example_trainer.data import MASKED, TrainingBatch
-from example_trainer.objective.metrics import reward_metrics, staleness_metrics
+from example_trainer.objective.metrics import reward_metrics, staleness_metrics, token_ages
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from example_trainer.data import TrainingBatch
     from example_trainer.state import Progress
     from example_trainer.training import StepResult
@@ -73,7 +75,12 @@ class StepClock:
 def measure(batch: TrainingBatch, result: StepResult, progress: Progress) -> dict[str, float]:
     """Return the step's training metrics and its batch's rewards and staleness, counted from the step before."""
     metrics = reward_metrics(batch.rewards, batch.response_lengths) | result.metrics
-    return metrics | staleness_metrics(batch.targets.version_bounds, progress.steps_by_version, progress.step)
+    return metrics | staleness_metrics(ages_of(batch, progress))
+
+
+def ages_of(batch: TrainingBatch, progress: Progress) -> Tensor:
+    """Return `[N]` the ages of a batch's trained tokens, in steps up to the weights that it is trained on."""
+    return token_ages(batch.targets.version_bounds, progress.steps_by_version, progress.step)
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
@@ -134,6 +141,7 @@ def describe(batch: Batch, training: TrainingBatch) -> PreparedBatch:
     metrics = _length_metrics(lengths, [len(row.targets) for row in training.rows])
     metrics[names.RESPONSE_REPETITION] = repetition(answers)
     metrics |= _share_metrics(training, sum(lengths))
+    metrics |= advantage_metrics(training.advantages)
     metrics |= _environment_metrics(batch.groups)
     return PreparedBatch(training=training, whole=training, metrics=metrics)
 
@@ -177,6 +185,18 @@ def _share_metrics(training: TrainingBatch, sampled_tokens: int) -> dict[str, fl
         names.REWARD_OVERLONG_PENALTY: training.overlong_penalty,
         names.NO_SIGNAL_FRACTION: training.counts.get("no_signal", 0) / max(1, sequences),
         **{names.LEFT_OUT.format(cause=cause): float(count) for cause, count in training.counts.items()},
+    }
+
+
+def advantage_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return statistics of the advantages of all sequences, and the share of groups in which all are 0."""
+    values = np.asarray([value for group in groups for value in group], dtype=np.float64)
+    return {
+        names.ADVANTAGE_MEAN: float(values.mean()),
+        names.ADVANTAGE_STD: float(values.std()),
+        names.ADVANTAGE_MIN: float(values.min()),
+        names.ADVANTAGE_MAX: float(values.max()),
+        names.ADVANTAGE_ZERO_GROUPS: sum(not any(group) for group in groups) / len(groups),
     }
 
 

@@ -234,6 +234,6 @@ def _whole_state(learner: Learner, objective: ObjectiveState) -> tuple[Stateful,
     """Return optimizer and objective state for a checkpoint, gathered from all ranks if the policy is sharded."""
     if not learner.policy.is_sharded:
         return learner.optimizer, objective
-    from example_trainer.modeling.fsdp import WholeState, whole
+    from example_trainer.modeling.shards import WholeState, whole
 
     return WholeState(learner.optimizer), whole(objective, keep=learner.ranks.is_main)

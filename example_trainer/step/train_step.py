@@ -81,8 +81,10 @@ class TrainStep:
 
     def begin(self, prepared: PreparedBatch, should_stop: Callable[[], bool] = lambda: False) -> StepTraining:
         """Score the tokens that older policy versions sampled, and make the batch's mini-batches."""
-        older = self.alignment.score_older(prepared.training)
-        return StepTraining(prepared, self.learner.begin(prepared.training, should_stop), older)
+        batch = prepared.training
+        older = self.alignment.score_older(batch)
+        aged = replace(batch, targets=replace(batch.targets, ages=step_metrics.ages_of(batch, self.progress)))
+        return StepTraining(prepared, self.learner.begin(aged, should_stop), older)
 
     def finish(self, training: StepTraining) -> dict[str, float]:
         """Count the step, and return its metrics without times."""

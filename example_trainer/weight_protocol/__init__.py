@@ -1,5 +1,6 @@
 """The contract between trainer and inference server: manifest, shared memory, transfers, and the calls of `/bridge/*`.
 
 In reading order: `manifest` (where each tensor is stored), `segment` and `shm_header` (shared memory and its
-version), `client` (the calls), `transfer` (adapters and weights that are sent). It may import `errors`.
+version), `client` (the calls), `transfer` (adapters and weights that are sent), `base_record` (which frozen base a
+server of adapters computes with). It may import `errors`.
 """

@@ -88,6 +88,8 @@ class ServerInfo:
     """True while a publish has begun that has neither ended nor lapsed."""
     token_path: str | None = None
     """File with the bridge token, readable by the server's own user; of a server without a manifest."""
+    base_digest: str | None = None
+    """Digest of the dequantised base that the server has loaded; None if its model is not one."""
     dtype: str | None = None
     """Dtype in which the server computes; None if it does not say."""
 
@@ -126,6 +128,7 @@ class ServerClient:
             manifest_path=answer.get("manifest_path"),
             how_to_share=answer.get("how_to_share"),
             token_path=answer.get("token_path"),
+            base_digest=answer.get("base_digest"),
             dtype=answer.get("dtype"),
         )
 

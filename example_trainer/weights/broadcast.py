@@ -58,7 +58,7 @@ class BroadcastOptions:
     sync_budget: float = 0.2
     max_staleness: int | None = None
     backend: Backend = "gloo"
-    sync_check_every: int = 0
+    sync_check_every: int | None = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from example_trainer.options.modes import BridgeMode
 from example_trainer.options.publish import served_rank, versions_kept
+from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
 from example_trainer.weights.base import WeightBridge
 
 if TYPE_CHECKING:
@@ -21,7 +22,12 @@ def policy_options(config: TrainingConfig) -> PolicyOptions:
     from example_trainer.modeling.lora import adapter_options
 
     # An adapter is small and its base is frozen, so every rank holds both unsharded; only gradients are summed.
-    is_sharded = config.world_size > 1 and not config.trains_adapter
+    sharding = None
+    if config.world_size > 1 and not config.trains_adapter:
+        sharding = Sharding(
+            reshard_after_forward=config.reshard_after_forward,
+            tensor_parallel_size=config.trainer_tensor_parallel_size,
+        )
     return PolicyOptions(
         model_name=config.model_name,
         dtype=config.dtype,
@@ -30,7 +36,7 @@ def policy_options(config: TrainingConfig) -> PolicyOptions:
         train_layer_indices=config.train_layer_indices,
         adapter=adapter_options(config),
         gradient_checkpointing=config.gradient_checkpointing,
-        sharding=Sharding(reshard_after_forward=config.reshard_after_forward) if is_sharded else None,
+        sharding=sharding,
         debug_loading=config.debug_loading,
     )
 
@@ -98,6 +104,7 @@ def _lora_only(config: TrainingConfig) -> WeightBridge:
                 policy=policy_options(config),
                 server_url=url,
                 adapters_dir=served / str(index) if config.num_inference_nodes > 1 else served,
+                base_dir=config.required_run_dir / BASE_DIRECTORY,
                 bridge_token=config.bridge_token,
                 vllm=_vllm(config, _adapter_arguments(config, kept)) if starts else None,
                 wait_timeout_seconds=config.wait_timeout,
@@ -118,6 +125,7 @@ def _restart(config: TrainingConfig) -> WeightBridge:
             policy=policy_options(config),
             vllm=_vllm(config),
             weights_dir=config.required_run_dir / "served",
+            base_dir=config.required_run_dir / BASE_DIRECTORY,
             restart_interval=config.vllm_restart_interval,
             method=config.restart_method,
             adapter_arguments=_adapter_arguments(config, 1),
@@ -136,6 +144,7 @@ def _vllm(config: TrainingConfig, arguments: Sequence[str] = ()) -> VllmOptions:
         log_path=(config.log_dir or config.required_run_dir / "logs") / "vllm.log",
         served_model_name=config.model_name,
         tokenizer=config.model_name,
+        dtype=config.dtype,
         max_model_len=config.max_model_len,
         gpu_memory_utilization=config.gpu_memory_utilization,
         gpu=config.vllm_gpu,

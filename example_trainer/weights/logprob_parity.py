@@ -93,7 +93,8 @@ def prove(
 
     With the `limit` of an earlier check the module is only read, so that it may be used meanwhile.
     """
-    _check_written(policy)
+    with policy.own_weights():
+        _check_written(policy)
     prompts = probe_prompts(int(policy.hf_config.vocab_size), max_model_len)
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(lambda prompt: generate(_request(prompt)), prompts))
@@ -146,12 +147,13 @@ def compare(policy: Policy, samples: list[_Sample], limit: Difference | None = N
     assumed: it is the trainer's own distance from the same forward in the next wider precision.
     """
     theirs = torch.cat([torch.tensor(logprobs) for sample in samples for logprobs in sample.logprobs])
-    ours = torch.cat([_logprobs(policy, sample) for sample in samples])
-    return Agreement(
-        tokens=theirs.numel(),
-        difference=_difference(ours, theirs),
-        limit=limit or _limit(policy, samples, ours),
-    )
+    with policy.own_weights():
+        ours = torch.cat([_logprobs(policy, sample) for sample in samples])
+        return Agreement(
+            tokens=theirs.numel(),
+            difference=_difference(ours, theirs),
+            limit=limit or _limit(policy, samples, ours),
+        )
 
 
 def _limit(policy: Policy, samples: list[_Sample], ours: torch.Tensor) -> Difference:

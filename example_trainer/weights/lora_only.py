@@ -3,8 +3,8 @@
 The adapter's tensors are sent as one safetensors body into the server's memory; from the server's answer on, requests
 under the model's name start with the new adapter, and those already running end with theirs. There is no fence, no
 file, no restart and no `--enforce-eager`. If an adapter is rejected, the old one stays served. A server that answers at
-`--vllm-port` is used; otherwise the trainer starts one, and restarts it if it exits. A stock vLLM server takes its
-adapters from files (`weights.adapter_target`).
+`--vllm-port` is used, unless it has another base (`weights.served_model`); otherwise the trainer starts one, and
+restarts it if it exits. A stock vLLM server takes its adapters from files (`weights.adapter_target`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from example_trainer.modeling.loading import PolicyOptions, name_of, served_dtyp
 from example_trainer.modeling.policy import Policy
 from example_trainer.options.publish import USUAL_STALENESS, served_rank
 from example_trainer.vllm_manager import VllmManager, VllmOptions
+from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
 from example_trainer.weight_protocol.client import NotYet, ServerClient, check_host, wait_for
 from example_trainer.weight_protocol.manifest import read_token
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AdapterServer, AtroposServer, StockServer, SwapServer
 from example_trainer.weights.base import PublishReport, WeightBridge
 from example_trainer.weights.publish_loop import ParityCheck, is_lasting, publish_with_retries, refuse_other_dtype
+from example_trainer.weights.served_model import ServedBase, fitted, prepare_base
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +44,14 @@ class HotswapOptions:
     server_url: str
     adapters_dir: Path
     """Directory to which adapters are written for a server that only takes files."""
+    base_dir: Path = BASE_DIRECTORY
+    """Directory to which the values of a quantised base are written."""
     bridge_token: str | None = None
     vllm: VllmOptions | None = None
     """Options to start a server with if none answers; None: wait for one."""
     wait_timeout_seconds: float = 600.0
     versions_kept: int = USUAL_STALENESS + 2
-    sync_check_every: int = 0
+    sync_check_every: int | None = 0
 
 
 class LoraHotswapBridge(WeightBridge):
@@ -58,6 +62,8 @@ class LoraHotswapBridge(WeightBridge):
         self._policy: Policy | None = None
         self._server: AdapterServer | None = None
         self._manager: VllmManager | None = None
+        self.base = ServedBase(options.policy.model_name)
+        """The base that the server has to compute with."""
         self._boot_id: str | None = None
         self._check = ParityCheck(every=options.sync_check_every)
         self._good_version: int | None = None
@@ -66,20 +72,28 @@ class LoraHotswapBridge(WeightBridge):
         self._publishing = threading.Lock()
 
     def prepare(self) -> Policy:
-        """Find the server or start one, and load the policy meanwhile."""
+        """Find the server or start one, and load the policy meanwhile.
+
+        A server for a quantised base starts after the policy is loaded, because it loads that base's values.
+        """
         options = self._options
         check_host(options.server_url, "--vllm-host or --inference-urls")
-        if options.vllm is not None and not is_served(options.server_url):
+        vllm = options.vllm if options.vllm is not None and not is_served(options.server_url) else None
+        if vllm is not None and not options.policy.quantises_base:
             dtype = served_dtype_of(options.policy, stored_config(options.policy))
-            self._manager = self._start_own(replace(options.vllm, dtype=name_of(dtype)))
+            self._manager = self._start_own(replace(vllm, dtype=name_of(dtype)))
         policy = load_policy(options.policy)
-        self.connect(policy)
+        if options.policy.quantises_base:
+            self.base = prepare_base(policy, options.base_dir)
+            if vllm is not None:
+                self._manager = self._start_own(fitted(vllm, policy))
+        self.connect(policy, self.base)
         return policy
 
-    def connect(self, policy: Policy) -> None:
-        """Wait for the server, for which this policy is loaded already."""
+    def connect(self, policy: Policy, base: ServedBase) -> None:
+        """Wait for the server, for which this policy is loaded already and its base prepared."""
         check_host(self._options.server_url, "--vllm-host or --inference-urls")
-        self._policy = policy
+        self._policy, self.base = policy, base
         server = self._connect()
         refuse_other_dtype(self._options.server_url, server.identify().dtype, policy)
 
@@ -121,7 +135,7 @@ class LoraHotswapBridge(WeightBridge):
         """Start a server of the trainer's own; None if another one has taken the port meanwhile, which is used then."""
         manager = VllmManager(vllm)
         try:
-            manager.start(self._options.policy.model_name, version=None)
+            manager.start(self.base.model, version=None)
         except ServerUnavailable as error:
             manager.close()
             if not is_served(self._options.server_url):
@@ -131,14 +145,14 @@ class LoraHotswapBridge(WeightBridge):
         return manager
 
     def _connect(self) -> AdapterServer:
-        """Wait for the server and find out in which way it takes adapters."""
-        manager, options = self._manager, self._options
+        """Wait for the server, find out in which way it takes adapters, and refuse it if it has another base."""
+        manager, options, base = self._manager, self._options, self.base
         if manager is not None:
             manager.wait_until_ready(None)
             self._server = server = AtroposServer(ServerClient(options.server_url, manager.token))
             return server
         self._server = found = wait_for(
-            lambda: _try_connect(options),
+            lambda: _try_connect(options, base),
             what=f"the vLLM server at {options.server_url}",
             timeout_seconds=options.wait_timeout_seconds,
         )
@@ -173,7 +187,7 @@ class LoraHotswapBridge(WeightBridge):
         if manager is None or manager.running:
             return
         manager.stop()
-        manager.start(self._options.policy.model_name, version=None)
+        manager.start(self.base.model, version=None)
         manager.wait_until_ready(None)
 
     def _verify(self, version: int, payload: AdapterPayload, boot_id: str) -> None:
@@ -190,9 +204,11 @@ class LoraHotswapBridge(WeightBridge):
                     boot_id=boot_id,
                     max_model_len=self._server.identify().max_model_len,
                 )
-        except ProofFailed:
+        except ProofFailed as error:
             if self._good_version is not None and self._server.restore(version, self._good_version):
                 logger.exception("version %d failed its check; serving version %d again", version, self._good_version)
+            if self._good_version is None and self.base.digest is not None:
+                raise ProofFailed(f"{error}; --load-in-4bit needs a server of {self.base.flags}") from error
             raise
         except (ServerRefused, ServerUnavailable) as error:  # `needs_publish` will find the server's state
             if is_lasting(error):
@@ -228,7 +244,7 @@ class ServersHotswapBridge(WeightBridge):
         first, *others = self._bridges
         policy = first.prepare()
         for bridge in others:
-            bridge.connect(policy)
+            bridge.connect(policy, first.base)
         return policy
 
     def publish(self, version: int) -> PublishReport:
@@ -265,13 +281,13 @@ def is_served(url: str) -> bool:
         client.close()
 
 
-def _try_connect(options: HotswapOptions) -> AdapterServer:
+def _try_connect(options: HotswapOptions, base: ServedBase) -> AdapterServer:
     client = ServerClient(options.server_url, options.bridge_token or os.environ.get("ATROPOS_BRIDGE_TOKEN"))
     try:
         if not client.healthy():
             reason = "it is still loading its model" if client.is_there() else "no answer to /health"
             raise NotYet(reason)  # noqa: TRY301  every exception path closes the client
-        return _connect_own(client, options)
+        return _connect_own(client, options, base)
     except ServerUnavailable as error:
         client.close()
         raise NotYet(str(error)) from error
@@ -285,7 +301,7 @@ def _try_connect(options: HotswapOptions) -> AdapterServer:
         raise
 
 
-def _connect_own(client: ServerClient, options: HotswapOptions) -> AdapterServer:
+def _connect_own(client: ServerClient, options: HotswapOptions, base: ServedBase) -> AdapterServer:
     info = client.info()
     if not info.lora:
         raise CannotSwap(
@@ -293,6 +309,7 @@ def _connect_own(client: ServerClient, options: HotswapOptions) -> AdapterServer
             f"--max-lora-rank {served_rank(options.policy.adapter.r if options.policy.adapter else 1)}, and without "
             "--share-weights"
         )
+    base.check(info.base_digest, client.url)
     named = options.bridge_token or os.environ.get("ATROPOS_BRIDGE_TOKEN")
     if named is None and info.token_path and (token := read_token(info.token_path)):
         client.use_token(token)

@@ -12,7 +12,6 @@ that fails the server is restarted, because the state of its weights is unknown.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import time
@@ -26,11 +25,13 @@ from example_trainer.model import load_policy
 from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.modeling.policy import Policy
 from example_trainer.vllm_manager import VllmManager, VllmOptions
+from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
 from example_trainer.weight_protocol.client import ServerClient, ServerInfo
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import write_adapter
 from example_trainer.weights.base import PublishReport, WeightBridge
 from example_trainer.weights.publish_loop import ParityCheck, refuse_other_dtype
+from example_trainer.weights.served_model import ServedBase, fitted, prepare_base, write_served_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,13 @@ class RestartOptions:
     vllm: VllmOptions
     weights_dir: Path
     """Directory to which the served checkpoints are written; the last one is kept."""
+    base_dir: Path = BASE_DIRECTORY
+    """Directory to which the values of a quantised base are written."""
     restart_interval: int = 3
     method: Literal["restart", "reload"] = "restart"
     adapter_arguments: Sequence[str] = ()
     """Extra arguments for starting a server of adapters."""
-    sync_check_every: int = 0
+    sync_check_every: int | None = 0
 
 
 class RestartBridge(WeightBridge):
@@ -57,6 +60,7 @@ class RestartBridge(WeightBridge):
         self._options = options
         self._policy: Policy | None = None
         self._manager: VllmManager | None = None
+        self._base = ServedBase(options.policy.model_name)
         self._version = 0
         self._check = ParityCheck(every=options.sync_check_every)
         self._proven = False
@@ -126,17 +130,12 @@ class RestartBridge(WeightBridge):
         model: str | Path = directory
         arguments: Sequence[str] = ()
         if self._policy is not None and self._policy.has_adapter:
-            model = self._served_base(self._policy)
+            if self._options.policy.quantises_base and self._base.digest is None:
+                self._base = prepare_base(self._policy, self._options.base_dir)
+            model = self._base.model
             arguments = (*self._options.adapter_arguments, "--adapter", str(directory))
         replacement = manager.replace(model, version=version, arguments=arguments)
         return replacement.info, replacement.gap_seconds if self._version else 0.0
-
-    def _served_base(self, policy: Policy) -> str | Path:
-        """Return the base for adapters: the model, or a checkpoint of the values that a quantised one computes with."""
-        if not policy.has_quantised_base:
-            return self._options.policy.model_name
-        directory = self._options.weights_dir / "base"
-        return directory if self._version else write_served_checkpoint(policy, directory, base=True)
 
     def _reload(self, manager: VllmManager, directory: Path, version: int) -> tuple[ServerInfo, float]:
         client = ServerClient(manager.url, manager.token)
@@ -189,30 +188,3 @@ class RestartBridge(WeightBridge):
         for path in (*served.glob("policy-v*"), *served.glob(".policy-v*.part")):
             if path != kept:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def fitted(vllm: VllmOptions, policy: Policy) -> VllmOptions:
-    """Return the server's options, limited to the model's context length and in the policy's precision."""
-    longest = getattr(policy.hf_config, "max_position_embeddings", None)
-    if longest and vllm.max_model_len and vllm.max_model_len > longest:
-        vllm = replace(vllm, max_model_len=int(longest))
-    return replace(vllm, dtype=str(policy.dtype).removeprefix("torch."))
-
-
-def write_served_checkpoint(policy: Policy, directory: Path, *, base: bool = False) -> Path:
-    """Write the weights (or only the base) in the served dtype; the directory is complete or does not exist."""
-    from huggingface_hub import save_torch_state_dict
-
-    partial = directory.with_name(f".{directory.name}.part")
-    try:
-        for old in (partial, directory):
-            shutil.rmtree(old, ignore_errors=True)
-        partial.mkdir(parents=True)
-        tensors = policy.base_tensors(policy.dtype) if base else policy.checkpoint_tensors(policy.dtype)
-        save_torch_state_dict(tensors, partial)
-        config = policy.hf_config.to_dict() | {"dtype": str(policy.dtype).removeprefix("torch.")}
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        partial.rename(directory)
-    except OSError as error:
-        raise PublishFailed(f"cannot write {directory}: {error}; free the space or set --run-dir elsewhere") from error
-    return directory

@@ -129,7 +129,7 @@ class SharedOptions:
     lease_seconds: float = 30.0
     sync_budget: float = 0.2
     max_staleness: int | None = None
-    sync_check_every: int = 0
+    sync_check_every: int | None = 0
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
 """`kill -9` under the real launcher, mode by mode: the run goes on with the right version, or it ends with one line.
 
-What is started anew by itself (the restart modes' server, one of several) is recovered inside one launch; every other
-loss ends the run, and the same command with `--resume auto` continues it. After each end nothing of the run is left.
-`ATROPOS_BRIDGE_KILLS=all` kills five times in each mode and takes half an hour; the default is two kills in
-`shared_vllm`.
+A server is started again inside one launch, by the launcher or by the trainer that owns it; the loss of the trainer
+ends the run, and the same command with `--resume auto` continues it. After each end nothing of the run is left.
+`ATROPOS_BRIDGE_KILLS=all` kills five times in each mode, and the server in a run of 20 steps in each, and takes half an
+hour; the default is one run of 20 steps in `shared_vllm`, whose trainer is killed and then its server.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = (sys.executable, "-m", "example_trainer.run", "--config", str(ROOT / "configs/demo.yaml"))
+STEPS, KILLED_AT_STEP = 20, 5
 FLAGS = (
-    *("--training-steps", "400", "--checkpoint-interval", "1", "--keep-last", "2", "--resume", "auto"),
-    *("--vllm-restart-interval", "3", "--sync-check", "every", "--env.eval_at_start", "false"),
+    *("--checkpoint-interval", "1", "--keep-last", "2", "--resume", "auto"),
+    *("--vllm-restart-interval", "3", "--env.eval_at_start", "false"),
 )
+EVERY_CHECK = ("--sync-check", "every")
 VICTIMS = ("server", "engine", "trainer mid-publish", "trainer", "trainer mid-publish")
-SHORT = ("trainer mid-publish", "engine")
 RESTARTING = frozenset({"lora_restart", "none"})
-REPLACES_SERVERS = RESTARTING | {"broadcast"}
 ASKED = os.environ.get("ATROPOS_BRIDGE_KILLS", "")
 MODES = {mode: ("--weight-bridge-mode", mode) for mode in ("shared_vllm", "lora_only", "lora_restart", "none")}
 MODES["broadcast"] = ("--weight-bridge-mode", "shared_vllm", "--num-inference-nodes", "2")
@@ -60,12 +60,13 @@ class Run:
     mode: str
     start: Callable[..., Launched]
     directory: Path
+    flags: tuple[str, ...] = ("--training-steps", "400", *EVERY_CHECK)
     launched: Launched = field(init=False)
     tree: set[psutil.Process] = field(default_factory=set)
     memory: set[str] = field(default_factory=set)
 
     def launch(self) -> None:
-        self.launched = self.start(*DEMO, *FLAGS, *MODES[self.mode], run_dir=self.directory)
+        self.launched = self.start(*DEMO, *FLAGS, *self.flags, *MODES[self.mode], run_dir=self.directory)
 
     def look(self) -> None:
         """Remember who belongs to the run now, and what of /dev/shm they have mapped."""
@@ -156,7 +157,7 @@ def _is_server(process: psutil.Process) -> bool:
 
 def kill(run: Run, victim: str) -> str:
     """Kill, see to it that the run goes on or ends well; how it did."""
-    goes_on = run.mode in REPLACES_SERVERS and not victim.startswith("trainer")
+    goes_on = not victim.startswith("trainer")
     family = [run.server(), *run.server().children(recursive=True)] if goes_on else []
     version = run.version
     run.victim(victim).kill()
@@ -172,7 +173,7 @@ def kill(run: Run, victim: str) -> str:
     seconds = run.launched.ended_at - killed_at
     assert seconds < END_SECONDS
     first = error.splitlines()[0]
-    assert first.startswith(f"atropos-grpo-run: error: {'trainer' if victim.startswith('trainer') else 'vllm'} ")
+    assert first.startswith("atropos-grpo-run: error: trainer ")
     assert run.left() == []
     return f"ended after {seconds:.1f} s: {first[:160]}"
 
@@ -181,12 +182,11 @@ def kill(run: Run, victim: str) -> str:
 def test_killed_again_and_again_a_run_goes_on_at_the_right_version_or_ends_with_a_line_and_leaves_nothing(
     start_launcher: Callable[..., Launched], tmp_path: Path, mode: str
 ) -> None:
-    is_long = ASKED == "all" or mode in ASKED.split(",")
-    if not is_long and mode != "shared_vllm":
+    if not is_asked(mode):
         pytest.skip(f"takes minutes; ATROPOS_BRIDGE_KILLS={mode} or =all runs it")
     run = Run(mode, start_launcher, tmp_path / "run")
     run.launch()
-    *earlier, last = VICTIMS if is_long else SHORT
+    *earlier, last = VICTIMS
     for victim in earlier:
         run.wait_for_steps(1)
         logger.info("%s, %s: %s", mode, victim, kill(run, victim))
@@ -197,7 +197,36 @@ def test_killed_again_and_again_a_run_goes_on_at_the_right_version_or_ends_with_
     check_history(run)
 
 
-def check_history(run: Run) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_whose_server_is_killed_at_step_5_of_20_ends_with_20_steps(
+    start_launcher: Callable[..., Launched], tmp_path: Path, mode: str
+) -> None:
+    """In `shared_vllm` the trainer is killed in the middle of a publish before, at the first step."""
+    if mode != "shared_vllm" and not is_asked(mode):
+        pytest.skip(f"takes a minute; ATROPOS_BRIDGE_KILLS={mode} or =all runs it")
+    run = Run(mode, start_launcher, tmp_path / "run", ("--training-steps", str(STEPS)))
+    run.launch()
+    if mode == "shared_vllm":
+        run.wait_for_steps(1)
+        logger.info("%s, trainer: %s", mode, kill(run, "trainer mid-publish"))
+        run.launch()
+    run.wait_for(lambda: len(run.rows()) >= KILLED_AT_STEP)
+    run.server().kill()
+    code, out, error = run.launched.end(START_SECONDS)
+    assert code == 0, error + run.launched.logs()
+    assert len(run.rows()) == STEPS
+    check_history(run, most=1e-3)  # a version off by one differs by 1e-2; a trained policy is sharp, and rounds more
+    if mode not in RESTARTING:  # there the trainer starts its own server again
+        assert "vllm was killed by SIGKILL after " in out
+        assert "restart 1 of 3" in out
+    assert run.left() == []
+
+
+def is_asked(mode: str) -> bool:
+    return ASKED == "all" or mode in ASKED.split(",")
+
+
+def check_history(run: Run, *, most: float = 1e-4) -> None:
     """No step is lost or done twice, versions only rise, and each batch was sampled by what its stamp says."""
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
@@ -205,4 +234,4 @@ def check_history(run: Run) -> None:
     assert versions == sorted(versions)
     compared = [row["alignment/diff_max"] for row in rows if "alignment/diff_max" in row]
     logger.info("%s: %d steps, %d compared, largest difference %.1e", run.mode, len(rows), len(compared), max(compared))
-    assert max(compared) <= 1e-4
+    assert max(compared) <= most

@@ -141,6 +141,40 @@ def peak_bytes(action, *leaves):
     return torch.cuda.max_memory_allocated() - before
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept activations", "checkpointed"])
+def test_a_step_takes_the_memory_that_is_counted_before_a_run(checkpointing, tmp_path, report):
+    pytest.importorskip("pydantic")
+    from example_trainer.config import TrainingConfig
+    from example_trainer.memory.budget import budget
+    from example_trainer.memory.shapes import local_shape
+    from example_trainer.model import load_policy
+    from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
+    from example_trainer.weights.factory import policy_options
+
+    directory = make_model(tmp_path / "model", layers=6, vocabulary=32_768)
+    settings = {"device": "cuda", "optimizer": "adamw", "gradient_checkpointing": checkpointing}
+    config = TrainingConfig(model_name=str(directory), token_budget=TOKEN_BUDGET, **settings)
+    counted = budget(local_shape(str(directory)), config, server_bytes=0.0)
+
+    def train():
+        policy = load_policy(policy_options(config))
+        install(policy.module)
+        masters = list(policy.masters.values())
+        optimizer = make_optimizer(masters, optimizer_settings(config))
+        rows = make_rows(128)
+        labels = torch.from_numpy(np.concatenate([row.tokens[row.targets] for row in rows])).to(policy.device)
+        for _ in range(2):  # the second backward runs beside the optimizer's states
+            for micro in micro_batches(rows, "packed", policy.device):
+                policy.compute(score, micro, labels[micro.target_index]).sum().backward()
+            policy.collect_gradients()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    found = peak_bytes(train) / (counted.trainer - counted.runtime)
+    report(f"peak memory of a step, of what is counted ({settings})", f"{found:.2f}", "0.6 to 1")
+    assert 0.6 <= found <= 1.0
+
+
 def test_one_rank_of_fsdp_computes_what_a_whole_policy_computes(tmp_path, report):
     import torch.distributed as dist
 

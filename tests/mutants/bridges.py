@@ -18,6 +18,7 @@ _PAYLOAD = "example_trainer/weight_protocol/transfer.py"
 _FOREIGN = "example_trainer/weights/adapter_target.py"
 _RESTART = "example_trainer/weights/restart.py"
 _BROADCAST = "example_trainer/weights/broadcast.py"
+_SERVED = "example_trainer/weights/served_model.py"
 _BUDGET = "example_trainer/weights/publish_loop.py"
 
 _PUBLISHED = "unit/weights/test_shared_vllm.py::test_"
@@ -33,7 +34,8 @@ _SENT = "unit/weights/test_adapter_payload.py::test_"
 _STOCK = "unit/weights/test_adapter_target.py::test_"
 _RESTARTED = "unit/weights/test_restart.py::test_"
 _ALL = "unit/weights/test_broadcast.py::test_"
-_SPACED = "unit/weights/test_budget.py::test_"
+_QUANTISED = "unit/weights/test_quantised_base.py::test_"
+_SPACED = "unit/weights/test_publish_loop.py::test_"
 
 BRIDGES: tuple[Mutant, ...] = (
     # Shared weights: what a publish writes, and when
@@ -464,6 +466,42 @@ BRIDGES: tuple[Mutant, ...] = (
         "if self.every == 0 or self._since < self.every:",
         "if self.every == 0 or self._since <= self.every:",
         f"{_SWAPPED}every_nth_sync_is_proven",
+    ),
+    # A base in 4 bits: who serves its values
+    Mutant(
+        "lora_only serves the unquantised model",
+        _HOTSWAP,
+        "        manager = VllmManager(vllm)\n        try:\n            manager.start(self.base.model,",
+        "        manager = VllmManager(vllm)\n        try:\n            manager.start(self._options.policy.model_name,",
+        f"{_QUANTISED}lora_only_starts_its_server_on_the_values_of_the_base",
+    ),
+    Mutant(
+        "lora_only comes back with the unquantised model",
+        _HOTSWAP,
+        "        manager.stop()\n        manager.start(self.base.model,",
+        "        manager.stop()\n        manager.start(self._options.policy.model_name,",
+        f"{_QUANTISED}lora_only_starts_its_server_on_the_values_of_the_base",
+    ),
+    Mutant(
+        "lora_restart serves the unquantised model",
+        _RESTART,
+        "            model = self._base.model\n",
+        "            model = self._options.policy.model_name\n",
+        f"{_QUANTISED}lora_restart_starts_each_server_on_the_values_of_the_base",
+    ),
+    Mutant(
+        "any server counts as one of the quantised base",
+        _SERVED,
+        "if self.digest is None or server_digest == self.digest:",
+        "if self.digest is None or server_digest is None:",
+        f"{_QUANTISED}a_server_of_somebody_else_is_used_if_it_has_the_base_and_refused_in_one_line_if_not",
+    ),
+    Mutant(
+        "an older base counts as this one",
+        _SERVED,
+        "if written is None or written.digest != digest:",
+        "if written is None:",
+        f"{_QUANTISED}a_base_of_other_values_or_without_a_record_is_written_anew",
     ),
     Mutant(
         "the server is restarted one step late",

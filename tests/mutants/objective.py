@@ -30,6 +30,7 @@ _GAP = "unit/trainer/test_importance.py::test_the_gap_between_trainer_and_sample
 _OFF_POLICY = (
     "unit/trainer/test_importance.py::test_the_off_policy_mask_silences_negative_tokens_of_sequences_that_drifted_away"
 )
+_AGED = "unit/trainer/test_importance.py::test_a_token_s_gradient_is_weighted_by_the_age_of_its_own_version"
 _HEAD = "unit/trainer/test_logprobs.py::test_chunked_logprobs_and_gradients_equal_those_of_full_logits"
 _HEAD_ENTROPY = (
     "unit/trainer/test_logprobs.py::test_entropies_and_several_labels_a_token_have_the_gradients_of_full_logits"
@@ -99,6 +100,14 @@ OBJECTIVE: tuple[Mutant, ...] = (
         'if settings.loss_type == "none" else logs',
         "unit/trainer/test_losses.py::test_gspo_clips_a_sequence_by_its_mean_ratio_and_shares_the_gradient_among_its_tokens",
     ),
+    Mutant(
+        "tokens of the oldest age allowed are masked",
+        _RATIOS,
+        "torch.where(ages > mask_above, 0.0, weights)",
+        "torch.where(ages >= mask_above, 0.0, weights)",
+        _AGED,
+    ),
+    Mutant("no weight by age", _LOSSES, "losses if weights is None else losses * weights", "losses", _AGED),
     # Denominators
     Mutant(
         "local denominator",
@@ -344,7 +353,7 @@ OBJECTIVE: tuple[Mutant, ...] = (
     Mutant(
         "set_advantage_to_zero ignored",
         _DATA,
-        '(zeroed, "zeroed"),',
+        '(_is_zeroed(group, index), "zeroed"),',
         '(False, "zeroed"),',
         "unit/trainer/test_data.py::test_r38_a_zeroed_sequence_stays_in_the_baseline_and_leaves_the_forward",
     ),

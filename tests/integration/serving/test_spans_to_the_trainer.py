@@ -18,7 +18,7 @@ from environments.sdk.inference.vllm import VllmServer
 from environments.sdk.session.session import ManagedSession
 from example_trainer.data import DataSettings, prepare_batch
 from example_trainer.objective.advantages import AdvantageSettings
-from example_trainer.objective.metrics import staleness_metrics
+from example_trainer.objective.metrics import staleness_metrics, token_ages
 
 pytestmark = pytest.mark.vllm
 
@@ -88,7 +88,7 @@ def check_trained(batch, group, old, new):
     assert all(len(versions) == OUTPUT_TOKENS for versions in expected), "all that is trained, and no more"
     flat = [version for versions in expected for version in versions]
     assert targets.versions.tolist() == targets.version_bounds.tolist() == flat
-    found = staleness_metrics(targets.version_bounds, {old: 4, new: 5}, 5)
+    found = staleness_metrics(token_ages(targets.version_bounds, {old: 4, new: 5}, 5))
     assert found["staleness/max"] == 1.0
     assert found["staleness/mean"] == pytest.approx(flat.count(old) / len(flat))
     assert found["staleness/age_unknown"] == 0.0

@@ -51,7 +51,7 @@ def run_alone(bench: Workbench, groups: list[Group], directory: Path) -> None:
         run(apart, 1, directory / "meeting", run_dir=directory, training_steps=STEPS)
 
 
-def test_r12_two_ranks_train_as_one_process_and_one_goes_on_from_their_checkpoint(
+def test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on_from_their_checkpoint(
     bench: Workbench, tmp_path: Path
 ) -> None:
     """One batch holds a group that teaches nothing: a rank is left without rows then, and still takes part."""
@@ -61,9 +61,13 @@ def test_r12_two_ranks_train_as_one_process_and_one_goes_on_from_their_checkpoin
     run_alone(bench, groups, alone)
 
     bench.submit(groups)
-    settings = {"run_dir": together, "training_steps": STEPS, "resume": "auto"}
+    settings = {"run_dir": together, "training_steps": STEPS, "resume": "auto", "save_batches": True}
     run(bench, 2, tmp_path / "first", **settings | {"training_steps": 2})
-    run(bench, 1, tmp_path / "second", **settings)
+    run(bench, 2, tmp_path / "second", **settings | {"training_steps": 3, "trainer_tensor_parallel_size": 2})
+    run(bench, 1, tmp_path / "third", **settings)
+    received = {path.name for path in (together / "rollouts").glob("*.atb")}
+    by_rows = {f"batch-{number}.rank-{rank}.atb" for number in (1, 2) for rank in (0, 1)}
+    assert received == by_rows | {"batch-3.atb", "batch-4.atb"}, "ranks that divide layers train the same rows"
 
     expected, found = comparable(alone), comparable(together)
     assert [line["step"] for line in found] == [1, 2, 3, 4]

@@ -50,7 +50,7 @@ def as_batch(rows: list[Row], seed: int) -> TrainingBatch:
         versions=torch.ones(count, dtype=torch.long),
         version_bounds=torch.ones(count, dtype=torch.long),
     )
-    return TrainingBatch(number=1, rows=rows, targets=targets, rewards=[], response_lengths=[])
+    return TrainingBatch(number=1, rows=rows, targets=targets, rewards=[], advantages=[], response_lengths=[])
 
 
 def loss_and_gradients(policy: Policy, batch: TrainingBatch, layout: LayoutKind, **chosen: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from environments.dataset_server import DatasetEnv, load_rows, make_row
+from environments.dataset_server import DatasetEnv
 from environments.rewards import make_reward
 from environments.rewards.protocol import RewardUnknown, score_samples
 from environments.sdk.config import APIServerConfig
@@ -17,6 +17,7 @@ from environments.sdk.runtime.cli import read_command
 from environments.sdk.server_manager import ServerManager
 from environments.sdk.session.tokens_and_masks import record_samples
 from environments.sdk.testing import FakeInference, InProcess
+from environments.tasks.chat_dataset import load_rows, make_row
 from environments.tasks.data import DataUnusable
 
 pytestmark = pytest.mark.anyio

@@ -1,6 +1,7 @@
 """The reference pages of the environments are what the code says now, and leave no setting and no shipped one out."""
 
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -8,7 +9,10 @@ import pytest
 
 from atropos_api.common.cliconfig import ConfigError
 from environments.generate_docs import PAGES, SHIPPED, environments_page, run, sdk_page
-from environments.sdk import BaseEnv, BaseEnvConfig
+from environments.sdk import APIServerConfig, BaseEnv, BaseEnvConfig
+from environments.tasks.question_env import QuestionEnvConfig
+
+from .test_configs import environment_class
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference"
 FILES = {"environments": DOCS / "environments.md", "sdk": DOCS / "environment-sdk.md"}
@@ -25,6 +29,27 @@ def test_every_shipped_environment_and_setting_is_on_the_page():
     page = environments_page()
     for name in BaseEnvConfig.model_fields:
         assert f"`--env.{name.replace('_', '-')}`" in page
+
+
+@pytest.mark.parametrize("prefix", ["openai", "teacher"])
+def test_every_setting_of_an_inference_server_and_of_a_teacher_is_on_the_page_with_its_type(prefix):
+    page = environments_page()
+    for name in APIServerConfig.model_fields:
+        assert re.search(rf"^\| `--{prefix}\.{name.replace('_', '-')}` \| \w+ \|", page, re.MULTILINE), name
+    assert "| `--teacher.server-type` | choice | `vllm` |" in page, "a teacher's own default"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_environment_has_its_data_an_example_and_each_of_its_own_settings_on_the_page(name):
+    _, _, rest = environments_page().partition(f"\n## `{name}.py`\n")
+    section = rest.partition("\n## ")[0]
+    assert f"    python environments/{name}.py " in section
+    (data,) = re.findall(r"^Data: .+?\n\n", section + "\n\n", re.MULTILINE | re.DOTALL)
+    config, _ = environment_class(f"{name}.py").config_init()
+    dataset = getattr(config, "dataset_name", None)
+    assert dataset is None or f"`{dataset}`" in data
+    for field in set(type(config).model_fields) - set(QuestionEnvConfig.model_fields):
+        assert f"`--env.{field.replace('_', '-')}`" in section
 
 
 def test_every_public_method_of_an_environment_is_on_the_page():

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from atropos_api.common.cliconfig import ConfigError
-from example_trainer.commands import doctor, main
+from example_trainer.commands import main
+from example_trainer.commands.doctor import machine
 from example_trainer.launcher import run_dir
 
 
@@ -45,16 +46,25 @@ def test_a_report_shows_the_rollouts_of_a_run_and_says_of_which_there_can_be_no_
     chat = '[[{"role": "assistant", "content": "Three."}]]'
     groups["environment"].write_text(f'{{"scores": [1], "messages": {chat}}}\n')
     groups["environment-2"].write_text("no group\n")
-    assert main.run(["report", str(tmp_path)]) == 0
+    assert main.run(["report", str(tmp_path), "--cost-per-hour", "2.5"]) == 0
     page = groups["environment"].with_suffix(".html")
     assert "Three." in page.read_text()
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rollouts: ")]
+    printed = capsys.readouterr().out
+    assert "cost" in printed
+    told = [line for line in printed.splitlines() if line.startswith("rollouts: ")]
     assert f"rollouts: {page}" in told
     assert any(f"no page of {groups['environment-2']} ({groups['environment-2']}:1: not JSON" in line for line in told)
 
 
+def test_a_price_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--cost-per-hour cheap is no price; give a number"):
+        main.run(["report", str(tmp_path), "--cost-per-hour", "cheap"])
+    with pytest.raises(ConfigError, match="--cost-per-hour  is no price"):
+        main.run(["report", str(tmp_path), "--cost-per-hour"])
+
+
 def test_the_doctor_reports_versions_memory_and_ports() -> None:
-    findings = list(doctor.examine())
+    findings = list(machine.examine())
     assert {finding.subject for finding in findings} >= {"versions", "packages", "machine", "shared memory", "ports"}
 
 

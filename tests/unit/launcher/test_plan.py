@@ -10,8 +10,9 @@ import pytest
 from example_trainer.errors import ModelNotFound
 from example_trainer.launcher.base_model import LocalBase, local_base, require_model, require_on_hub
 from example_trainer.launcher.endpoints import Endpoints, settle_endpoints
+from example_trainer.launcher.environment_settings import EnvironmentNotFound, program_of
 from example_trainer.launcher.launch import Launch, plan_launch
-from example_trainer.launcher.plan import EnvironmentNotFound, Plan, make_plan, program_of
+from example_trainer.launcher.plan import Plan, make_plan
 from example_trainer.launcher.run_dir import plan_run_dir
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.ports import PortTaken
@@ -76,6 +77,20 @@ def test_lora_only_has_a_server_that_waits_for_the_trainers_adapter_and_a_traine
     assert (server["await_policy"], server["max_lora_rank"], server["max_loras"]) == (True, 32, 5)
     assert made.settings_of("trainer")["trainer"]["start_vllm"] == "never"
     assert made.final_server is None
+
+
+def test_a_base_in_four_bits_is_served_as_the_values_that_the_trainer_writes(tmp_path: Path) -> None:
+    base = str(tmp_path / "run/served/base")
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", "lora_only", "--load-in-4bit")
+    server = made.settings_of("vllm")["vllm"]
+    assert (server["model"], server["await_model"], server["await_policy"]) == (base, True, True)
+    assert (server["tokenizer"], server["served_model_name"]) == ("some/model", ["some/model"])
+    assert made.settings_of("trainer")["trainer"]["model_name"] == "some/model"
+    assert made.settings_of("environment")["openai"]["model_name"] == "some/model"
+    by_restart = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", "lora_restart", "--load-in-4bit")
+    final = by_restart.settings_of("vllm-final")["vllm"]
+    assert (final["model"], final["adapter"]) == (base, str(tmp_path / "run/latest"))
+    assert (final["tokenizer"], final["served_model_name"]) == ("some/model", ["some/model"])
 
 
 def test_all_programs_agree_on_addresses_and_model(tmp_path: Path) -> None:

@@ -78,9 +78,9 @@ def test_milestones_are_reached_as_servers_answer(tmp_path: Path, broker_url: st
     state.milestones = dict.fromkeys(["broker", "vllm", "trainer", "environment"])
     tail = MetricsTail(tmp_path / "metrics.jsonl")
     silent = Endpoint("http://127.0.0.1:9")
-    Feed(state, metrics=tail, broker=silent, servers=[Endpoint(broker_url), silent]).poll()
+    Feed(state, metrics=tail, broker=silent, servers={"vllm": [Endpoint(broker_url), silent]}).poll()
     assert set(state.milestones.values()) == {None}, "of several servers the last one counts"
-    feed = Feed(state, metrics=tail, broker=Endpoint(broker_url), servers=[Endpoint(broker_url)])
+    feed = Feed(state, metrics=tail, broker=Endpoint(broker_url), servers={"vllm": [Endpoint(broker_url)]})
     feed.poll()
     assert None not in state.milestones.values()
     feed.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from example_trainer.launcher.run_dir import RunDirectoryInUse, plan_run_dir
 from example_trainer.launcher.summary import NoRun, Summary, as_table, rolling_mean, summarise
+from example_trainer.launcher.totals import processor_use
 
 
 def write_run(root: Path, rewards: list[float]) -> None:
@@ -122,3 +124,67 @@ def test_the_table_names_the_signs_of_trouble_with_their_steps(tmp_path: Path) -
     (tmp_path / "events.jsonl").write_text('{"event": "health", "sign": "kl", "step": 7}\n{"event": "health"}\n')
     assert summarise(tmp_path).signs == ("kl (step 7)",)
     assert "kl (step 7)" in shown(summarise(tmp_path))
+
+
+def write_token_rows(root: Path) -> None:
+    rows = [
+        {
+            "step": step,
+            "timestamp": 100.0 * step,
+            "time/step": 50.0,
+            "data/sequences": 8.0,
+            "response/length_mean": 12.5,
+            "data/trained_tokens": trained,
+            "perf/forward_tokens": forward,
+            "perf/padded_fraction": padded,
+            "perf/zero_gradient_fraction": idle,
+        }
+        for step, trained, forward, padded, idle in ((1, 100.0, 100.0, 0.1, 1.0), (2, 300.0, 300.0, 0.5, 0.2))
+    ]
+    (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_totals_are_sums_over_the_run_and_shares_of_all_its_tokens(tmp_path: Path) -> None:
+    write_token_rows(tmp_path)
+    totals = summarise(tmp_path).totals
+    assert (totals.generated_tokens, totals.trained_tokens, totals.forward_tokens) == (200, 400, 400)
+    assert totals.padded_fraction == pytest.approx((0.1 * 100 + 0.5 * 300) / 400)
+    assert totals.zero_gradient_fraction == pytest.approx((100 + 0.2 * 300) / 400)
+    assert (totals.seconds, totals.cpu_seconds, totals.cost) == (100.0, None, None)
+
+
+def test_a_launch_costs_from_its_command_to_its_end_and_the_steps_of_launches_before_are_added(tmp_path: Path) -> None:
+    write_token_rows(tmp_path)
+    timeline = {"start": 150.0, "end": 280.0, "cpu_seconds": 90.0, "gpus": 2.0}
+    totals = summarise(tmp_path, timeline=timeline, cost_per_hour=20.0).totals
+    assert totals.seconds == 50.0 + 130.0
+    assert totals.cost == pytest.approx(20.0 * 180 / 3600)
+    assert (totals.cpu_seconds, totals.gpu_seconds) == (90.0, 260.0)
+
+
+def test_the_totals_and_the_cost_are_in_the_table_and_in_the_file(tmp_path: Path) -> None:
+    write_token_rows(tmp_path)
+    summary = summarise(tmp_path, cost_per_hour=36.0)
+    summary.write(tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["totals"]["cost"] == 1.0
+    text = shown(summary)
+    assert "200, 400, 400" in text
+    assert "40.0%" in text
+    assert "1.00" in text
+    assert "GPU" not in text
+
+
+def test_the_cpu_time_of_programs_that_have_ended_is_counted_and_so_are_the_gpus_that_may_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "null"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    before = processor_use(tmp_path)
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
+    assert processor_use(tmp_path)["cpu_seconds"] >= before["cpu_seconds"] + 0.5
+    assert before["gpus"] == 3.0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert processor_use(tmp_path)["gpus"] == 2.0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert processor_use(tmp_path)["gpus"] == 0.0

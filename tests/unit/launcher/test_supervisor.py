@@ -81,13 +81,16 @@ def test_what_may_be_started_again_is_until_that_was_too_often(supervisor: Super
     assert wait_until(lambda: first.has_failed, 5)
     (told,) = supervisor.restart_failed()
     assert told.startswith("vllm-2 was killed by SIGKILL after ")
+    assert told.endswith("; restart 1 of 1")
     second = supervisor["vllm-2"]
     assert second.process.pid != first.process.pid
     supervisor.check()
     second.process.kill()
     assert wait_until(lambda: second.has_failed, 5)
     assert supervisor.restart_failed() == []
-    assert "was killed by SIGKILL" in str(check_until_failure(supervisor))
+    failure = str(check_until_failure(supervisor))
+    assert "was killed by SIGKILL" in failure
+    assert ", restarts: 1;" in failure
 
 
 @pytest.mark.parametrize(

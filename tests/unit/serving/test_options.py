@@ -9,7 +9,7 @@ import pytest
 
 from example_trainer.errors import CannotServe
 from example_trainer.processes.ports import ServerSockets, listen
-from example_trainer.serving import startup
+from example_trainer.serving import start, startup
 from example_trainer.serving.config import (
     ServerConfig,
     kv_budget_on_cpu,
@@ -131,6 +131,20 @@ def test_what_the_user_set_in_the_environment_stays():
     assert environ["HF_HUB_OFFLINE"] == "1"
 
 
+def test_the_hub_is_left_alone_only_if_model_and_tokenizer_are_here(tmp_path):
+    here, awaited = str(tmp_path), str(tmp_path / "base")
+    for model, tokenizer, awaits, local in (
+        (here, None, False, True),
+        (here, here, False, True),
+        ("owner/name", None, False, False),
+        (here, "owner/name", False, False),
+        (awaited, here, True, True),
+        (awaited, "owner/name", True, False),
+    ):
+        read = ServerConfig(model=model, tokenizer=tokenizer, await_model=awaits)
+        assert read.is_local is local, (model, tokenizer)
+
+
 def test_the_listening_address_is_loopback_unless_asked():
     assert config().host == "127.0.0.1"
 
@@ -139,6 +153,23 @@ def test_the_listening_address_is_loopback_unless_asked():
 def test_a_model_that_is_nowhere_is_refused(name):
     with pytest.raises(CannotServe, match="no such directory"):
         startup.check_model(name)
+
+
+def test_a_model_that_a_trainer_will_write_is_waited_for_and_not_refused(tmp_path, monkeypatch):
+    directory, waits = tmp_path / "base", []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) == 2:
+            directory.mkdir()
+            (directory / "config.json").touch()
+
+    monkeypatch.setattr(startup.time, "sleep", wait)
+    startup.check_start(ServerConfig(model=str(directory), await_model=True), {})
+    startup.await_model(str(directory))
+    assert len(waits) == 2
+    startup.await_model(str(directory))
+    assert len(waits) == 2, "a base that is there, as in a run that is resumed, is loaded at once"
 
 
 def test_a_name_on_the_hub_is_left_to_vllm():
@@ -212,3 +243,32 @@ def test_a_server_says_that_it_starts_unless_its_clients_expect_a_certificate_fi
     with listen("127.0.0.1", 0) as listening:
         assert _answers_while_starting(ServerSockets(listening), flags) is told
         assert not _answers_while_starting(ServerSockets(listening, predecessor=listening), flags)
+
+
+@pytest.mark.parametrize(
+    ("fields", "on_gpu", "warned"),
+    [
+        ({"enable_lora": True, "enforce_eager": True}, True, True),
+        ({"enable_lora": True, "enforce_eager": True}, False, False),
+        ({"enable_lora": True}, True, False),
+        ({"enforce_eager": True}, True, False),
+    ],
+)
+def test_eager_mode_with_adapters_is_remarked_on_a_gpu(tmp_path, fields, on_gpu, warned):
+    device = tmp_path / "nvidia0"
+    if on_gpu:
+        device.touch()
+    found = config(**fields).warnings(device)
+    assert bool(found) == warned
+    assert all("leave --enforce-eager out" in line for line in found)
+
+
+def test_remarks_are_logged_before_anything_is_loaded(monkeypatch, capfd):
+    def refuse(*_):
+        raise CannotServe("far enough")
+
+    monkeypatch.setattr(ServerConfig, "warnings", lambda _: ["a remark"])
+    monkeypatch.setattr(start, "check_start", refuse)
+    with pytest.raises(CannotServe, match="far enough"):
+        start.run(["--model", "m", "--enable-lora"])
+    assert "a remark" in capfd.readouterr().err

@@ -190,6 +190,22 @@ _OBJECTIVE = {
     "off_policy_mask": Effect(
         argv="--off-policy-mask 0", holds=lambda seen, _: seen.first["grpo/off_policy_fraction"] > 0
     ),
+    "staleness_mask": Effect(
+        argv="--staleness-mask 0",
+        beside=_TWO,
+        holds=lambda seen, usual: (
+            (seen.first["train/loss"], seen.last["train/loss"]) == (usual.first["train/loss"], 0.0)
+            and (seen.last["staleness/weight_mean"], seen.last["train/grad_norm"]) == (0.0, 0.0)
+        ),
+    ),
+    "staleness_decay": Effect(
+        argv="--staleness-decay 0.5",
+        beside=_TWO,
+        holds=lambda seen, usual: (
+            seen.first["train/loss"] == usual.first["train/loss"]
+            and abs(seen.last["train/loss"] - 0.5 * usual.last["train/loss"]) < 1e-6 * abs(usual.last["train/loss"])
+        ),
+    ),
     "kl_coef": Effect(argv="--kl-coef 1", beside=_TWO, holds=_other("train/loss")),
     "kl_estimator": Effect(argv="--kl-estimator k1", beside=f"{_TWO} --kl-coef 1", holds=_other("train/kl_reference")),
     "target_kl": Effect(

@@ -11,6 +11,8 @@ ELSEWHERE: dict[str, str] = {
     "broadcast_backend": "tests/unit/weights/test_factory.py"
     "::test_with_several_inference_nodes_whole_weights_are_sent_to_each",
     "device": "tests/unit/trainer/test_flag_effects.py::test_a_device_that_is_not_there_is_one_clear_line",
+    "fit": "tests/unit/launcher/test_preflight.py::test_fit_auto_sets_the_flags_and_says_which",
+    "gpu_memory_gb": "tests/unit/launcher/test_preflight.py::test_the_gpus_own_memory_counts_unless_another_is_named",
     "inference_urls": "tests/unit/weights/test_factory.py"
     "::test_with_several_inference_nodes_whole_weights_are_sent_to_each",
     "init_method": "tests/unit/trainer/test_ranks.py::test_ranks_without_a_place_to_meet_are_told_which_to_name",
@@ -33,7 +35,9 @@ ELSEWHERE: dict[str, str] = {
     "sync_check": "tests/integration/weights/test_lora_only.py"
     "::test_a_sync_that_is_not_what_was_sent_is_found_within_one_publish_and_taken_back",
     "trainer_rank": "tests/integration/trainer/test_ranks.py"
-    "::test_r12_two_ranks_train_as_one_process_and_one_goes_on_from_their_checkpoint",
+    "::test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on_from_their_checkpoint",
+    "trainer_tensor_parallel_size": "tests/integration/trainer/test_ranks.py"
+    "::test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on_from_their_checkpoint",
     "vllm_config_path": "tests/unit/weights/test_flags_of_bridges.py"
     "::test_the_manifest_that_is_named_is_read_and_no_other",
     "vllm_gpu": "tests/unit/trainer/test_flag_effects.py::test_the_server_sees_the_gpu_that_it_is_given",

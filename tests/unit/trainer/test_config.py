@@ -54,12 +54,27 @@ REFUSED = [
         {"dtype": "float16", "master_weights": "none", "weight_bridge_mode": "lora_only"},
         "Use --master-weights fp32, or --dtype bfloat16",
     ),
-    ({"world_size": 2}, "--optimizer adamw_8bit cannot step weights that are sharded over ranks"),
-    ({"world_size": 2, "optimizer": "adamw", "overlap_publish": True}, "--overlap-publish would gather weights"),
-    ({"world_size": 2, "optimizer": "adamw", "keep_versions": 2}, "--keep-versions 2 keeps older weights"),
-    ({"world_size": 2, "optimizer": "adamw", "master_weights": "host"}, "use fp32, of which each rank holds a part"),
+    ({"world_size": 2, "overlap_publish": True}, "--overlap-publish would gather weights"),
+    ({"world_size": 2, "keep_versions": 2}, "--keep-versions 2 keeps older weights"),
     ({"trainer_rank": 1}, "--trainer-rank 1"),
+    ({"trainer_tensor_parallel_size": 2}, "does not divide --world-size 1; start a multiple of 2 processes"),
+    (
+        {"trainer_tensor_parallel_size": 2, "world_size": 2, "weight_bridge_mode": "lora_only"},
+        "lora_only trains adapters of whole layers",
+    ),
+    (
+        {"trainer_tensor_parallel_size": 2, "world_size": 2, "weight_bridge_mode": "shared_vllm"},
+        "one unsharded copy",
+    ),
     ({"weight_bridge_mode": "shared_vllm", "world_size": 2}, "one unsharded copy"),
+    (
+        {"weight_bridge_mode": "shared_vllm", "world_size": 2, "num_inference_nodes": 2},
+        "--world-size 2: several trainer processes cannot broadcast",
+    ),
+    (
+        {"weight_bridge_mode": "shared_vllm", "vllm_tensor_parallel_size": 2, "num_inference_nodes": 2},
+        "each server receives a broadcast in one process",
+    ),
     ({"weight_bridge_mode": "shared_vllm", "vllm_tensor_parallel_size": 2}, "--vllm-tensor-parallel-size 2"),
     ({"weight_bridge_mode": "shared_vllm", "vllm_quantization": "fp8"}, "quantised"),
     ({"weight_bridge_mode": "shared_vllm", "vllm_enable_sleep_mode": True}, "--vllm-enable-sleep-mode"),
@@ -70,12 +85,18 @@ REFUSED = [
     ),
     ({"weight_bridge_mode": "shared_vllm", "lora_r": 8}, "--lora-r 8"),
     ({"weight_bridge_mode": "shared_vllm", "lora_layer_indices": "0-1"}, "--lora-layer-indices"),
-    ({"weight_bridge_mode": "shared_vllm", "load_in_4bit": True}, "--load-in-4bit"),
-    ({"weight_bridge_mode": "lora_only", "load_in_4bit": True}, "use --weight-bridge-mode lora_restart"),
+    (
+        {"weight_bridge_mode": "shared_vllm", "load_in_4bit": True},
+        "a step is lost in 4 bits; --weight-bridge-mode lora_only",
+    ),
+    ({"weight_bridge_mode": "lora_only", "load_in_4bit": True, "vllm_quantization": "fp8"}, "of the 4-bit base again"),
     ({"weight_bridge_mode": "none", "lora_r": 8}, "none refuses --lora-r 8"),
     ({"weight_bridge_mode": "lora_only", "lora_r": 600}, "vLLM serves adapters up to rank 512"),
     ({"weight_bridge_mode": "lora_restart", "restart_method": "reload"}, "reload is for whole checkpoints"),
-    ({"weight_bridge_mode": "none", "load_in_4bit": True}, "adapters are for"),
+    (
+        {"weight_bridge_mode": "none", "load_in_4bit": True},
+        "a step is lost in 4 bits; --weight-bridge-mode lora_only",
+    ),
     ({"weight_bridge_mode": "lora_only", "train_layer_indices": "0-1"}, "--lora-layer-indices"),
     ({"weight_bridge_mode": "lora_restart", "train_layer_indices": "0-1"}, "frozen"),
     ({"master_weights": "none", "epochs_per_batch": 2}, "--master-weights fp32"),
@@ -188,6 +209,12 @@ def test_a_setting_that_counts_is_not_warned_about() -> None:
     assert make(weight_bridge_mode="lora_only", start_vllm="never", vllm_restart_interval=2).warnings() == []
 
 
+def test_an_optimizer_of_ones_own_steps_whole_matrices_only() -> None:
+    with pytest.raises(ValidationError, match=r"--world-size 2: --optimizer own:make would step a rank's rows"):
+        make(world_size=2, optimizer="own:make")
+    assert make(world_size=2, optimizer="own:make", weight_bridge_mode="lora_restart").world_size == 2
+
+
 def test_adapters_are_not_sent_to_a_server_that_splits_its_layers() -> None:
     with pytest.raises(ValidationError, match="lora_only refuses --vllm-tensor-parallel-size 2"):
         make(weight_bridge_mode="lora_only", vllm_tensor_parallel_size=2)
@@ -202,6 +229,11 @@ def test_nothing_is_warned_about_at_the_defaults_of_the_guides() -> None:
     assert make().warnings() == []
     assert make(lr=1e-5).warnings() == []
     assert make(weight_bridge_mode="lora_restart").warnings() == []
+
+
+@pytest.mark.parametrize("mode", ["lora_only", "lora_restart"])
+def test_an_adapter_on_a_base_in_four_bits_is_trained_in_both_adapter_modes(mode: str) -> None:
+    assert make(weight_bridge_mode=mode, load_in_4bit=True).warnings() == []
 
 
 @pytest.mark.parametrize("load_in_4bit", [True, False])

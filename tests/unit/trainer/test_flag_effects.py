@@ -98,6 +98,23 @@ def test_a_resumed_run_goes_on_after_its_newest_checkpoint(flag_bench: FlagBench
     assert [row["step"] for row in first.rows] == [1, 2]
 
 
+def test_an_optimizer_of_the_users_own_trains_and_its_state_goes_on_after_a_resume(
+    flag_bench: FlagBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "steppers.py").write_text(
+        "import torch\ndef momentum(groups, settings):\n"
+        "    return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.betas[0])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ("--optimizer", "steppers:momentum", "--adam-beta1", "0.5", "--lr", "0.1")
+    whole = flag_bench.run(*own, "--training-steps", "2")
+    halved = flag_bench.run(*own, "--checkpoint-interval", "1")
+    assert not halved.same_weights(flag_bench.run("--lr", "0.1"))
+    resumed = flag_bench.run(*own, "--run-dir", str(halved.directory), "--training-steps", "2", "--resume", "auto")
+    assert resumed.code == 0
+    assert halved.same_weights(whole), "without the momentum of the first step the second would be another"
+
+
 def test_the_token_in_a_file_is_shown_to_the_broker(flag_bench: FlagBench, tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("in-a-file-1\n")

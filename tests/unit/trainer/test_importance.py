@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from example_trainer.objective.losses import LossInputs, LossSettings, token_losses
+from example_trainer.objective.losses import LossInputs, LossSettings, loss_terms, token_losses
 from example_trainer.objective.metrics import policy_metrics
 from example_trainer.objective.ratios import mismatch_weights, off_policy_mask
 
@@ -156,3 +156,51 @@ def test_where_every_token_is_weighed_anyway_the_mark_changes_nothing() -> None:
         values = inputs(new, logs(1.0, 1.0), torch.ones(2), truncated_sampling=torch.full((2,), marked))
         found.append(gradient(values, settings))
     assert found[0] == found[1]
+
+
+AGES = torch.tensor([0, 1, 2, 3, -1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        (LossSettings(), [1.0, 1.0, 1.0, 1.0, 1.0]),
+        (LossSettings(staleness_mask=1), [1.0, 1.0, 0.0, 0.0, 1.0]),
+        (LossSettings(staleness_mask=0), [1.0, 0.0, 0.0, 0.0, 1.0]),
+        (LossSettings(staleness_decay=0.5), [1.0, 0.5, 0.25, 0.125, 1.0]),
+        (LossSettings(staleness_mask=2, staleness_decay=0.5), [1.0, 0.5, 0.25, 0.0, 1.0]),
+        (LossSettings(loss_type="cispo", staleness_decay=0.5), [1.0, 0.5, 0.25, 0.125, 1.0]),
+    ],
+)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_token_s_gradient_is_weighted_by_the_age_of_its_own_version(
+    settings: LossSettings, weights: list[float], advantage: float
+) -> None:
+    """All five are of one sequence; the age of the last is unknown, which changes nothing."""
+    whole = {"sequences": torch.zeros(5, dtype=torch.long), "ages": AGES}
+    new = logs(1.0, 1.1, 1.1, 1.1, 1.1).requires_grad_()
+    old, gains = logs(1.0, 1.0, 1.0, 1.0, 1.0), torch.full((5,), advantage)
+    found = gradient(inputs(new, old, gains, **whole), settings)
+    unweighed = LossSettings(loss_type=settings.loss_type)
+    plain = gradient(inputs(new.detach().requires_grad_(), old, gains, **whole), unweighed)
+    assert all(plain)
+    assert found == pytest.approx([weight * value for weight, value in zip(weights, plain, strict=True)])
+
+
+def test_the_age_of_a_token_weighs_neither_the_divergence_nor_the_entropy() -> None:
+    more = {"reference_logprobs": logs(2.0, 2.0), "entropies": torch.ones(2), "ages": torch.tensor([0, 9])}
+    terms = loss_terms(
+        inputs(logs(1.0, 1.0), logs(1.0, 1.0), torch.ones(2), **more),
+        LossSettings(staleness_mask=0, kl_coef=1.0, entropy_coef=1.0),
+    )
+    assert terms["policy"].tolist() == [-1.0, 0.0]
+    assert terms["kl"][0] == terms["kl"][1] != 0
+    assert terms["entropy"].tolist() == [-1.0, -1.0]
+
+
+def test_the_mean_weight_and_the_silenced_tokens_of_age_are_in_the_metrics() -> None:
+    values = inputs(logs(1.0, 1.0, 1.0, 1.0, 1.0), logs(1.0, 1.0, 1.0, 1.0, 1.0), torch.ones(5), ages=AGES)
+    found = policy_metrics(values, LossSettings(staleness_mask=1))
+    assert found["staleness/weight_mean"] == pytest.approx(0.6)
+    assert found["perf/zero_gradient_fraction"] == pytest.approx(0.4)
+    assert "staleness/weight_mean" not in policy_metrics(values, LossSettings())

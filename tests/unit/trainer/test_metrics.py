@@ -12,6 +12,7 @@ from example_trainer.objective.metrics import (
     policy_metrics,
     reward_metrics,
     staleness_metrics,
+    token_ages,
 )
 
 
@@ -75,17 +76,18 @@ def test_rewards_and_lengths_count_every_sequence_of_the_batch() -> None:
 def test_r3_age_is_counted_in_steps_of_the_versions_and_never_below_zero() -> None:
     steps = {1: 0, 4: 1, 9: 2}  # versions jump; steps do not
     versions = torch.tensor([1, 4, 4, 9, 77, -1])
-    metrics = staleness_metrics(versions, steps, 2)
+    assert token_ages(versions, steps, 2).tolist() == [2, 1, 1, 0, -1, -1]
+    metrics = staleness_metrics(token_ages(versions, steps, 2))
     assert metrics["staleness/mean"] == pytest.approx((2 + 1 + 1 + 0) / 4)
     assert metrics["staleness/max"] == 2.0
-    assert staleness_metrics(torch.tensor([9]), steps, 1)["staleness/max"] == 0.0
-    assert staleness_metrics(torch.tensor([-1]), steps, 2) == {"staleness/age_unknown": 1.0}
+    assert staleness_metrics(token_ages(torch.tensor([9]), steps, 1))["staleness/max"] == 0.0
+    assert staleness_metrics(token_ages(torch.tensor([-1]), steps, 2)) == {"staleness/age_unknown": 1.0}
 
 
 def test_the_histogram_of_ages_accounts_for_every_token() -> None:
     steps = {version: version for version in range(20)}
     versions = torch.tensor([19, 19, 18, 16, 15, 12, 11, 0, 99, -1])
-    found = staleness_metrics(versions, steps, 19)
+    found = staleness_metrics(token_ages(versions, steps, 19))
     assert {name.removeprefix("staleness/age_"): share for name, share in found.items() if "age_" in name} == {
         "0": 0.2,
         "1": 0.1,
@@ -94,4 +96,4 @@ def test_the_histogram_of_ages_accounts_for_every_token() -> None:
         "8_or_more": 0.2,
         "unknown": pytest.approx(0.2),
     }
-    assert staleness_metrics(torch.tensor([], dtype=torch.long), steps, 19) == {}
+    assert staleness_metrics(token_ages(torch.tensor([], dtype=torch.long), steps, 19)) == {}

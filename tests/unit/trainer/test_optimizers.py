@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ NAMES = ["adamw", "adamw_8bit", "adafactor"]
 def run(name: str, weight: torch.Tensor, gradients: list[torch.Tensor], *, seed: int = 0, lr: float) -> torch.Tensor:
     """The weight after a step for each gradient, in the weight's dtype."""
     parameter = torch.nn.Parameter(weight.clone())
-    settings = OptimizerSettings(name=name, lr=lr, weight_decay=0.0, seed=seed)  # type: ignore[arg-type]
+    settings = OptimizerSettings(name=name, lr=lr, weight_decay=0.0, seed=seed)
     optimizer = make_optimizer([parameter], settings)
     for gradient in gradients:
         parameter.grad = gradient.to(weight.dtype)
@@ -123,18 +124,89 @@ def test_a_bitsandbytes_without_a_kernel_for_the_device_is_refused_before_the_fi
     def fail(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no 8-bit kernel")
 
-    monkeypatch.setattr(bitsandbytes.optim.AdamW8bit, "step", fail)
+    monkeypatch.setattr(bitsandbytes.functional, "optimizer_update_8bit_blockwise", fail)
     with pytest.raises(OptimizerUnavailable, match=r"cannot step on cpu .no 8-bit kernel.*--optimizer adamw"):
         make_optimizer([torch.nn.Parameter(torch.zeros(2))], OptimizerSettings(name="adamw_8bit", lr=1.0))
 
 
 def test_states_of_the_8bit_optimizer_take_a_byte_each() -> None:
-    parameter = torch.nn.Parameter(torch.randn(256, 64))
+    parameter = torch.nn.Parameter(torch.randn(64, 256))
     optimizer = make_optimizer([parameter], OptimizerSettings(name="adamw_8bit", lr=1e-2))
     parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     states = [value for value in optimizer.state[parameter].values() if torch.is_tensor(value)]
     assert sum(state.numel() * state.element_size() for state in states) < 2.3 * parameter.numel()
+
+
+MODULE = """
+import torch
+from example_trainer.modeling.optimizers import OptimizerSettings
+
+def momentum(groups, settings):
+    return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.betas[0])
+
+def of_one_group(groups, settings):
+    return torch.optim.SGD(groups[:1], lr=settings.lr)
+
+def of_no_arguments():
+    return None
+
+def no_optimizer(groups, settings):
+    return len(groups)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's with optimizers, on the path."""
+    name = f"own_optimizers_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_of_the_users_own_steps_with_the_settings_and_bf16_is_rounded_stochastically(
+    own: str, dtype: torch.dtype
+) -> None:
+    config = TrainingConfig(model_name="m", optimizer=f"{own}:momentum", lr=0.5, adam_beta1=0.5, weight_decay=0.0)
+    parameter = torch.nn.Parameter(torch.zeros(4, 4, dtype=dtype))
+    optimizer = make_optimizer([parameter], optimizer_settings(config))
+    assert isinstance(optimizer, StochasticRounding) == (dtype == torch.bfloat16)
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert torch.equal(parameter.detach(), torch.full_like(parameter, -0.5 * (1.0 + 1.5)))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("missing", r"cannot be imported: .*missing.*PYTHONPATH"),
+        ("of_no_arguments", r"fails on a small matrix: TypeError.*docs/reference/library.md"),
+        ("no_optimizer", r"fails on a small matrix: AttributeError"),
+        ("of_one_group", r"leaves parameters where they are; let it step all"),
+    ],
+)
+def test_an_optimizer_that_does_not_work_is_refused_in_one_line_that_names_it(
+    own: str, function: str, said: str
+) -> None:
+    with pytest.raises(OptimizerUnavailable, match=f"--optimizer {own}:{function} {said}") as raised:
+        make_optimizer([torch.nn.Parameter(torch.zeros(2))], OptimizerSettings(name=f"{own}:{function}", lr=1.0))
+    assert "\n" not in str(raised.value)
+
+
+def test_an_optimizer_of_the_users_own_is_refused_for_weights_that_are_sharded_over_ranks() -> None:
+    with pytest.raises(
+        ValueError, match="--world-size 2: --optimizer mine:momentum cannot step weights that are shard"
+    ):
+        TrainingConfig(model_name="m", weight_bridge_mode="none", world_size=2, optimizer="mine:momentum")
+    TrainingConfig(model_name="m", weight_bridge_mode="lora_only", world_size=2, optimizer="mine:momentum")
+
+
+def test_a_name_that_is_no_optimizer_lists_those_there_are() -> None:
+    with pytest.raises(ValueError, match="adam is not an optimizer; use one of adamw, adamw_8bit, adafactor, or pack"):
+        TrainingConfig(model_name="m", optimizer="adam")
 
 
 def test_rounding_is_to_either_neighbour_and_right_on_average() -> None:

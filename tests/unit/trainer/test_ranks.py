@@ -19,11 +19,11 @@ from example_trainer.distributed.ranks import Ranks, joined_ranks
 from example_trainer.errors import RanksFailed
 from example_trainer.model import load_policy
 from example_trainer.modeling import fsdp
-from example_trainer.modeling.fsdp import WholeState, whole
 from example_trainer.modeling.loading import PolicyOptions, Sharding, load_module
 from example_trainer.modeling.lora import AdapterOptions
 from example_trainer.modeling.model_support import choose_layout
 from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
+from example_trainer.modeling.shards import WholeState, whole
 from example_trainer.objective.objective import make_objective
 from example_trainer.state import TrainerState, random_state
 from example_trainer.testing import Sampler, make_tiny_model
@@ -46,15 +46,16 @@ def make_config(model: Path, settings: dict[str, Any]) -> TrainingConfig:
 def make_learner(model: Path, ranks: Ranks, options: PolicyOptions, settings: dict[str, Any]) -> Learner:
     config = make_config(model, settings)
     torch.manual_seed(0)
-    spread = options.adapter is None and ranks.world_size > 1
-    policy = load_policy(replace(options, model_name=str(model), sharding=Sharding() if spread else None))
+    size = ranks.world_size // ranks.data.world_size
+    spread = Sharding(tensor_parallel_size=size) if options.adapter is None and ranks.world_size > 1 else None
+    policy = load_policy(replace(options, model_name=str(model), sharding=spread))
     optimizer = make_optimizer(policy.masters.values(), optimizer_settings(config))
     objective, layout = make_objective(config, policy), choose_layout(policy)
     return Learner(policy, optimizer, learner_settings(config), objective=objective, layout=layout, ranks=ranks)
 
 
 def share(groups: list[Group], ranks: Ranks) -> Batch:
-    return Batch(number=1, run_id="r", groups=groups[ranks.rank :: ranks.world_size])
+    return Batch(number=1, run_id="r", groups=groups[ranks.data.rank :: ranks.data.world_size])
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,31 @@ CASES: dict[str, Case] = {
     "the std of the whole batch": Case(world_size=4, settings={"advantage_norm": "batch"}),
     "a reference policy": Case(settings={"kl_coef": 0.1, "epochs_per_batch": 2}),
     "a reference that is swapped": Case(settings={"kl_coef": 0.1, "ref_update_interval": 1}, batches=3),
+    "the default optimizer": Case(settings={"optimizer": "adamw_8bit"}, batches=2),
+    "adafactor": Case(
+        world_size=4, settings={"optimizer": "adafactor", "lr": 1e-4}, batches=2, tolerance=1e-4
+    ),  # its step is the gradient over its own size, so that rounding of a small one shows
+    "masters in host memory": Case(options=replace(CPU, master_weights="host"), settings={"master_weights": "host"}),
+    "masters in bf16": Case(
+        options=replace(CPU, dtype="bfloat16", master_weights="none"),
+        settings={"dtype": "bfloat16", "master_weights": "none"},
+        tolerance=2e-2,
+    ),
     "an adapter": Case(options=_ADAPTER, settings=_LORA),
     "an adapter, 8-bit states": Case(options=_ADAPTER, settings=_LORA | {"optimizer": "adamw_8bit"}, batches=2),
     "an adapter, adafactor": Case(
         options=_ADAPTER, settings=_LORA | {"optimizer": "adafactor", "lr": 1e-4}, batches=2, tolerance=1e-4
-    ),  # its step is the gradient over its own size, so that rounding of a small one shows
+    ),
+    "an adapter in host memory": Case(
+        world_size=4,
+        options=replace(_ADAPTER, master_weights="host"),
+        settings=_LORA | {"master_weights": "host", "optimizer": "adamw_8bit"},
+    ),
+    "an adapter in bf16": Case(
+        options=replace(_ADAPTER, dtype="bfloat16", master_weights="none"),
+        settings=_LORA | {"dtype": "bfloat16", "master_weights": "none"},
+        tolerance=2e-2,
+    ),
     "compute in fp16": Case(options=replace(CPU, dtype="float16"), settings={"dtype": "float16"}, tolerance=4e-3),
     "an adapter in fp16": Case(
         options=replace(_ADAPTER, dtype="float16"), settings=_LORA | {"dtype": "float16"}, tolerance=4e-3
@@ -158,7 +179,9 @@ def test_p2_ranks_give_the_loss_gradients_metrics_and_weights_of_one_process(
         for kind in ("gradients", "weights"):
             assert found[kind].keys() == expected[kind].keys()
             for name, tensor in expected[kind].items():
-                np.testing.assert_allclose(found[kind][name], tensor.numpy(), rtol=0, atol=tolerance, err_msg=name)
+                np.testing.assert_allclose(
+                    found[kind][name], tensor.float().numpy(), rtol=0, atol=tolerance, err_msg=name
+                )
 
 
 def load_and_poison(ranks: Ranks, model: Path, groups: list[Group]) -> dict[str, Any]:

@@ -39,6 +39,26 @@ def test_lengths_count_what_was_sampled_and_what_is_trained() -> None:
     assert found[names.NO_SIGNAL_FRACTION] == 0.5
 
 
+def test_advantages_of_all_sequences_are_measured_and_groups_without_any_are_counted() -> None:
+    mixed, equal = group([[1], [2], [3]], [0.0, 0.0, 3.0], 0), group([[1], [2]], [1.0, 1.0], 0)
+    found = facts(mixed, equal, advantage_norm="none")
+    assert found[names.ADVANTAGE_MEAN] == pytest.approx(0.0)
+    assert (found[names.ADVANTAGE_MIN], found[names.ADVANTAGE_MAX]) == (-1.0, 2.0)
+    assert found[names.ADVANTAGE_STD] == pytest.approx(float(np.std([-1.0, -1.0, 2.0, 0.0, 0.0])))
+    assert found[names.ADVANTAGE_ZERO_GROUPS] == 0.5
+    normed = facts(mixed, equal)
+    assert normed[names.ADVANTAGE_MAX] == pytest.approx(2.0 / (3**0.5 + 1e-4))
+
+
+def test_advantages_that_the_environment_gives_or_takes_away_are_measured_as_they_are_trained() -> None:
+    own = group([[1, 2], [3, 4]], [0.0, 0.0], 0)
+    own.advantages = [[0.0, 0.0, 1.0, 2.0], [0.0, 0.0, -1.0, -2.0]]
+    own.overrides = [None, {"set_advantage_to_zero": True}]
+    found = facts(own)
+    assert (found[names.ADVANTAGE_MIN], found[names.ADVANTAGE_MAX]) == (0.0, 1.5)
+    assert found[names.ADVANTAGE_ZERO_GROUPS] == 0.0
+
+
 def test_what_length_takes_from_the_rewards_is_logged_beside_them() -> None:
     limits = {"max_response_tokens": 3, "overlong_penalty": 2.0}
     assert facts(group([[1], [1, 2, 3]], [0.0, 1.0], 0), **limits)[names.REWARD_OVERLONG_PENALTY] == -1.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from example_trainer.errors import BadLayerFilter
-from example_trainer.modeling.layer_filter import parse_layer_indices, trained_parameters
+from example_trainer.modeling.layer_filter import trained_parameters
+from example_trainer.options.layer_indices import parse_layer_indices
 
 LLAMA = [f"model.layers.{index}.mlp.up_proj.weight" for index in range(4)] + ["model.embed_tokens.weight"]
 GPT2 = [f"transformer.h.{index}.attn.c_attn.bias" for index in range(4)] + ["transformer.wte.weight"]

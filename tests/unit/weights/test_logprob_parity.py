@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import pytest
 import torch
 
@@ -62,6 +64,18 @@ def test_r5_fp32_is_held_to_its_fixed_limits_over_two_thousand_tokens(tiny_model
     assert agreement.limit == TOLERANCES[torch.float32] == Difference(1e-4, 5e-6)
     assert agrees(policy, sampled_by(policy))
     assert not agrees(policy, sampled_by(policy, noise=1e-4))
+
+
+def test_a_check_beside_a_forward_on_other_weights_compares_the_policys_own(tiny_model):
+    """An overlapped publish is proven while the next batch scores the tokens that older versions sampled."""
+    policy = policy_of(tiny_model("llama"), "float32")
+    samples, limit = sampled_by(policy), TOLERANCES[torch.float32]
+    older = {name: tensor * 2 for name, tensor in policy.snapshot().items()}
+    with ThreadPoolExecutor(1) as pool:
+        with policy.with_weights(older):
+            comparing = pool.submit(compare, policy, samples, limit)
+            assert not wait([comparing], timeout=1.0).done
+        assert comparing.result(60).difference.within(limit)
 
 
 def test_bf16_is_allowed_what_bf16_rounds_and_not_more(tiny_model):

@@ -10,7 +10,6 @@ from example_trainer.modeling.loading import PolicyOptions
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AtroposServer, SwapServer
 from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge
-from example_trainer.weights.publish_loop import ParityCheck
 
 PAYLOAD = AdapterPayload.write({"a.lora_A.weight": torch.ones(2, 3)}, {"r": 2})
 RIGHT, WRONG = PAYLOAD.digest(), AdapterPayload.write({"a.lora_A.weight": torch.zeros(2, 3)}, {"r": 2}).digest()
@@ -77,9 +76,3 @@ def test_a_server_that_has_started_anew_or_serves_nothing_is_published_to(tmp_pa
     server.identify = lambda: SwapServer(*now, 64)
     bridge._server, bridge._boot_id, bridge._has_published = server, "boot", True
     assert bridge.needs_publish() is needed
-
-
-def test_every_nth_sync_is_proven():
-    every_third, none = ParityCheck(every=3), ParityCheck(every=0)
-    assert [every_third.is_due() for _ in range(7)] == [False, False, True, False, False, True, False]
-    assert not any(none.is_due() for _ in range(3))

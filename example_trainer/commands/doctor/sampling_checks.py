@@ -1,0 +1,197 @@
+"""Checks of what is sampled: the environments, their sampling parameters, and the server options behind logprobs.
+
+The trainer recomputes the logprob of every sampled token from the model's whole distribution at the group's
+temperature. Whatever makes the sampler draw from another distribution, or report another number, is found here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from example_trainer.commands.doctor.asked import FACTS_SECONDS, Asked, Environment
+from example_trainer.commands.doctor.findings import Finding, error, warning
+from example_trainer.serving.config import ServerConfig
+
+LOGPROBS_MODE = ServerConfig.model_fields["logprobs_mode"].default
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (1, None),
+    "top_p": (1, None),
+    "top_k": (0, -1, 50, None),
+    "min_p": (0, None),
+    "repetition_penalty": (1, None),
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+}
+"""Defaults of sampling in a generation_config.json, with the values that change nothing; 50 is transformers' default
+of top_k, which vLLM leaves out."""
+
+INEXACT = {
+    "kv_cache_dtype": "the keys and values are rounded",
+    "logits_processors": "they change the logits",
+}
+"""Options of vLLM under which sampled logprobs differ from those that the trainer recomputes."""
+
+KEYS_OF_VLLM = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
+CLOSE = 0.85
+"""Likeness of two option names from which on one is taken for a misspelling of the other."""
+
+MAX_TEMPERATURE = 2.0
+
+
+def check_environments(asked: Asked) -> Iterator[Finding]:
+    """Check that each environment can be imported, takes its settings, and finds its packages and data."""
+    for environment in asked.environments:
+        facts, name = environment.facts, environment.name
+        if facts is None:
+            text = f"{name} was not examined: importing it took over {FACTS_SECONDS:.0f} s, ended the process, or "
+            text += "showed no environment class"
+            yield Finding("note", "environment", text)
+            continue
+        packages = facts["missing_packages"]
+        if packages:
+            text = f"{name} needs {', '.join(packages)}, not installed here"
+            yield error("environment", text, f"pip install {' '.join(each.replace('_', '-') for each in packages)}")
+        elif facts["error"]:
+            text, _, advice = str(facts["error"]).partition("; ")
+            yield error("environment", f"{name}: {text}", advice or "correct the file, or the section env of the run")
+        for missing in facts["missing_files"]:
+            setting, _, path = missing.partition(" ")
+            yield error("environment", f"env.{setting} of {name}: {path} does not exist", "correct the path")
+        for server in facts["servers"]:
+            if server["server_type"] == "openai" and not (facts["lenient"] or _allows(environment, "estimated_tokens")):
+                text = f"openai.server_type of {name} is openai, which returns no tokens and logprobs to train on"
+                yield error("environment", text, "set openai.server_type to vllm")
+
+
+def check_batch(asked: Asked) -> Iterator[Finding]:
+    """Check that groups of each environment's size can fill a batch: the broker never splits a group."""
+    sizes = [(each.name, _group_size(each)) for each in asked.environments]
+    known = {size for _, size in sizes if size}
+    if not known or not all(size for _, size in sizes):
+        return
+    batch = asked.config.sequences_per_batch
+    fillable = {0}
+    for total in range(1, batch + 1):
+        if any(total - size in fillable for size in known):
+            fillable.add(total)
+    for name, size in sizes:
+        if size and batch - size not in fillable:
+            text = f"groups of env.group_size {size} ({name}) never fill a batch of {batch} sequences "
+            text += "(batch_size x gradient_accumulation_steps)"
+            yield error("batch", text, "take a group size that divides the batch, or change the batch")
+
+
+def _group_size(environment: Environment) -> int | None:
+    """Return the size of all groups of an environment; None if it is not known or changes by a schedule."""
+    env = (environment.facts or {}).get("env", {})
+    return None if env.get("group_size_schedule") else env.get("group_size")
+
+
+def check_sampling(asked: Asked) -> Iterator[Finding]:
+    """Check the temperature and the other sampling parameters that rollouts are seen to give."""
+    for environment in asked.environments:
+        facts = environment.facts or {}
+        for given in facts.get("temperatures", ()):
+            yield from _check_temperature(environment, given, lenient=facts["lenient"])
+        for given in facts.get("truncating", ()):
+            text = f"{environment.name} samples with {given['name']} {given['value']!r} ({given['where']}), and the "
+            text += "trainer recomputes the model's whole distribution"
+            if _allows(environment, "truncated_sampling"):
+                advice = "leave it out if you can: env.allow_truncated_sampling only weighs and caps the difference"
+                yield warning("sampling", text, advice)
+            else:
+                advice = "leave it out, or set env.allow_truncated_sampling to train with importance weights"
+                yield error("sampling", text, advice)
+
+
+def _allows(environment: Environment, what: str) -> bool:
+    return bool((environment.facts or {}).get("env", {}).get(f"allow_{what}"))
+
+
+def _check_temperature(environment: Environment, given: Mapping[str, Any], *, lenient: bool) -> Iterator[Finding]:
+    value, shown = given["value"], f"{environment.name} samples at temperature {given['value']} ({given['where']})"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return
+    if value <= 0:
+        yield error("temperature", f"{shown}: greedy answers are all alike and have no logprobs", "set it to 1")
+    elif value > MAX_TEMPERATURE:
+        yield warning("temperature", f"{shown}, where most tokens are noise", "set it to 1")
+    elif value != 1 and lenient:
+        text = f"{shown}; groups of Atropos environments name no temperature, so the trainer assumes 1"
+        yield error("temperature", text, 'sample at 1, or give each group generation_params={"temperature": ...}')
+
+
+def check_logprobs(asked: Asked) -> Iterator[Finding]:
+    """Check that the server reports the logprobs that the trainer recomputes."""
+    server, extras = asked.server, asked.server_extras
+    if server is None:
+        return
+    if server.logprobs_mode != LOGPROBS_MODE:
+        text = f"vllm.logprobs_mode {server.logprobs_mode}: the trainer recomputes logprobs at the sampling temperature"
+        yield error("logprobs", text, f"leave it out; the default is {LOGPROBS_MODE}")
+    for name, reason in INEXACT.items():
+        if extras.get(name) not in (None, "auto", False, [], {}):
+            text = f"vllm.{name} {extras[name]}: {reason}, so sampled logprobs are not those of the trained weights"
+            yield warning("logprobs", text, "leave it out, or watch alignment/diff_abs_mean from the first step on")
+    dtype = asked.config.dtype
+    if dtype != "auto" and server.dtype not in ("auto", dtype):
+        text = f"vllm.dtype {server.dtype} is not trainer.dtype {dtype}: server and trainer would round differently"
+        yield error("logprobs", text, "leave vllm.dtype out: the server takes the trainer's")
+
+
+def check_defaults(asked: Asked) -> Iterator[Finding]:
+    """Check for sampling defaults that a server applies to requests which do not name a value."""
+    if asked.server is not None:
+        own = _as_mapping(asked.server_extras.get("override_generation_config"))
+        for name, value in _changing(own):
+            text = f"vllm.override_generation_config sets {name} {value} for requests to /v1 that do not name it"
+            yield warning("sampling", text, "leave it out: such a request is not sampled from the trained policy")
+        return
+    if asked.model is not None:
+        for name, value in _changing(asked.model.generation_config):
+            text = f"generation_config.json sets {name} {value}; a stock vLLM applies it where a request names none"
+            yield warning("sampling", text, "start the servers elsewhere with --generation-config vllm")
+
+
+def _changing(defaults: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, neutral in NEUTRAL.items():
+        if name in defaults and defaults[name] not in neutral:
+            yield name, defaults[name]
+
+
+def _as_mapping(value: Any) -> Mapping[str, Any]:
+    """Return a JSON object that a flag holds as text, or a file as a mapping; empty for anything else."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return {}
+    return value if isinstance(value, Mapping) else {}
+
+
+def check_server_keys(asked: Asked) -> Iterator[Finding]:
+    """Check for misspelt options of the server: those that neither it nor the installed vLLM has."""
+    spec = util.find_spec("vllm")
+    if spec is None or spec.origin is None or not asked.server_extras:
+        return
+    folder = Path(spec.origin).parent
+    texts = [path.read_text(encoding="utf-8") for name in KEYS_OF_VLLM if (path := folder / name).is_file()]
+    if not texts:
+        return
+    words = set(" ".join(texts).replace("-", "_").translate(_SEPARATORS).split())
+    for key in asked.server_extras:
+        name = key.partition(".")[0].removeprefix("no_")
+        likely = difflib.get_close_matches(name, [*ServerConfig.model_fields, *words], n=1, cutoff=CLOSE)
+        if name not in words:
+            guess = f"did you mean {likely[0]}? " if likely else ""
+            text = f"vllm.{key}: neither our server nor the installed vLLM has this option"
+            yield error("server", text, f"{guess}correct the name, or leave it out")
+
+
+_SEPARATORS = {ord(character): " " for character in "()[]{}.,:;=\"'`*|<>/\\#"}

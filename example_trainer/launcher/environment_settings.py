@@ -1,0 +1,149 @@
+"""The environments of a launch: each entry's settings, from the run file, the flags and the preset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atropos_api.common.cliconfig import ConfigError
+from atropos_api.common.identity import server_stem
+from environments.commands import environment_names
+from example_trainer.errors import TrainerError
+from example_trainer.launcher.teacher import TEACHER
+from example_trainer.options.presets import PRESETS, Preset
+from example_trainer.processes.tree import PACKAGE_ROOT
+
+SOURCES = ("data_path", "val_data_path", "dataset_name")
+
+
+class EnvironmentNotFound(TrainerError):
+    """Raised if the file of an environment server is neither here nor among the environments of this package."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentSettings:
+    """The settings of one environment server to start."""
+
+    name: str
+    server: str
+    env: Mapping[str, Any]
+    openai: Any
+    teacher: Any = None
+    """The settings of its teacher, or a list of them; None: it has none."""
+    written_for: str | None = None
+    """The server that the file's settings are for, if a flag names another, which then ignores settings it lacks."""
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` overridden by `over`; nested mappings are merged key by key."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def read_environments(
+    sections: Mapping[str, Any], flags: Mapping[str, Mapping[str, Any]], preset: str | None, *, may_choose: bool
+) -> tuple[tuple[EnvironmentSettings, ...], tuple[str, ...]]:
+    """Return the environments that files, flags or the preset ask for, and remarks on the preset's settings for them.
+
+    `flags` has each section's flags. `may_choose` is True if the preset's environment is started where none is named.
+    """
+    chosen = PRESETS[preset] if preset else None
+    listed = sections.get("environments")
+    if listed is None:
+        wanted = sections.get("env") or flags["env"] or (may_choose and chosen is not None and chosen.server)
+        has_teacher = sections.get(TEACHER) or flags[TEACHER]
+        only = {"env": sections.get("env") or {}, "openai": sections.get("openai") or {}}
+        listed = [only | ({TEACHER: {}} if has_teacher else {})] if wanted else []
+    entries: list[EnvironmentSettings] = []
+    remarks: list[str] = [] if listed or chosen is None else _unused(chosen, preset)
+    for number, entry in enumerate(listed, 1):
+        name = f"environment-{number}" if len(listed) > 1 else "environment"
+        server, in_file = _server_of(entry, flags["env"], chosen if may_choose else None, name=name)
+        env = {key: value for key, value in (entry.get("env") or {}).items() if key != "server"}
+        if chosen is not None:
+            defaults, remarked = _of_preset(chosen, server, {*env, *flags["env"]}, about=f"--preset {preset}")
+            env, remarks = defaults | env, [*remarks, *remarked]
+        entries.append(
+            EnvironmentSettings(
+                name=name,
+                server=server,
+                env=env,
+                openai=entry.get("openai") or {},
+                teacher=_teacher_of(entry, sections.get(TEACHER) or {}),
+                written_for=in_file if in_file is not None and server_stem(in_file) != server_stem(server) else None,
+            )
+        )
+    return tuple(entries), tuple(remarks)
+
+
+def _server_of(
+    entry: Mapping[str, Any], flags: Mapping[str, Any], preset: Preset | None, *, name: str
+) -> tuple[str, str | None]:
+    """Return the environment's server, and the one that the file names, if it names one."""
+    in_file = entry.get("file") or (entry.get("env") or {}).get("server")
+    server = flags.get("server") or in_file or (preset.server if preset is not None else None)
+    if not isinstance(server, str):
+        raise ConfigError(
+            f"{name} names no environment server; give its file or module as env.server in it or with --env.server"
+        )
+    return server, in_file if isinstance(in_file, str) else None
+
+
+def _of_preset(preset: Preset, server: str, given: Container[str], *, about: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the preset's settings for this environment, with a remark if some do not fit it, and on its questions."""
+    settings = dict(preset.environment)
+    if preset.server is None:
+        return settings, []
+    if server_stem(server) != server_stem(preset.server):
+        unfit = ", ".join(preset.server_settings)
+        return settings, [f"{about}: its {unfit} and questions are those of {preset.server}, and {server} has its own"]
+    settings |= preset.server_settings
+    if any(name in given for name in SOURCES):
+        return settings, []
+    training, evaluation = preset.data_paths
+    if not Path(training).is_file():
+        instead = f"there is no {training}; --data-path FILE and --val-data-path FILE name others"
+        return settings | {"dataset_name": preset.dataset_name}, [
+            f"{about}: the questions are those of {preset.dataset_name} on the Hugging Face hub, because {instead}"
+        ]
+    settings["data_path"] = training
+    if not Path(evaluation).is_file():
+        return settings, [f"{about}: the questions are {training}; some are held out, for there is no {evaluation}"]
+    settings["val_data_path"] = evaluation
+    return settings, [f"{about}: the questions are {training}, for evaluation {evaluation}"]
+
+
+def _unused(preset: Preset, name: str | None) -> list[str]:
+    """Return a remark on the preset's settings for an environment that this launch does not start."""
+    settings = {**preset.environment, **preset.server_settings}
+    if not settings:
+        return []
+    flags = " ".join(f"--env.{key} {json.dumps(value).strip(chr(34))}" for key, value in settings.items())
+    where = f"{preset.server} " if preset.server else ""
+    return [f"--preset {name}: no environment is started here, so give yours these settings: {where}{flags}"]
+
+
+def _teacher_of(entry: Mapping[str, Any], common: Any) -> Any:
+    """Return the teacher of an entry that has a `teacher` key: its own settings over the file's `teacher:` section."""
+    if TEACHER not in entry:
+        return None
+    own = entry[TEACHER] or {}
+    return merge(common, own) if isinstance(own, Mapping) and isinstance(common, Mapping) else own or common
+
+
+def program_of(server: str) -> tuple[str, ...]:
+    """Return the Python arguments that start an environment server, which is named by its file (`arithmetic_server.py`
+    is ours), by the name under which an installed package offers it, or as a module.
+    """
+    if not server.endswith(".py"):
+        return ("-m", "environments.commands", server) if server in environment_names() else ("-m", server)
+    for path in (Path(server), PACKAGE_ROOT / "environments" / server):
+        if path.is_file():
+            return (str(path.absolute()),)
+    raise EnvironmentNotFound(f"--env.server {server}: no such file here or among the environments of this package")

@@ -1,0 +1,236 @@
+"""The nearest configuration that fits a card, and the one line that says why another does not.
+
+Changes are tried from the most to the least exact. The outer order is that of the weights: as given, 8-bit states,
+weights in bf16 without masters, masters in host memory, and Adafactor. For each of them those changes are tried that
+alter no result: nothing, activation checkpointing, smaller micro-batches, and after these the same with a smaller share
+for vLLM, which then runs fewer requests at a time. `--fit auto` makes these changes. What changes the training itself
+(fewer layers, an adapter, a base in 4 bits) is only named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import util
+from typing import Any, TypeVar
+
+from atropos_api.common.option_flags import flag
+from example_trainer.errors import BadLayerFilter
+from example_trainer.memory.budget import Budget, budget, server_needs
+from example_trainer.memory.shapes import ModelShape, local_shape
+from example_trainer.options.conflicts import reason_to_refuse
+from example_trainer.options.layer_indices import parse_layer_indices
+from example_trainer.options.training_options import TrainingOptions
+
+OptionsT = TypeVar("OptionsT", bound=TrainingOptions)
+Changes = Mapping[str, Any]
+
+GB = 1e9
+
+USABLE_FRACTION = 0.97
+"""Share of the GPU's memory that can be used: the driver keeps a little, and allocators do not fill it to the byte."""
+
+CACHED_SEQUENCES = 8
+"""Sequences of `--max-model-len` tokens that vLLM's cache can hold at least under a share that is chosen here."""
+
+OF_FULL_WEIGHTS: Sequence[Changes] = (
+    {},
+    {"optimizer": "adamw_8bit"},
+    {"master_weights": "none"},
+    {"master_weights": "none", "optimizer": "adamw_8bit"},
+    {"master_weights": "host"},
+    {"master_weights": "none", "optimizer": "adafactor"},
+)
+OTHER_TRAININGS: Sequence[Changes] = (
+    {"train_layer_indices": "last-12"},
+    {"weight_bridge_mode": "lora_restart"},
+    {"weight_bridge_mode": "lora_restart", "load_in_4bit": True},
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """The GPU of a trainer process, with vLLM's share of it."""
+
+    total_bytes: float
+    share: float
+    """vLLM's share of the memory; 0 if it serves from another GPU."""
+    share_can_change: bool = True
+    """False if the server is started elsewhere, so that `--gpu-memory-utilization` does not set its share."""
+    host_bytes: float | None = None
+    """Memory of the host; None if it is not known."""
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.total_bytes * USABLE_FRACTION
+
+
+def reason_not_to_fit(config: TrainingOptions, *, card_bytes: float, vllm_share: float) -> str | None:
+    """Return in one line why the run does not fit a GPU of `card_bytes` of which vLLM takes `vllm_share` (0 to 1).
+
+    None means that it fits, or that nothing is known: the model's config.json is not on this machine.
+    """
+    shape = local_shape(config.model_name)
+    return None if shape is None else explain(shape, config, Card(total_bytes=card_bytes, share=vllm_share))
+
+
+def explain(shape: ModelShape, config: TrainingOptions, card: Card) -> str | None:
+    """Return the reason why a configuration does not fit, with the nearest one that does; None if it fits."""
+    if fits(shape, config, card):
+        return None
+    problem = _problem(shape, config, card)
+    if found := nearest(shape, config, card):
+        return (
+            f"{problem}; {_fitting(shape, config, card, found)}, or let --fit auto choose; --fit off skips this check"
+        )
+    if found := nearest(shape, config, card, trainings=OTHER_TRAININGS):
+        return (
+            f"{problem}; no flag makes this training fit, but {_fitting(shape, config, card, found)}; "
+            "--fit off skips this check"
+        )
+    return (
+        f"{problem}; nothing that this trainer can change fits: take a larger GPU, another one for vLLM (--vllm-gpu), "
+        "several ranks (torchrun), shorter sequences or a smaller model; --fit off skips this check"
+    )
+
+
+def nearest(
+    shape: ModelShape, config: TrainingOptions, card: Card, *, trainings: Sequence[Changes] | None = None
+) -> dict[str, Any] | None:
+    """Return the smallest changes with which a configuration fits, {} if it does as it is; None if none is enough.
+
+    `trainings` are the changes of the weights to try; unset: those that train the same weights.
+    """
+    if trainings is None:
+        trainings = ({},) if config.trains_adapter else _trainings_with_the_users_optimizer(config)
+    for training in trainings:
+        weights = {name: value for name, value in training.items() if getattr(config, name) != value}
+        if (training and not weights) or not _can_be_made(weights, shape):
+            continue
+        for lowers_share in (False, True):
+            for memory in _without_effect_on_results(config):
+                changes = {**weights, **memory}
+                changed = with_changes(config, changes)
+                if reason_to_refuse(changed):
+                    continue
+                if lowers_share:
+                    share = _other_share(shape, changed, card)
+                    if share is None:
+                        continue
+                    changes |= {"gpu_memory_utilization": share}
+                if fits(shape, with_changes(config, changes), card_after(changes, card)):
+                    return changes
+    return None
+
+
+def fits(shape: ModelShape, config: TrainingOptions, card: Card) -> bool:
+    """Return True if trainer and server fit together, and the server's weights and one sequence fit its share."""
+    needed = budget_on(shape, config, card)
+    if card.host_bytes is not None and needed.host > card.host_bytes * USABLE_FRACTION:
+        return False
+    return needed.total <= card.usable_bytes and _lacks_in_share(shape, config, card) <= 0
+
+
+def budget_on(shape: ModelShape, config: TrainingOptions, card: Card) -> Budget:
+    return budget(shape, config, server_bytes=card.share * card.total_bytes)
+
+
+def least_share(shape: ModelShape, config: TrainingOptions, card_bytes: float) -> float:
+    """Return the share below which vLLM surely cannot start: the weights, and a cache of one sequence."""
+    return server_needs(shape, config, cached_tokens=config.max_model_len, workspace_bytes=0.0) / card_bytes
+
+
+def with_changes(config: OptionsT, changes: Changes) -> OptionsT:
+    """Return the configuration with other values, unchecked."""
+    return config.model_copy(update=dict(changes))
+
+
+def card_after(changes: Changes, card: Card) -> Card:
+    """Return the card with the share that the changes give vLLM."""
+    return replace(card, share=changes.get("gpu_memory_utilization", card.share))
+
+
+def as_flags(changes: Changes) -> str:
+    """Return changes as flags of the trainer."""
+    return " ".join(flag(name) if value is True else f"{flag(name)} {value}" for name, value in changes.items())
+
+
+def parts(needed: Budget) -> str:
+    """Return the parts of a budget in GB, those under a tenth left out."""
+    named = {
+        "vLLM's share": needed.server,
+        "weights": needed.weights,
+        "masters": needed.masters,
+        "gradients": needed.gradients,
+        "optimizer states": needed.states,
+        "copies": needed.copies,
+        "activations": needed.working,
+        "runtime": needed.runtime,
+    }
+    return ", ".join(f"{name} {part / GB:.1f}" for name, part in named.items() if part >= GB / 10)
+
+
+def _problem(shape: ModelShape, config: TrainingOptions, card: Card) -> str:
+    on = f"on a GPU of {card.total_bytes / GB:.1f} GB"
+    needed = budget_on(shape, config, card)
+    if needed.total > card.usable_bytes:
+        return f"{config.model_name} needs {needed.total / GB:.1f} GB {on} ({parts(needed)})"
+    if (lacking := _lacks_in_share(shape, config, card)) > 0:
+        return (
+            f"--gpu-memory-utilization {card.share:g} {on} lacks {lacking / GB:.1f} GB for the served weights and one "
+            f"sequence of {config.max_model_len} tokens"
+        )
+    host = card.host_bytes or 0.0
+    return f"--master-weights host needs {needed.host / GB:.1f} GB of host memory, and there are {host / GB:.1f}"
+
+
+def _fitting(shape: ModelShape, config: TrainingOptions, card: Card, changes: Changes) -> str:
+    needed = budget_on(shape, with_changes(config, changes), card_after(changes, card))
+    host = f" and {needed.host / GB:.1f} GB of host memory" if needed.host else ""
+    return f"{as_flags(changes)} fits ({needed.total / GB:.1f} GB{host})"
+
+
+def _lacks_in_share(shape: ModelShape, config: TrainingOptions, card: Card) -> float:
+    if not card.share or not card.share_can_change:
+        return 0.0
+    return (least_share(shape, config, card.total_bytes) - card.share) * card.total_bytes
+
+
+def _can_be_made(weights: Changes, shape: ModelShape) -> bool:
+    """Return True if the packages that these changes of the weights need are installed, and the layers exist."""
+    try:
+        parse_layer_indices(weights.get("train_layer_indices", "0"), shape.layers)
+    except BadLayerFilter:
+        return False
+    needs = weights.get("optimizer") == "adamw_8bit" or weights.get("load_in_4bit")
+    return not needs or util.find_spec("bitsandbytes") is not None
+
+
+def _trainings_with_the_users_optimizer(config: TrainingOptions) -> Sequence[Changes]:
+    """Return the changes of full weights; an optimizer of the user's own is not replaced."""
+    replaceable = {"adamw", *(each["optimizer"] for each in OF_FULL_WEIGHTS if "optimizer" in each)}
+    return [each for each in OF_FULL_WEIGHTS if "optimizer" not in each or config.optimizer in replaceable]
+
+
+def _without_effect_on_results(config: TrainingOptions) -> Iterator[Changes]:
+    """Yield changes that alter memory and time alone: none, checkpointing, and smaller micro-batches with it."""
+    yield {}
+    checkpointing = {} if config.gradient_checkpointing else {"gradient_checkpointing": True}
+    if checkpointing:
+        yield checkpointing
+    tokens = config.micro_batch_tokens
+    while tokens > config.seq_len:
+        tokens = max(config.seq_len, tokens // 2 // config.seq_len * config.seq_len)
+        yield {**checkpointing, "token_budget": tokens}
+
+
+def _other_share(shape: ModelShape, config: TrainingOptions, card: Card) -> float | None:
+    """Return the share nearest to vLLM's that leaves the trainer enough and is comfortable; None if there is none."""
+    if not card.share or not card.share_can_change:
+        return None
+    room = math.floor(100 * (card.usable_bytes - budget_on(shape, config, card).trainer) / card.total_bytes) / 100
+    needed = server_needs(shape, config, cached_tokens=CACHED_SEQUENCES * config.max_model_len)
+    comfortable = math.ceil(100 * needed / card.total_bytes) / 100
+    share = min(room, max(comfortable, card.share))
+    return share if comfortable <= share != card.share else None

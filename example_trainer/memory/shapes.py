@@ -1,0 +1,186 @@
+"""The sizes of a model that the arithmetic of memory needs, read from its config.json on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+ADAPTED_BY_DEFAULT = ("q_proj", "v_proj")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """The sizes of a decoder with gated feed-forward layers and grouped key-value heads."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool = False
+    experts: int = 1
+    """Number of feed-forward blocks of a layer; `intermediate` is the size of one."""
+    active_experts: int = 1
+    """Number of feed-forward blocks that a token passes through."""
+    stored_bytes: int = 2
+    """Bytes of a weight in the checkpoint, which `--dtype auto` serves."""
+
+    @property
+    def linear(self) -> Mapping[str, tuple[int, int]]:
+        """Inputs and outputs of each linear module of a layer, under the usual names."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (self.hidden, queries),
+            "k_proj": (self.hidden, keys),
+            "v_proj": (self.hidden, keys),
+            "o_proj": (queries, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Number of parameters in the linear modules of a layer."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return attention + self.experts * 3 * self.hidden * self.intermediate
+
+    @property
+    def layer_parameters(self) -> int:
+        router = self.experts * self.hidden if self.experts > 1 else 0
+        return self.matrix_parameters + router + 2 * self.hidden
+
+    @property
+    def end_parameters(self) -> int:
+        """Number of parameters of embedding and output head, which are one matrix if they are tied."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.end_parameters + self.hidden
+
+    def cache_bytes_per_token(self, element_bytes: int = 2) -> int:
+        """Return the bytes of keys and values that vLLM keeps for a token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+
+
+REFERENCE_SHAPES: Mapping[str, ModelShape] = {
+    "8B": ModelShape(
+        name="8B (Llama 3.1's shape)",
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=14336,
+        vocabulary=128256,
+    ),
+    "14B": ModelShape(
+        name="14B (Qwen 2.5's shape)",
+        hidden=5120,
+        layers=48,
+        heads=40,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=13824,
+        vocabulary=152064,
+    ),
+    "24B": ModelShape(
+        name="24B (Mistral Small's shape)",
+        hidden=5120,
+        layers=40,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=32768,
+        vocabulary=131072,
+    ),
+    "3B": ModelShape(
+        name="3B (Llama 3.2's shape)",
+        hidden=3072,
+        layers=28,
+        heads=24,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=8192,
+        vocabulary=128256,
+        tied=True,
+    ),
+    "4B": ModelShape(
+        name="4B (Qwen 3's shape)",
+        hidden=2560,
+        layers=36,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=9728,
+        vocabulary=151936,
+        tied=True,
+    ),
+    "7B": ModelShape(
+        name="7B (Qwen 2.5's shape)",
+        hidden=3584,
+        layers=28,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        intermediate=18944,
+        vocabulary=152064,
+    ),
+}
+
+
+def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
+    """Return the shape that a Hugging Face `config.json` describes; `KeyError` names a field it lacks."""
+    text = config.get("text_config", config)
+    heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
+    experts = int(text.get("num_local_experts") or text.get("num_experts") or 1)
+    dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "float32")
+    return ModelShape(
+        name=name,
+        hidden=hidden,
+        layers=int(text["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(text.get("num_key_value_heads") or heads),
+        head_dim=int(text.get("head_dim") or hidden // heads),
+        intermediate=int((experts > 1 and text.get("moe_intermediate_size")) or text["intermediate_size"]),
+        vocabulary=int(text["vocab_size"]),
+        tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        experts=experts,
+        active_experts=int(text.get("num_experts_per_tok") or 1),
+        stored_bytes=DTYPE_BYTES.get(dtype.removeprefix("torch."), 4),
+    )
+
+
+def find_config(name: str) -> Path | None:
+    """Return the path of the config.json of a directory, or of a Hugging Face id in the local cache; else None."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return directory / "config.json"
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def local_shape(name: str) -> ModelShape | None:
+    """Return the shape of a model on this machine; None if it is not here or is not a decoder of the usual form."""
+    path = find_config(name)
+    if path is None:
+        return None
+    try:
+        return shape_of(name, json.loads(path.read_text(encoding="utf-8")))
+    except (KeyError, ValueError, TypeError, AttributeError, OSError):
+        return None

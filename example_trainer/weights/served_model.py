@@ -1,0 +1,144 @@
+"""The model that a server loads: written checkpoints, the frozen base under adapters, and start options that fit it.
+
+Adapters are served on the base that the trainer computes with. With `--load-in-4bit` that is not the model: its values
+are written once into the run directory (`prepare_base`), and found there again by their digest when a run is resumed.
+A server that somebody else has started tells its base's digest; a server of another base is refused, because its
+logprobs would be those of other weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from example_trainer.errors import CannotSwap, PublishFailed
+from example_trainer.modeling.loading import name_of
+from example_trainer.modeling.policy import Policy
+from example_trainer.vllm_manager import VllmOptions
+from example_trainer.weight_protocol.base_record import BaseRecord, read_base_record
+
+logger = logging.getLogger(__name__)
+
+_GIBIBYTE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBase:
+    """The frozen base on which adapters are served: the model itself, or the written values of a quantised one."""
+
+    model: str | Path
+    digest: str | None = None
+    """Digest of the quantised base; None if the model itself is served."""
+    name: str = ""
+    """The model name that clients request."""
+
+    def check(self, server_digest: str | None, url: str) -> None:
+        """Raise `CannotSwap` if the server at `url` is known to compute with another base than a quantised one."""
+        if self.digest is None or server_digest == self.digest:
+            return
+        other = "the unquantised model" if server_digest is None else "values of another run or dtype"
+        raise CannotSwap(
+            f"the server at {url} computes with {other}, not with the base that --load-in-4bit trains on: stop it, "
+            f"and start it with {self.flags} or let the trainer start one (--start-vllm auto)"
+        )
+
+    @property
+    def flags(self) -> str:
+        """The flags of a server of this base."""
+        return f"--model {self.model} --tokenizer {self.name} --served-model-name {self.name}"
+
+
+def prepare_base(policy: Policy, directory: Path) -> ServedBase:
+    """Return the base for servers of this policy, which is quantised, after writing its values to `directory`.
+
+    A base of the same digest that is there already is kept.
+    """
+    name, digest = policy.tokenizer_name, base_digest(policy)
+    base = ServedBase(directory.absolute(), digest, name)
+    written = read_base_record(directory)
+    if written is None or written.digest != digest:
+        record = BaseRecord(digest=digest, model=name, dtype=name_of(policy.dtype))
+        _write(policy, policy.base_tensors(policy.dtype), directory, record)
+    logger.info("the values of the 4-bit base are in %s; start a server of your own with %s", directory, base.flags)
+    return base
+
+
+@torch.no_grad()
+def base_digest(policy: Policy) -> str:
+    """Return a checksum of the frozen base in the form in which it is stored: packed weights with their scales.
+
+    It is equal for two adapters on one base, and a quarter of the work of a checksum of the values.
+    """
+    stored = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in policy.module.state_dict().items()
+        if ".lora_" not in name
+    }
+    total = hashlib.blake2b(name_of(policy.dtype).encode(), digest_size=16)
+    for name in sorted(stored):
+        tensor = stored[name].detach().cpu().contiguous()
+        total.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def write_served_checkpoint(policy: Policy, directory: Path) -> Path:
+    """Write the weights in the served dtype; the directory is complete or does not exist."""
+    return _write(policy, policy.checkpoint_tensors(policy.dtype), directory)
+
+
+def _write(
+    policy: Policy, tensors: Mapping[str, torch.Tensor], directory: Path, record: BaseRecord | None = None
+) -> Path:
+    from huggingface_hub import save_torch_state_dict
+
+    partial = directory.with_name(f".{directory.name}.part")
+    try:
+        for old in (partial, directory):
+            shutil.rmtree(old, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _check_space(partial, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+        save_torch_state_dict(dict(tensors), partial)
+        config = policy.hf_config.to_dict() | {"dtype": name_of(policy.dtype)}
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if record is not None:
+            record.write(partial)
+            _sync(partial)
+        partial.rename(directory)
+    except OSError as error:
+        raise PublishFailed(f"cannot write {directory}: {error}; free the space or set --run-dir elsewhere") from error
+    return directory
+
+
+def _check_space(directory: Path, needed_bytes: int) -> None:
+    """Raise `PublishFailed` before anything is written if the disk has less space than the tensors need."""
+    if (free_bytes := shutil.disk_usage(directory).free) < needed_bytes:
+        needed, free = needed_bytes / _GIBIBYTE, free_bytes / _GIBIBYTE
+        shutil.rmtree(directory, ignore_errors=True)
+        raise PublishFailed(
+            f"cannot write {directory.parent}: the weights need {needed:.1f} GiB and its disk has {free:.1f} GiB "
+            "free; free the space or set --run-dir elsewhere"
+        )
+
+
+def _sync(directory: Path) -> None:
+    """Flush the files to the disk: a resumed run believes the record, also after a power cut."""
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def fitted(vllm: VllmOptions, policy: Policy) -> VllmOptions:
+    """Return the server's options, limited to the model's context length and in the policy's precision."""
+    longest = getattr(policy.hf_config, "max_position_embeddings", None)
+    if longest and vllm.max_model_len and vllm.max_model_len > longest:
+        vllm = replace(vllm, max_model_len=int(longest))
+    return replace(vllm, dtype=name_of(policy.dtype))

@@ -1,0 +1,69 @@
+"""One command distils: the launcher starts student and teacher, and the student's distance from the teacher falls.
+
+Four programs and two real vLLM servers take more than a minute, so `make test` omits it: `ATROPOS_DISTILLATION=1`.
+`tests/unit/launcher/test_teacher.py` has the plan, and `test_launcher.py` a run over stand-ins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from environments.tasks.arithmetic import problem_stream
+from example_trainer.tiny import ensure_base
+
+from .conftest import Launched
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not os.environ.get("ATROPOS_DISTILLATION"), reason="takes minutes; ATROPOS_DISTILLATION=1"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, WINDOW = 16, 3
+SHARPER = 2.0
+"""The teacher is the student's own base with its last norm, and so its logits, twice as large."""
+ASKED_AS_TRAINED = "<|user|>{question}<|end|><|assistant|>"
+"""The tiny models' chat as a template: their answers to a long system prompt would be noise."""
+
+
+def test_a_student_comes_half_as_far_from_its_teacher_in_one_command(
+    start_launcher: Callable[..., Launched], tmp_path: Path
+) -> None:
+    problems = islice(problem_stream("chain", seed=5), 400)
+    lines = [json.dumps({"question": one.question, "answer": str(one.answer)}) for one in problems]
+    (tmp_path / "questions.jsonl").write_text("\n".join(lines))
+    (tmp_path / "asked.prompt").write_text(ASKED_AS_TRAINED)
+    teacher = write_teacher(tmp_path / "teacher")
+    run = start_launcher(
+        *(sys.executable, "-m", "example_trainer.run", "--config", str(ROOT / "configs/demo.yaml")),
+        *("--env", "distill_server.py", "--data-path", str(tmp_path / "questions.jsonl")),
+        *("--env.prompt-template", str(tmp_path / "asked.prompt"), "--eval-steps", "0"),
+        *("--env.eval_at_start", "false", "--env.eval_at_end", "false"),
+        *("--teacher.model_name", str(teacher), "--distill", "forward_kl", "--training-steps", str(STEPS)),
+        *("--adam-eps", "1e-6"),
+    )
+    code, out, error = run.end(1100)
+    assert code == 0, error + run.logs()
+    assert "teacher ready" in out
+    losses = [json.loads(line)["train/loss_distill"] for line in run.metrics.read_text().splitlines()]
+    assert len(losses) == STEPS
+    assert sum(losses[-WINDOW:]) / WINDOW <= losses[0] / 2, losses
+
+
+def write_teacher(directory: Path) -> Path:
+    base = ensure_base("chain", seed=0)
+    shutil.copytree(base, directory)
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] *= SHARPER
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
