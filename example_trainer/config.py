@@ -40,6 +40,11 @@ def settings_from(environment: Mapping[str, str]) -> dict[str, object]:
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision in MIXED_PRECISION:
         settings["dtype"] = MIXED_PRECISION[precision]
+    elif precision not in ("", "no"):
+        raise ConfigError(
+            f"$ACCELERATE_MIXED_PRECISION is {precision!r}, in which nothing is trained here; start with "
+            "--mixed_precision bf16, fp16 or no"
+        )
     if _flag(environment, "ACCELERATE_USE_CPU"):
         settings["device"] = "cpu"
     world_size = _number(environment, "WORLD_SIZE", 1)

@@ -26,7 +26,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from example_trainer.errors import AdapterUnavailable, ModelNotFound, NoSuchDevice, WrongDtype
 from example_trainer.modeling.lora import AdapterOptions
-from example_trainer.options.model import FLOAT16_MASTERS
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,10 @@ def served_dtype_of(options: PolicyOptions, hf_config: Any) -> torch.dtype:
             "use --dtype bfloat16, or float32 on a CPU"
         )
     if dtype == torch.float16 and options.master_weights == "none":
-        raise WrongDtype(f"--dtype {options.dtype}: {options.model_name} is served as float16, and {FLOAT16_MASTERS}")
+        raise WrongDtype(
+            f"--dtype {options.dtype}: {options.model_name} is served as float16, whose scaled gradients need fp32 "
+            "masters; use --master-weights fp32, or --dtype bfloat16"
+        )
     return dtype
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from atropos_api.common.option_flags import flag
-from example_trainer.options.model import FLOAT16_MASTERS
 from example_trainer.options.publish import SERVED_RANKS
 
 if TYPE_CHECKING:
@@ -138,7 +137,11 @@ def reason_to_refuse(config: TrainingOptions) -> str | None:
 
 def _refuse_general(config: TrainingOptions) -> str | None:
     if config.dtype == "float16" and config.master_weights == "none":
-        return f"--dtype float16 with --master-weights none: {FLOAT16_MASTERS}"
+        return (
+            "--dtype float16 with --master-weights none: gradients of float16 are computed from a scaled loss, and "
+            "divided by the scale in fp32 masters; in float16 most would become 0. Use --master-weights fp32, or "
+            "--dtype bfloat16"
+        )
     if config.trainer_rank >= config.world_size:
         return f"--trainer-rank {config.trainer_rank} must be below --world-size {config.world_size}"
     if config.master_weights == "none" and config.optimizer_steps_per_batch > 1:

@@ -14,12 +14,6 @@ from example_trainer.options.objective import IMPORT_PATH
 
 OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
-FLOAT16_MASTERS = (
-    "its gradients are scaled, and divided by the scale in fp32 masters; in float16 most of them would become 0. "
-    "Use --master-weights fp32, or --dtype bfloat16"
-)
-"""The reason why float16 weights cannot be their own masters, and what to do."""
-
 LOGIT_CHANGES: tuple[tuple[str, float | None], ...] = (
     ("final_logit_softcapping", None),
     ("logit_scale", 1.0),

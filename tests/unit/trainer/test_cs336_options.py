@@ -119,6 +119,8 @@ def test_what_accelerate_and_torchrun_say_lies_under_the_flags(monkeypatch: pyte
         "world_size": 4,
         "trainer_rank": 2,
     }
+    with pytest.raises(ConfigError, match="'fp8', in which nothing is trained here"):
+        settings_from({"ACCELERATE_MIXED_PRECISION": "fp8"})
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     assert settings_from(os.environ)["dtype"] == "float16"
     with pytest.raises(ConfigError, match="--dtype float16 with --master-weights none"):

@@ -54,7 +54,7 @@ def test_float16_is_served_from_fp32_masters(shared, family, from_masters):
 
 def test_a_server_of_float16_cannot_share_weights_that_have_no_masters(shared):
     _, bridge = shared("llama", dtype="float16", policy={"dtype": "auto", "master_weights": "none"})
-    with pytest.raises(WrongDtype, match="Use --master-weights fp32"):
+    with pytest.raises(WrongDtype, match="use --master-weights fp32"):
         bridge.prepare()
 
 
