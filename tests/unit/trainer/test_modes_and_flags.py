@@ -51,6 +51,8 @@ VALUES = {
     "broadcast_backend": "--broadcast-backend nccl",
     "device": "--device cpu",
     "inference_urls": "--inference-urls http://a:1 http://b:2",
+    "fit": "--fit off",
+    "gpu_memory_gb": "--gpu-memory-gb 9",
     "init_method": "--init-method tcp://a:1",
     "logprob_chunk_tokens": "--logprob-chunk-tokens 5",
     "max_nonfinite_steps": "--max-nonfinite-steps 5",
@@ -63,6 +65,7 @@ VALUES = {
     "sync_budget": "--sync-budget 0.3",
     "sync_check": "--sync-check 3",
     "trainer_rank": "--trainer-rank 1",
+    "trainer_tensor_parallel_size": "--trainer-tensor-parallel-size 2",
     "vllm_config_path": "--vllm-config-path x.json",
     "vllm_gpu": "--vllm-gpu 3",
     "world_size": "--world-size 2",
@@ -75,7 +78,15 @@ STEP = {
     for name in section.model_fields
 }
 STEP |= {*RunOptions.model_fields, *TrackingOptions.model_fields} - {"num_inference_nodes", "world_size", "log_dir"}
-STEP |= {"dtype", "torch_threads", "overlap_publish", "keep_versions", "alignment_sample_sequences"}
+STEP |= {
+    "dtype",
+    "fit",
+    "gpu_memory_gb",
+    "torch_threads",
+    "overlap_publish",
+    "keep_versions",
+    "alignment_sample_sequences",
+}
 BY_MODE = ("publish_interval", "forwards_from_masters", "steps_served_weights", "server_urls", "shares_memory")
 """Properties of the configuration that depend on the mode and are read outside the bridge."""
 
