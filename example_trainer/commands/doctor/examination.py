@@ -16,15 +16,14 @@ from atropos_api.common.cliconfig import ConfigError
 from example_trainer.commands.doctor import model_checks, resource_checks, sampling_checks, tokenizer_checks
 from example_trainer.commands.doctor.asked import Asked, gather
 from example_trainer.commands.doctor.findings import Finding, as_lines, counted, exit_code, warning
-from example_trainer.launcher.endpoints import remote_servers
 from example_trainer.options.without_effect import settings_without_effect
 
 Check = Callable[[Asked], Iterator[Finding]]
 
 
 def check_settings(asked: Asked) -> Iterator[Finding]:
-    """Report settings that were changed and have no effect in this mode."""
-    for text in settings_without_effect(asked.config, servers_started=not remote_servers(asked.config)):
+    """Report settings that were changed and have no effect; those of servers elsewhere tell the other checks of them."""
+    for text in settings_without_effect(asked.config, servers_started=True):
         yield warning("settings", text, "leave it out, or use the mode or setting that it is for")
 
 
