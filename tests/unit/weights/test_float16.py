@@ -84,7 +84,7 @@ def test_the_adapter_s_own_server_is_started_in_the_dtype_of_the_trainer_s_base(
         policy = PolicyOptions(model_name=str(half_model), dtype=dtype, device="cpu", adapter=AdapterOptions(r=2))
         bridge = LoraHotswapBridge(HotswapOptions(policy=policy, server_url=URL, adapters_dir=tmp_path, vllm=vllm))
         monkeypatch.setattr(bridge, "_start_own", lambda options: started.append(options.dtype))
-        monkeypatch.setattr(bridge, "connect", lambda _: None)
+        monkeypatch.setattr(bridge, "connect", lambda *_: None)
         assert bridge.prepare().dtype == served_dtype_of(policy, stored_config(policy))
     assert started == ["float16", "float32"]
 
@@ -92,7 +92,7 @@ def test_the_adapter_s_own_server_is_started_in_the_dtype_of_the_trainer_s_base(
 def swapping(policy, directory, dtype, monkeypatch):
     """A `lora_only` bridge to a server that computes in `dtype`."""
     server = SimpleNamespace(identify=lambda: SimpleNamespace(dtype=dtype), close=lambda: None)
-    monkeypatch.setattr(lora_only, "_try_connect", lambda _: server)
+    monkeypatch.setattr(lora_only, "_try_connect", lambda *_: server)
     return LoraHotswapBridge(HotswapOptions(policy=policy, server_url=URL, adapters_dir=directory))
 
 
