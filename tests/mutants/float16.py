@@ -95,8 +95,8 @@ FLOAT16: tuple[Mutant, ...] = (
     Mutant(
         "the adapter's server started in vLLM's own choice of dtype",
         _HOTSWAP,
-        "replace(options.vllm, dtype=name_of(dtype))",
-        "options.vllm",
+        "replace(vllm, dtype=name_of(dtype))",
+        "vllm",
         f"{_SERVED}the_adapter_s_own_server_is_started_in_the_dtype_of_the_trainer_s_base",
     ),
 )
