@@ -44,9 +44,12 @@ def head_of(module: Any) -> tuple[Tensor, Tensor | None]:
     head = module.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         raise TypeError(f"the output head is a {type(head).__name__}; only a plain linear head can be trained")
-    if isinstance(head.weight, DTensor):  # divided by tensor parallelism; all its ranks compute the same gradients
-        return head.weight.full_tensor(), None if head.bias is None else head.bias.full_tensor()
-    return head.weight, head.bias
+    return _gathered(head.weight), None if head.bias is None else _gathered(head.bias)
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that tensor parallelism has divided; all its ranks compute the same gradients."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class _ChunkedHead(torch.autograd.Function):
