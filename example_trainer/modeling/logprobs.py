@@ -44,11 +44,12 @@ def head_of(module: Any) -> tuple[Tensor, Tensor | None]:
     head = module.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
         raise TypeError(f"the output head is a {type(head).__name__}; only a plain linear head can be trained")
-    weight: Any = head.weight
-    bias: Any = head.bias
-    if isinstance(weight, DTensor):  # divided by tensor parallelism; all its ranks compute the same gradients
-        return weight.full_tensor(), None if bias is None else bias.full_tensor()
-    return weight, bias
+    return _gathered(head.weight), None if head.bias is None else _gathered(head.bias)
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that tensor parallelism has divided; all its ranks compute the same gradients."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class _ChunkedHead(torch.autograd.Function):
