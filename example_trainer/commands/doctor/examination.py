@@ -22,7 +22,7 @@ Check = Callable[[Asked], Iterator[Finding]]
 
 
 def check_settings(asked: Asked) -> Iterator[Finding]:
-    """Report settings that were changed and have no effect; those of servers elsewhere tell the other checks of them."""
+    """Report settings that were changed and have no effect; of servers elsewhere they tell the other checks."""
     for text in settings_without_effect(asked.config, servers_started=True):
         yield warning("settings", text, "leave it out, or use the mode or setting that it is for")
 
