@@ -256,6 +256,8 @@ class _Builder:
             "weight_bridge_mode": config.weight_bridge_mode,
             "atropos_url": self.places.broker_url,
             "run_dir": str(self.run.root),
+            # The launcher has asked already, with the server's settings, which the trainer is not given.
+            "fit": "off",
         }
         if self.places.vllm_ports:
             settled["vllm_port"] = self.places.vllm_ports[0]

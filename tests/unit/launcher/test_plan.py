@@ -48,6 +48,13 @@ def test_with_a_broker_elsewhere_only_vllm_and_trainer_start(tmp_path: Path) -> 
     assert made.settings_of("trainer")["trainer"]["atropos_url"] == "http://broker:8000"
 
 
+def test_a_launched_trainer_leaves_the_question_of_memory_to_the_launcher(tmp_path: Path) -> None:
+    """It is not given the server's context length, so that its own answer could be another."""
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", "shared_vllm", "--max-model-len", "512")
+    trainer, server = made.settings_of("trainer")["trainer"], made.settings_of("vllm")["vllm"]
+    assert (trainer["fit"], "max_model_len" in trainer, server["max_model_len"]) == ("off", False, 512)
+
+
 @pytest.mark.parametrize("mode", ["none", "lora_restart"])
 def test_a_trainer_that_restarts_its_server_starts_it_as_well(tmp_path: Path, mode: str) -> None:
     made = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", mode)
