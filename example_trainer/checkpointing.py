@@ -162,8 +162,9 @@ def list_checkpoints(root: Path) -> list[Path]:
 def read_state(checkpoint: Path) -> TrainerState:
     try:
         saved = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        return TrainerState(**{name: saved[name] for name in TrainerState.__slots__})
-    except (OSError, ValueError, KeyError) as error:
+        # A field with a default may be missing: it is younger than the checkpoint.
+        return TrainerState(**{name: saved[name] for name in TrainerState.__slots__ if name in saved})
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{checkpoint / STATE_FILE} cannot be read: {error}; resume from another checkpoint"
         ) from error

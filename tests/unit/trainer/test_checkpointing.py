@@ -251,6 +251,14 @@ def test_a_damaged_state_is_one_line(policy: Policy, tmp_path: Path) -> None:
         read_state(path)
 
 
+def test_a_checkpoint_older_than_a_field_of_its_state_is_read(policy: Policy, tmp_path: Path) -> None:
+    path = save(tmp_path, policy, 1)
+    saved = json.loads((path / "trainer_state.json").read_text())
+    del saved["loss_scale"]
+    (path / "trainer_state.json").write_text(json.dumps(saved))
+    assert read_state(path).loss_scale is None
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "words"),
     [("optimizer", "adafactor", "--optimizer adamw, this run has adafactor"), ("lora_alpha", 64, "--lora-alpha 32")],
