@@ -90,6 +90,7 @@ def test_a_server_that_is_killed_too_often_ends_the_run_and_says_how_often(stand
         before = pid_path.read_text()
         launched.child("standins.py", "vllm").kill()
         assert wait_until(lambda before=before: pid_path.read_text() not in {"", before}, RESTART_SECONDS)
+        time.sleep(1)  # until the launcher has seen its shared memory, which it looks for ten times a second
     tree = launched.tree()
     launched.child("standins.py", "vllm").kill()
     code, _, error = launched.end()
