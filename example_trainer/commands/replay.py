@@ -34,8 +34,13 @@ DESCRIPTION = (
 VARYING = ("time/", "perf/")
 """Prefixes of the metrics that are not a function of batch, weights and settings."""
 
-NOT_A_REPLAY_S = frozenset({"run_dir", "save_path", "log_dir", "resume", "rollout_batch_size", "train_batch_size"})
-"""Recorded settings that a replay ignores: where the run wrote, `resume`, and two batch sizes, recorded as computed."""
+NOT_A_REPLAY_S = frozenset(
+    {"run_dir", "save_path", "log_dir", "resume", "rollout_batch_size", "train_batch_size"}
+    | {"world_size", "trainer_rank", "init_method", "trainer_tensor_parallel_size"}
+)
+"""Recorded settings that a replay ignores: where the run wrote, `resume`, two batch sizes, recorded as computed, and
+the ranks, since a replay is one process.
+"""
 
 
 class ReplayOptions(TrainingConfig):

@@ -226,7 +226,7 @@ class _Builder:
         path = self._write(entry.name, content)
         command = self._command((*program_of(entry.server), "serve"), path, flags)
         variables = self._environment() | self.wandb(entry.name)
-        if "dataset_name" in {*env, *env_flags.values}:
+        if "data_path" not in {*env, *env_flags.values}:
             variables.pop("HF_HUB_OFFLINE", None)  # the model is on this machine, the questions may not be
         return self._child(entry.name, command, environment=variables, ends_by_itself=True)
 
@@ -267,7 +267,7 @@ class _Builder:
             settled["vllm_config_path"] = str(self._manifest)
         if not outlives and self._shares_with_teacher:
             settled["gpu_memory_utilization"] = self._memory_share()
-        if config.mode.awaits_policy:
+        if config.mode.awaits_policy and not config.num_inference_nodes:
             settled["start_vllm"] = "never"
         path = self._write(TRAINER, {TRAINER: asked | settled})
         return self._child(
@@ -310,6 +310,8 @@ class _Builder:
             options["await_policy"] = True
         if config.load_in_4bit:
             options |= {"tokenizer": self.model, "served_model_name": [self.model]}
+        if config.vllm_tensor_parallel_size > 1:
+            options["tensor_parallel_size"] = config.vllm_tensor_parallel_size
         if config.vllm_quantization is not None:
             options["quantization"] = config.vllm_quantization
         if config.vllm_enable_sleep_mode:
@@ -357,8 +359,9 @@ class _Builder:
         if (os.cpu_count() or 1) <= MANY_CORES:
             # OpenMP threads of several programs spin against each other when cores are few.
             own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        models = [self.model, *([self.teacher.model_name] if self.teacher is not None else [])]
-        if all(Path(model).is_dir() for model in models):
+        teacher = None if self.teacher is None else self.teacher.model_name
+        models = (self.model, teacher, self.settings.trainer.ref_model)
+        if all(Path(model).is_dir() for model in models if model is not None):
             own["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")
         return own
 

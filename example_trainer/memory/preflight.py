@@ -49,7 +49,7 @@ def preflight(config: TrainingOptions, *, starts_server: bool, environment: Mapp
     if config.fit == "off":
         return Choice()
     environment = os.environ if environment is None else environment
-    gpu = trainer_gpu(config, environment)
+    gpu = trainer_gpu(config)
     total_bytes = card_bytes(config, gpu)
     shape = None if total_bytes is None else local_shape(config.model_name)
     if total_bytes is None or shape is None:
@@ -67,13 +67,14 @@ def preflight(config: TrainingOptions, *, starts_server: bool, environment: Mapp
     return Choice(changes=found, sentence=f"--fit auto chose {said} ({of})")
 
 
-def trainer_gpu(config: TrainingOptions, environment: Mapping[str, str]) -> int:
-    """Return the number of the trainer's GPU among those that this process sees."""
+def trainer_gpu(config: TrainingOptions) -> int:
+    """Return the number of the trainer's GPU among those that this process sees.
+
+    Of several ranks it is the first one's, which vLLM may share: each rank asks before they meet, and has to train in
+    the same way as the others.
+    """
     _, colon, index = config.device.partition(":")
-    if colon and index.isdecimal():
-        return int(index)
-    local_rank = environment.get("LOCAL_RANK", "0")
-    return int(local_rank) if config.world_size > 1 and local_rank.isdecimal() else 0
+    return int(index) if colon and index.isdecimal() else 0
 
 
 def card_bytes(config: TrainingOptions, gpu: int) -> float | None:

@@ -73,7 +73,12 @@ class StochasticRounding(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], *, seed: int
+        self,
+        groups: list[dict[str, Any]],
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        *,
+        seed: int,
+        chunk_elements: float = CHUNK_ELEMENTS,
     ) -> None:
         self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in (each for group in groups for each in group["params"]):
@@ -82,6 +87,7 @@ class StochasticRounding(torch.optim.Optimizer):
             self._stand_ins[parameter] = stand_in
         self._inner = make([group | {"params": [self._stand_ins[p] for p in group["params"]]} for group in groups])
         self._seed = seed
+        self._chunk_elements = chunk_elements
         self._steps = 0
         super().__init__(groups, {name: value for name, value in self._inner.defaults.items() if name != "params"})
 
@@ -91,8 +97,7 @@ class StochasticRounding(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("a closure cannot be evaluated between rounding and step; compute the gradients before")
         self._steps += 1
-        for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
-            theirs["lr"] = ours["lr"]
+        set_lr(self._inner, self.param_groups[0]["lr"])  # an optimizer of the user's own may have other groups
         for chunk in self._chunks():
             self._step_chunk(chunk)
 
@@ -103,7 +108,7 @@ class StochasticRounding(torch.optim.Optimizer):
             if parameter.grad is None:
                 continue
             chunk.append((number, parameter))
-            if sum(local_part(each).numel() for _, each in chunk) >= CHUNK_ELEMENTS:
+            if sum(local_part(each).numel() for _, each in chunk) >= self._chunk_elements:
                 yield chunk
                 chunk = []
         if chunk:
@@ -207,7 +212,9 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], settings: Optimizer
         return maker(groups, settings)
 
     if any(parameter.dtype == torch.bfloat16 for parameter in trained):
-        return StochasticRounding(groups, make, seed=settings.seed)
+        # An optimizer of the user's own may count its steps by group, so that it is called once a step.
+        chunk_elements = CHUNK_ELEMENTS if settings.name in OPTIMIZERS else math.inf
+        return StochasticRounding(groups, make, seed=settings.seed, chunk_elements=chunk_elements)
     return make(groups)
 
 

@@ -92,7 +92,11 @@ def _load_weights(policy: Policy, model_name: str) -> dict[str, Tensor]:
         )
     dtype = str(policy.dtype).removeprefix("torch.")
     options = PolicyOptions(
-        model_name=model_name, dtype=dtype, device=str(policy.device), master_weights="none", sharding=policy.sharding
+        model_name=model_name,
+        dtype=dtype,
+        device=str(policy.device),
+        master_weights="fp32" if policy.dtype == torch.float16 else "none",  # float16 is refused without masters
+        sharding=policy.sharding,
     )
     other = load_policy(options).snapshot()
     for name, master in policy.masters.items():

@@ -18,7 +18,7 @@ SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 USUAL_STALENESS = 2
 DRAIN_SECONDS = 0.5
 """Default time that running requests get to end before a publish writes weights."""
-_SYNC_CHECKS: Mapping[str, int | None] = MappingProxyType({"auto": None, "every": 1, "off": 0})
+SYNC_CHECKS: Mapping[str, int | None] = MappingProxyType({"auto": None, "every": 1, "off": 0})
 
 
 class PublishOptions(BaseModel):
@@ -56,7 +56,7 @@ class PublishOptions(BaseModel):
         "auto",
         description="Check by checksums and logprobs that trainer and server agree: after every publish, after every "
         "Nth, after the first only (off), or as often as takes at most 1 % of the time (auto; not with "
-        "--overlap-publish).",
+        "--overlap-publish, or with full weights on several ranks).",
     )
     gpu_memory_utilization: float = Field(0.45, gt=0.0, le=1.0, description="vLLM's share of GPU memory.")
     vllm_gpu: int | None = Field(
@@ -97,16 +97,9 @@ class PublishOptions(BaseModel):
     @classmethod
     def _check_sync_check(cls, value: object) -> str:
         text = str(value).lower()
-        if text not in _SYNC_CHECKS and not (text.isdigit() and int(text) > 0):
+        if text not in SYNC_CHECKS and not (text.isdigit() and int(text) > 0):
             raise ValueError(f"{value} is not valid; use auto, every, off, or a number of publishes of at least 1")
         return text
-
-    @property
-    def sync_check_every(self) -> int | None:
-        """Number of publishes per logprob parity check; 0: the first to each server only; None: by its duration."""
-        if self.sync_check == "auto" and self.overlap_publish:
-            return 0
-        return _SYNC_CHECKS[self.sync_check] if self.sync_check in _SYNC_CHECKS else int(self.sync_check)
 
 
 def served_rank(rank: int) -> int:

@@ -20,7 +20,7 @@ from example_trainer.monitoring.health import ANY_SIGN, parse_limits, sign_names
 from example_trainer.options.model import BatchOptions, LoraOptions, ModelOptions, OptimizerOptions
 from example_trainer.options.objective import ObjectiveOptions
 from example_trainer.options.presets import CourseOptions, PresetOptions
-from example_trainer.options.publish import PublishOptions
+from example_trainer.options.publish import SYNC_CHECKS, PublishOptions
 from example_trainer.options.without_effect import settings_without_effect
 
 MOST_SERVERS = 512
@@ -204,6 +204,15 @@ class TrainingOptions(
         """Number of steps between publishes, which `sync_budget` may increase."""
         is_set = self.mode.interval_if_set and "vllm_restart_interval" in self.model_fields_set
         return self.vllm_restart_interval if is_set or not self.mode.server_outlives_publish else 1
+
+    @property
+    def sync_check_every(self) -> int | None:
+        """Number of publishes per logprob parity check; 0: the first to each server only; None: by its duration."""
+        # A check of sharded weights gathers a whole model beside optimizer states and vLLM.
+        is_sharded = self.world_size > 1 and not self.trains_adapter
+        if self.sync_check == "auto" and (self.overlap_publish or is_sharded):
+            return 0
+        return SYNC_CHECKS[self.sync_check] if self.sync_check in SYNC_CHECKS else int(self.sync_check)
 
     @property
     def forwards_from_masters(self) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from atropos_api.common.option_flags import flag
+from example_trainer.options.objective import PUBLISHED_FORMS
+from example_trainer.options.presets import PRESETS
 
 if TYPE_CHECKING:
     from example_trainer.options.training_options import TrainingOptions
@@ -41,9 +43,11 @@ def settings_without_effect(config: TrainingOptions, *, servers_started: bool = 
 
 
 def _sentences(config: TrainingOptions, rules: Iterable[_Rule], lacks: str) -> Iterator[str]:
+    chosen = [PUBLISHED_FORMS.get(config.loss_type, {})] + ([PRESETS[config.preset].settings] if config.preset else [])
     for field, counts, reason in rules:
-        value = getattr(config, field)
-        if not counts and value != type(config).model_fields[field].default:
+        value, default = getattr(config, field), type(config).model_fields[field].default
+        # A loss type or preset may bring a setting that another option then leaves without effect.
+        if not counts and value not in [default, *(settings.get(field, default) for settings in chosen)]:
             shown = "" if field == "bridge_token" else f" {value}"
             yield f"{flag(field)}{shown} {lacks}: {reason}"
 
@@ -73,9 +77,9 @@ def _other_rules(config: TrainingOptions) -> Iterator[_Rule]:
     yield from _rule_for_all(("reshard_after_forward", "init_method"), config.world_size > 1, "add --world-size 2")
     adam = ("adam_beta1", "adam_beta2", "adam_eps")
     yield from _rule_for_all(adam, config.optimizer != "adafactor", "--optimizer adafactor has a decay rule of its own")
-    tracked = ("wandb_project", "wandb_group", "wandb_run_name")
-    yield from _rule_for_all(tracked, config.use_wandb, "add --use-wandb")
-    yield _Rule("alignment_sample_sequences", config.keep_versions > 0, "add --keep-versions")
+    yield _Rule("wandb_run_name", config.use_wandb, "add --use-wandb")
+    samples = config.keep_versions > 0 or (config.trains_adapter and config.lora_dropout > 0)
+    yield _Rule("alignment_sample_sequences", samples, "add --keep-versions")
 
 
 def _objective_rules(config: TrainingOptions) -> Iterator[_Rule]:

@@ -48,6 +48,34 @@ def test_with_a_broker_elsewhere_only_vllm_and_trainer_start(tmp_path: Path) -> 
     assert made.settings_of("trainer")["trainer"]["atropos_url"] == "http://broker:8000"
 
 
+def test_only_programs_that_need_nothing_of_the_hub_are_kept_off_it(tmp_path: Path) -> None:
+    """An environment with a data set of the hub would find no question, also if the set is its own default."""
+
+    def offline(program: str, *argv: str) -> bool:
+        child = made_with(tmp_path, *argv).child(program)
+        assert child is not None
+        return child.environment.get("HF_HUB_OFFLINE") == "1"
+
+    assert offline("trainer")
+    assert not offline("environment")
+    assert offline("environment", "--env.data_path", "questions.jsonl")
+    assert not offline("trainer", "--kl-coef", "1e-3", "--ref-model", "some/reference")
+
+
+def made_with(directory: Path, *argv: str) -> Plan:
+    """Return the plan of a run of a model that is a directory."""
+    settings = read_settings(
+        ["--model-name", str(directory), "--run-dir", str(directory / "run"), *OWN_ENVIRONMENT, *argv]
+    )
+    run = plan_run_dir(settings.trainer.run_dir, name="x", log_dir=None, resume=False)
+    return make_plan(settings, run, settle_endpoints(settings), model=str(directory))
+
+
+def test_the_server_of_the_final_evaluation_is_divided_as_the_trainers_own(tmp_path: Path) -> None:
+    made = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", "none", "--vllm-tensor-parallel-size", "2")
+    assert made.settings_of("vllm-final")["vllm"]["tensor_parallel_size"] == 2
+
+
 def test_a_launched_trainer_leaves_the_question_of_memory_to_the_launcher(tmp_path: Path) -> None:
     """It is not given the server's context length, so that its own answer could be another."""
     made = plan(tmp_path, *OWN_ENVIRONMENT, "--weight-bridge-mode", "shared_vllm", "--max-model-len", "512")

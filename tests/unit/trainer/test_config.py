@@ -222,6 +222,28 @@ def test_an_optimizer_of_ones_own_steps_whole_matrices_only() -> None:
     assert make(world_size=2, optimizer="own:make", weight_bridge_mode="lora_restart").world_size == 2
 
 
+def test_a_setting_that_came_with_a_loss_type_or_preset_is_not_warned_about() -> None:
+    assert make(loss_type="dapo", importance_sampling="truncated").warnings() == []
+    assert make(preset="recommended", importance_sampling="truncated").warnings() == []
+    (warning,) = make(loss_type="dapo", importance_sampling="truncated", clip_eps=0.3).warnings()
+    assert warning.startswith("--clip-eps 0.3 has no effect")
+
+
+def test_settings_that_the_broker_or_dropout_makes_use_of_are_not_warned_about() -> None:
+    assert make(wandb_group="g").warnings() == []
+    lora = {"weight_bridge_mode": "lora_only", "alignment_sample_sequences": 3}
+    assert make(**lora).warnings() == []
+    assert make(**lora, lora_dropout=0.0).warnings() != []
+
+
+def test_automatic_checks_are_off_where_they_would_gather_a_whole_model() -> None:
+    assert make().sync_check_every is None
+    assert make(world_size=2).sync_check_every == 0
+    assert make(overlap_publish=True).sync_check_every == 0
+    assert make(world_size=2, weight_bridge_mode="lora_restart").sync_check_every is None
+    assert make(world_size=2, sync_check="every").sync_check_every == 1
+
+
 def test_adapters_are_not_sent_to_a_server_that_splits_its_layers() -> None:
     with pytest.raises(ValidationError, match="lora_only refuses --vllm-tensor-parallel-size 2"):
         make(weight_bridge_mode="lora_only", vllm_tensor_parallel_size=2)
