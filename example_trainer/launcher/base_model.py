@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from example_trainer.errors import ModelNotFound
 from example_trainer.processes.child import ChildSpec
 from example_trainer.processes.tree import python_path
+from example_trainer.weight_protocol.base_record import BASE_DIRECTORY, read_base_record
 
 BASE_MODEL = "base-model"
 
@@ -44,6 +46,17 @@ def local_base(model_name: str) -> LocalBase | None:
     if match is None or Path(model_name).exists():
         return None
     return LocalBase(task=match[1], seed=int(match[2] or 0))
+
+
+def discard_other_base(run_dir: Path, model: str, dtype: str) -> None:
+    """Remove the values of a 4-bit base of another model or dtype, which an earlier run left in the run directory.
+
+    A server that starts before the trainer would load them in place of those that the trainer is about to write.
+    """
+    directory = run_dir / BASE_DIRECTORY
+    record = read_base_record(directory)
+    if record is not None and (record.model != model or dtype not in {"auto", record.dtype}):
+        shutil.rmtree(directory)
 
 
 def require_model(model_name: str, flag: str = "--model-name") -> str:

@@ -17,7 +17,14 @@ import psutil
 from atropos_api.common import metric_names
 from atropos_api.common.secrets import TokenSource, public_settings
 from example_trainer.errors import TrainerError
-from example_trainer.launcher.base_model import BASE_MODEL, LocalBase, local_base, require_model, require_on_hub
+from example_trainer.launcher.base_model import (
+    BASE_MODEL,
+    LocalBase,
+    discard_other_base,
+    local_base,
+    require_model,
+    require_on_hub,
+)
 from example_trainer.launcher.endpoints import Endpoints, broker_token, settle_endpoints
 from example_trainer.launcher.plan import BROKER, FINAL_SERVER, TRAINER, VLLM, Plan, Programs, make_plan
 from example_trainer.launcher.progress import Endpoint, Feed, Snapshot, View, make_view
@@ -126,6 +133,8 @@ class Launch:
                     self.settings, self.run, places, model=model, teacher_model=teacher, programs=self.programs
                 )
                 self._record(plan)
+                if self.settings.trainer.load_in_4bit:
+                    discard_other_base(self.run.root, model, self.settings.trainer.dtype)
                 return self._train(plan, supervisor, snapshot, view, stop)
             finally:
                 view.close()

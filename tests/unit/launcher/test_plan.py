@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from example_trainer.errors import ModelNotFound
-from example_trainer.launcher.base_model import LocalBase, local_base, require_model, require_on_hub
+from example_trainer.launcher.base_model import (
+    LocalBase,
+    discard_other_base,
+    local_base,
+    require_model,
+    require_on_hub,
+)
 from example_trainer.launcher.endpoints import Endpoints, settle_endpoints
 from example_trainer.launcher.environment_settings import EnvironmentNotFound, program_of
 from example_trainer.launcher.launch import Launch, plan_launch
@@ -16,6 +22,7 @@ from example_trainer.launcher.plan import Plan, make_plan
 from example_trainer.launcher.run_dir import plan_run_dir
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.ports import PortTaken
+from example_trainer.weight_protocol.base_record import BASE_DIRECTORY, BaseRecord
 
 OWN_ENVIRONMENT = ("--env.server", __file__)
 
@@ -134,6 +141,19 @@ def test_a_base_in_four_bits_is_served_as_the_values_that_the_trainer_writes(tmp
     final = by_restart.settings_of("vllm-final")["vllm"]
     assert (final["model"], final["adapter"]) == (base, str(tmp_path / "run/latest"))
     assert (final["tokenizer"], final["served_model_name"]) == ("some/model", ["some/model"])
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "kept"),
+    [("m", "float32", True), ("m", "auto", True), ("m", "bfloat16", False), ("n", "auto", False)],
+)
+def test_a_base_that_another_run_wrote_is_not_served(tmp_path: Path, model: str, dtype: str, kept: bool) -> None:
+    base = tmp_path / BASE_DIRECTORY
+    base.mkdir(parents=True)
+    BaseRecord(digest="d", model="m", dtype="float32").write(base)
+    discard_other_base(tmp_path, model, dtype)
+    assert base.exists() == kept
+    discard_other_base(tmp_path / "none", model, dtype)
 
 
 def test_all_programs_agree_on_addresses_and_model(tmp_path: Path) -> None:

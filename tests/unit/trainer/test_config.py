@@ -216,12 +216,6 @@ def test_a_setting_that_counts_is_not_warned_about() -> None:
     assert make(weight_bridge_mode="lora_only", start_vllm="never", vllm_restart_interval=2).warnings() == []
 
 
-def test_an_optimizer_of_ones_own_steps_whole_matrices_only() -> None:
-    with pytest.raises(ValidationError, match=r"--world-size 2: --optimizer own:make would step a rank's rows"):
-        make(world_size=2, optimizer="own:make")
-    assert make(world_size=2, optimizer="own:make", weight_bridge_mode="lora_restart").world_size == 2
-
-
 def test_a_setting_that_came_with_a_loss_type_or_preset_is_not_warned_about() -> None:
     assert make(loss_type="dapo", importance_sampling="truncated").warnings() == []
     assert make(preset="recommended", importance_sampling="truncated").warnings() == []

@@ -20,6 +20,7 @@ from example_trainer.modeling.loss_scale import INITIAL_SCALE, LossScale
 from example_trainer.modeling.model_support import choose_layout
 from example_trainer.modeling.optimizers import make_optimizer, optimizer_settings
 from example_trainer.objective.objective import make_objective
+from example_trainer.testing import make_tiny_model
 from example_trainer.training import Learner, learner_settings
 
 from .flag_bench import USUAL, FlagBench, Seen
@@ -70,6 +71,18 @@ def test_the_scale_moves_as_torch_s_own_scaler_moves_it(chance_of_overflow: floa
             ours.stepped()
         assert ours.scale == theirs.get_scale()
     assert torch.amp.GradScaler("cpu").get_scale() == INITIAL_SCALE
+
+
+def test_another_checkpoint_can_be_the_reference_of_a_policy_in_float16(tiny_model: Path, tmp_path: Path) -> None:
+    """Its weights are only read, but a policy in float16 is loaded with masters or not at all."""
+    reference = make_tiny_model(tmp_path / "reference", seed=7)
+    learner = make_learner(tiny_model, kl_coef=0.1, ref_model=str(reference))
+    batch = make_batch(tiny_model)
+    prepared = learner.objective.prepare(batch.rows, batch.targets, learner.score)
+    with learner.policy.with_weights(make_learner(reference).policy.snapshot()):
+        expected = learner.score(batch.rows, batch.targets)
+    assert prepared.reference_logprobs is not None
+    torch.testing.assert_close(prepared.reference_logprobs, expected)
 
 
 def test_gradients_too_small_for_float16_reach_the_masters(tiny_model: Path) -> None:
