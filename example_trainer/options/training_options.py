@@ -116,7 +116,7 @@ class TrackingOptions(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _log_to_a_named_project(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping) or values.get("wandb_project") is None:
+        if not isinstance(values, Mapping) or not values.get("wandb_project"):
             return values
         return {"use_wandb": True, **values}
 
