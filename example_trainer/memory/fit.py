@@ -112,7 +112,7 @@ def nearest(
             for memory in _without_effect_on_results(config):
                 changes = {**weights, **memory}
                 changed = with_changes(config, changes)
-                if reason_to_refuse(changed):
+                if changes and _is_refused(shape, changed):
                     continue
                 if lowers_share:
                     share = _other_share(shape, changed, card)
@@ -205,6 +205,12 @@ def _can_be_made(weights: Changes, shape: ModelShape) -> bool:
         return False
     needs = weights.get("optimizer") == "adamw_8bit" or weights.get("load_in_4bit")
     return not needs or util.find_spec("bitsandbytes") is not None
+
+
+def _is_refused(shape: ModelShape, config: TrainingOptions) -> bool:
+    """Return True if settings cannot work together when `--dtype auto` is the dtype in which the model is stored."""
+    served = {"dtype": shape.stored_dtype} if config.dtype == "auto" else {}
+    return reason_to_refuse(with_changes(config, served)) is not None
 
 
 def _trainings_with_the_users_optimizer(config: TrainingOptions) -> Sequence[Changes]:

@@ -254,6 +254,13 @@ def test_a_setting_that_another_option_forbids_is_not_proposed() -> None:
     assert all("master_weights" not in (nearest(EIGHT, asked, card(size)) or {}) for size in (48, 80, 120))
 
 
+def test_weights_stored_in_float16_keep_the_masters_that_its_scaled_gradients_need() -> None:
+    asked, dtype = config_of(**SHARED, dtype="auto"), shape_of("m", TINY | {"torch_dtype": "float16"}).stored_dtype
+    assert nearest(EIGHT, asked, card(110, share=0.2)) == {"master_weights": "none"}
+    assert nearest(replace(EIGHT, stored_dtype=dtype), asked, card(110, share=0.2)) == {"master_weights": "host"}
+    assert "--master-weights host" in (explain(replace(EIGHT, stored_dtype=dtype), asked, card(110)) or "")
+
+
 def test_the_doctor_gets_a_reason_from_configuration_card_and_share_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"hidden_size": 8192, "vocab_size": 128256}))
     asked = TrainingConfig(model_name=str(tmp_path), **SHARED)
