@@ -137,6 +137,7 @@ it counts, in `shared_vllm`, the least that can serve, and in `lora_only` nothin
 | part | bytes |
 |---|---|
 | vLLM's share | `--gpu-memory-utilization` of the GPU; 0 if `--vllm-gpu` or `--vllm-host` name another. It has to hold the weights, the cache and a workspace, for which {workspace:.1f} GB are reserved where the share is chosen |
+| the teacher's share | what the server of a teacher takes of the same GPU, if the launcher starts it there: its own `--teacher.vllm.gpu_memory_utilization`, or with `--teacher.gpu` as much again as the policy's; else the policy's share is that of both, divided evenly |
 | weights | `shared_vllm`: none, or {served} per trained parameter if the forward reads the masters; other modes: {served} per parameter; with `--load-in-4bit` {four_bit} per parameter of the linear layers; several ranks: two gathered layers, embedding and head |
 | masters, gradients | 4 and 4 per trained parameter; `--master-weights none`: {served} for the gradients; `host`: in host memory |
 | optimizer states, per trained parameter | {states} |

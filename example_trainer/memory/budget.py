@@ -68,6 +68,8 @@ class Budget:
     working: float
     """The most that activations, an optimizer's step or the loading need beside all other parts."""
     runtime: float
+    teacher: float = 0.0
+    """The share that a teacher's server takes of this GPU; 0 if there is none on it."""
     host: float = 0.0
 
     @property
@@ -77,11 +79,11 @@ class Budget:
 
     @property
     def total(self) -> float:
-        return self.server + self.trainer
+        return self.server + self.teacher + self.trainer
 
 
-def budget(shape: ModelShape, config: TrainingOptions, *, server_bytes: float) -> Budget:
-    """Compute the bytes of one run whose server takes `server_bytes` of the trainer's GPU."""
+def budget(shape: ModelShape, config: TrainingOptions, *, server_bytes: float, teacher_bytes: float = 0.0) -> Budget:
+    """Compute the bytes of one run whose servers, of policy and teacher, take so many of the trainer's GPU."""
     trained, served = trained_parameters(shape, config), served_bytes(shape, config)
     is_sharded = config.world_size > 1 and not config.trains_adapter
     ranks = config.world_size if is_sharded else 1
@@ -109,7 +111,8 @@ def budget(shape: ModelShape, config: TrainingOptions, *, server_bytes: float) -
         states=0.0 if on_host else states,
         copies=_copies(config) * served * held,
         working=working,
-        runtime=RUNTIME_BYTES * (2 if server_bytes else 1),
+        runtime=RUNTIME_BYTES * (1 + bool(server_bytes) + bool(teacher_bytes)),
+        teacher=teacher_bytes,
         host=masters + gradients + states if on_host else 0.0,
     )
 
