@@ -198,6 +198,15 @@ def test_the_servers_share_counts_if_it_is_on_this_gpu_and_known(
     assert (round(found.share, 2), found.share_can_change) == (share, starts_server)
 
 
+def test_the_context_length_of_a_server_started_elsewhere_decides_if_its_share_is_not_named(large_model: Path) -> None:
+    lone: dict[str, Any] = {**SHARED, "master_weights": "none", "gradient_checkpointing": True, "gpu_memory_gb": 70}
+    preflight(config_of(large_model, **lone), starts_server=False)
+    with pytest.raises(DoesNotFit, match=r"vLLM's share 33\.\d"):
+        preflight(config_of(large_model, **lone, max_model_len=131072), starts_server=False)
+    named = config_of(large_model, **lone, max_model_len=131072, gpu_memory_utilization=0.3)
+    assert preflight(named, starts_server=False).changes == {}
+
+
 def test_the_servers_gpu_is_one_of_the_machine_and_the_trainers_one_of_those_it_sees(large_model: Path) -> None:
     config = config_of(large_model, weight_bridge_mode="none", vllm_gpu=1)
     assert serves_on(0, config, {"CUDA_VISIBLE_DEVICES": "1,0"})

@@ -216,6 +216,15 @@ def test_a_setting_that_counts_is_not_warned_about() -> None:
     assert make(weight_bridge_mode="lora_only", start_vllm="never", vllm_restart_interval=2).warnings() == []
 
 
+def test_the_servers_context_length_is_warned_about_unless_the_check_of_memory_counts_with_it() -> None:
+    shared = {"weight_bridge_mode": "shared_vllm", "max_model_len": 131072}
+    assert make(**shared).warnings() == []
+    without = (shared | {"fit": "off"}, shared | {"gpu_memory_utilization": 0.3}, shared | {"num_inference_nodes": 2})
+    for settings in without:
+        (warning,) = make(**settings).warnings()
+        assert warning.startswith("--max-model-len 131072 has no effect in mode shared_vllm")
+
+
 def test_an_optimizer_of_ones_own_steps_whole_matrices_only() -> None:
     with pytest.raises(ValidationError, match=r"--world-size 2: --optimizer own:make would step a rank's rows"):
         make(world_size=2, optimizer="own:make")
