@@ -137,10 +137,11 @@ it counts, in `shared_vllm`, the least that can serve, and in `lora_only` nothin
 | part | bytes |
 |---|---|
 | vLLM's share | `--gpu-memory-utilization` of the GPU; 0 if `--vllm-gpu` or `--vllm-host` name another. It has to hold the weights, the cache and a workspace, for which {workspace:.1f} GB are reserved where the share is chosen |
-| weights | `shared_vllm`: none, or {served} per trained parameter if the forward reads the masters; other modes: {served} per parameter; with `--load-in-4bit` {four_bit} per parameter of the linear layers; several ranks: two gathered layers, embedding and head |
+| the teacher's share | what the server of a teacher takes of the same GPU, if the launcher starts it there: its own `--teacher.vllm.gpu_memory_utilization`, or with `--teacher.gpu` as much again as the policy's; else the policy's share is that of both, divided evenly |
+| weights | `shared_vllm`: none, or {served} per trained parameter if the forward reads the masters; other modes: {served} per parameter; with `--load-in-4bit` {four_bit} per parameter of the linear layers; several ranks: two gathered layers, embedding and head, each divided by `--trainer-tensor-parallel-size`, with which the whole head is held once more |
 | masters, gradients | 4 and 4 per trained parameter; `--master-weights none`: {served} for the gradients; `host`: in host memory |
 | optimizer states, per trained parameter | {states} |
-| activations, per token of a micro-batch and layer | {hidden:g} hidden sizes and {intermediate:g} intermediate sizes of {served} bytes; with `--gradient-checkpointing` one hidden size a layer, and the former for one layer |
+| activations, per token of a micro-batch and layer | {hidden:g} hidden sizes and {intermediate:g} intermediate sizes of {served} bytes; with `--gradient-checkpointing` one hidden size a layer, and the former for one layer; `--trainer-tensor-parallel-size` divides the intermediate sizes |
 | head | three fp32 arrays of a chunk of logits, and two of the output matrix if it is trained |
 | copies | {served} per trained parameter for a reference policy (`--kl-coef`) and each of `--keep-versions` |
 | runtime | {runtime:.1f} GB for each of the processes on the GPU |

@@ -16,8 +16,8 @@ from typing import Any
 from atropos_api.common.secrets import TOKEN_VARIABLE, TokenSource
 from example_trainer.launcher.run_file import RunConfig, RunSettings
 from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
-from example_trainer.memory.fit import with_changes
-from example_trainer.memory.preflight import preflight
+from example_trainer.memory.fit import ServerShares, with_changes
+from example_trainer.memory.preflight import is_given, preflight, serves_on, trainer_gpu
 from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
 
 THIS_HOST = frozenset({LOOPBACK, "localhost", "::1"})
@@ -66,8 +66,36 @@ def fit_to_gpu(settings: RunSettings) -> tuple[RunSettings, str | None]:
     config = settings.trainer
     given = _memory_settings(settings.section("vllm")) if config.mode.server_outlives_publish else {}
     starts_server = not remote_servers(config) and "gpu_memory_utilization" not in given
-    choice = preflight(with_changes(config, given), starts_server=starts_server)
+    servers = _server_shares(settings, divides=starts_server)
+    choice = preflight(with_changes(config, given), starts_server=starts_server, servers=servers)
     return replace(settings, trainer=with_changes(config, choice.changes)), choice.sentence
+
+
+def _server_shares(settings: RunSettings, *, divides: bool) -> ServerShares:
+    """Return the division of the trainer's GPU among the servers on it, as `launcher.plan` gives them their shares.
+
+    `divides` is false if each server of the policy has a share of its own, which is not made from the trainer's.
+    """
+    config, teacher = settings.trainer, own_teacher(settings)
+    policy = servers_on_one_gpu(config)
+    parts = policy + (teacher is not None and not teacher.has_own_share)
+    shares = ServerShares(policy_part=policy / parts if divides else policy)
+    gpu = trainer_gpu(config, os.environ)
+    if teacher is None or not is_given(gpu, teacher.gpu_beside(config.vllm_gpu), os.environ):
+        return shares
+    own = {**teacher.vllm, **settings.flags[TEACHER_SERVER].values}
+    if "gpu_memory_utilization" in own:
+        return replace(shares, teacher_share=_memory_settings(own).get("gpu_memory_utilization", 0.0))
+    part = 1.0 if teacher.gpu is not None else 1.0 / parts
+    if divides and serves_on(gpu, config, os.environ):
+        return replace(shares, teacher_part=part)
+    return replace(shares, teacher_share=part * config.gpu_memory_utilization)
+
+
+def servers_on_one_gpu(config: RunConfig) -> int:
+    """Return the number of the policy's servers that divide the memory of one GPU."""
+    divide = config.broadcasts and config.vllm_gpu is None and not remote_servers(config)
+    return max(1, config.num_inference_nodes) if divide else 1
 
 
 def _memory_settings(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from example_trainer.launcher.endpoints import (
     bridge_token,
     broker_token,
     differing,
+    servers_on_one_gpu,
     token_variables,
 )
 from example_trainer.launcher.environment_settings import EnvironmentSettings, merge, program_of
@@ -183,9 +184,8 @@ class _Builder:
         path = self._write(TEACHER, {VLLM: content})
         command = self._command(self.programs.vllm, path, flags.without_secrets().unprefixed(TEACHER_SERVER))
         own = {"LOGDIR": str(self.run.bridge / TEACHER)}
-        gpu = teacher.gpu if teacher.gpu is not None else config.vllm_gpu
-        if gpu is not None:
-            own["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        if (gpu := teacher.gpu_beside(config.vllm_gpu)) is not None:
+            own["CUDA_VISIBLE_DEVICES"] = gpu
         return [self._child(TEACHER, command, environment=self._environment() | own, restarts=SERVER_RESTARTS)]
 
     def final_server(self) -> ChildSpec:
@@ -326,8 +326,7 @@ class _Builder:
     def _memory_share(self) -> float:
         """Return each server's part of `--gpu-memory-utilization`, which those on one GPU divide."""
         config = self.settings.trainer
-        on_one_device = len(self.places.vllm_ports) if config.vllm_gpu is None else 1
-        return config.gpu_memory_utilization / (max(1, on_one_device) + self._shares_with_teacher)
+        return config.gpu_memory_utilization / (servers_on_one_gpu(config) + self._shares_with_teacher)
 
     def _environment_defaults(self) -> dict[str, Any]:
         config = self.settings.trainer

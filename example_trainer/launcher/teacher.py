@@ -33,6 +33,10 @@ class OwnTeacher:
     has_own_share: bool
     """True if its share of the GPU's memory is given, or the whole GPU is its own."""
 
+    def gpu_beside(self, vllm_gpu: int | None) -> str | None:
+        """Return the GPU of its server when the policy's server has `vllm_gpu`; None is the first that there is."""
+        return self.gpu if self.gpu is not None or vllm_gpu is None else str(vllm_gpu)
+
 
 def own_teacher(settings: RunSettings) -> OwnTeacher | None:
     """Return the teacher whose server the launcher has to start; None if there is none."""

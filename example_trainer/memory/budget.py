@@ -2,7 +2,8 @@
 
 With shared tensors the served weights exist once, inside vLLM's share of the GPU, and the trainer adds masters,
 gradients, optimizer states and activations. In the other modes the trainer holds weights of its own: a copy in the
-served dtype, or with adapters the frozen base. Several ranks share masters, gradients and states of full weights.
+served dtype, or with adapters the frozen base. Several ranks share masters, gradients and states of full weights, and
+with tensor parallelism also the gathered layers.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Budget:
     working: float
     """The most that activations, an optimizer's step or the loading need beside all other parts."""
     runtime: float
+    teacher: float = 0.0
+    """The share that a teacher's server takes of this GPU; 0 if there is none on it."""
     host: float = 0.0
 
     @property
@@ -77,11 +80,11 @@ class Budget:
 
     @property
     def total(self) -> float:
-        return self.server + self.trainer
+        return self.server + self.teacher + self.trainer
 
 
-def budget(shape: ModelShape, config: TrainingOptions, *, server_bytes: float) -> Budget:
-    """Compute the bytes of one run whose server takes `server_bytes` of the trainer's GPU."""
+def budget(shape: ModelShape, config: TrainingOptions, *, server_bytes: float, teacher_bytes: float = 0.0) -> Budget:
+    """Compute the bytes of one run whose servers, of policy and teacher, take so many of the trainer's GPU."""
     trained, served = trained_parameters(shape, config), served_bytes(shape, config)
     is_sharded = config.world_size > 1 and not config.trains_adapter
     ranks = config.world_size if is_sharded else 1
@@ -109,7 +112,8 @@ def budget(shape: ModelShape, config: TrainingOptions, *, server_bytes: float) -
         states=0.0 if on_host else states,
         copies=_copies(config) * served * held,
         working=working,
-        runtime=RUNTIME_BYTES * (2 if server_bytes else 1),
+        runtime=RUNTIME_BYTES * (1 + bool(server_bytes) + bool(teacher_bytes)),
+        teacher=teacher_bytes,
         host=masters + gradients + states if on_host else 0.0,
     )
 
@@ -169,9 +173,12 @@ def _own_weights(shape: ModelShape, config: TrainingOptions, served: int, traine
         packed = shape.layers * shape.matrix_parameters
         return FOUR_BIT_BYTES * packed + served * (shape.parameters - packed) + copies
     if config.world_size > 1:
+        size = config.trainer_tensor_parallel_size
+        layer, ends = shape.layer_parameters / size, shape.end_parameters / size
+        whole_head = shape.vocabulary * shape.hidden if size > 1 else 0  # for its product, beside its divided rows
         gathered = shape.layers if not config.reshard_after_forward else min(2, shape.layers)
-        summed = 4 * (shape.layer_parameters + shape.end_parameters)  # gradients of a layer before they are scattered
-        return served * (gathered * shape.layer_parameters + shape.end_parameters) + summed
+        summed = 4 * (layer + ends)  # gradients of a layer before they are scattered
+        return served * (gathered * layer + ends + whole_head) + summed
     forward_has_own = config.master_weights != "fp32" or served != 4
     if config.shares_memory:
         return served * trained if config.forwards_from_masters and forward_has_own else 0.0
@@ -184,7 +191,8 @@ def _activations(shape: ModelShape, config: TrainingOptions, served: int) -> flo
     indices = config.lora_layer_indices if config.trains_adapter else config.train_layer_indices
     passed = shape.layers - min(_layers(shape, indices))  # a layer below the first trained one keeps nothing
     in_hidden, in_intermediate = WORKING_SET
-    layer = in_hidden * shape.hidden + in_intermediate * shape.intermediate * shape.active_experts
+    intermediate = shape.intermediate * shape.active_experts / config.trainer_tensor_parallel_size
+    layer = in_hidden * shape.hidden + in_intermediate * intermediate
     kept = passed * (shape.hidden if config.gradient_checkpointing else layer)
     recomputed = layer if config.gradient_checkpointing else 0.0
     dequantised = served * shape.hidden * shape.intermediate if config.load_in_4bit else 0

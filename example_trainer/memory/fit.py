@@ -50,12 +50,25 @@ OTHER_TRAININGS: Sequence[Changes] = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServerShares:
+    """The division of a GPU's memory among the servers on it: those of the policy, and a teacher's."""
+
+    policy_part: float = 1.0
+    """Part of `--gpu-memory-utilization` that all servers of the policy take together; 2 if each of two takes it."""
+    teacher_part: float = 0.0
+    """Part of `--gpu-memory-utilization` that the teacher's server takes."""
+    teacher_share: float = 0.0
+    """Share of the memory that the teacher's server takes if it does not depend on that option."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
     """The GPU of a trainer process, with vLLM's share of it."""
 
     total_bytes: float
     share: float
-    """vLLM's share of the memory; 0 if it serves from another GPU."""
+    """vLLM's share of the memory, which `servers` divides; 0 if it serves from another GPU."""
+    servers: ServerShares = ServerShares()
     share_can_change: bool = True
     """False if the server is started elsewhere, so that `--gpu-memory-utilization` does not set its share."""
     host_bytes: float | None = None
@@ -64,6 +77,14 @@ class Card:
     @property
     def usable_bytes(self) -> float:
         return self.total_bytes * USABLE_FRACTION
+
+    @property
+    def policy_share(self) -> float:
+        return self.share * self.servers.policy_part
+
+    @property
+    def teacher_share(self) -> float:
+        return self.share * self.servers.teacher_part + self.servers.teacher_share
 
 
 def reason_not_to_fit(config: TrainingOptions, *, card_bytes: float, vllm_share: float) -> str | None:
@@ -89,9 +110,10 @@ def explain(shape: ModelShape, config: TrainingOptions, card: Card) -> str | Non
             f"{problem}; no flag makes this training fit, but {_fitting(shape, config, card, found)}; "
             "--fit off skips this check"
         )
+    teacher = "another one for the teacher (--teacher.gpu), " if card.teacher_share else ""
     return (
         f"{problem}; nothing that this trainer can change fits: take a larger GPU, another one for vLLM (--vllm-gpu), "
-        "several ranks (torchrun), shorter sequences or a smaller model; --fit off skips this check"
+        f"{teacher}several ranks (torchrun), shorter sequences or a smaller model; --fit off skips this check"
     )
 
 
@@ -112,7 +134,7 @@ def nearest(
             for memory in _without_effect_on_results(config):
                 changes = {**weights, **memory}
                 changed = with_changes(config, changes)
-                if reason_to_refuse(changed):
+                if changes and _is_refused(shape, changed):
                     continue
                 if lowers_share:
                     share = _other_share(shape, changed, card)
@@ -133,7 +155,8 @@ def fits(shape: ModelShape, config: TrainingOptions, card: Card) -> bool:
 
 
 def budget_on(shape: ModelShape, config: TrainingOptions, card: Card) -> Budget:
-    return budget(shape, config, server_bytes=card.share * card.total_bytes)
+    policy, teacher = card.policy_share * card.total_bytes, card.teacher_share * card.total_bytes
+    return budget(shape, config, server_bytes=policy, teacher_bytes=teacher)
 
 
 def least_share(shape: ModelShape, config: TrainingOptions, card_bytes: float) -> float:
@@ -160,6 +183,7 @@ def parts(needed: Budget) -> str:
     """Return the parts of a budget in GB, those under a tenth left out."""
     named = {
         "vLLM's share": needed.server,
+        "the teacher's share": needed.teacher,
         "weights": needed.weights,
         "masters": needed.masters,
         "gradients": needed.gradients,
@@ -177,9 +201,10 @@ def _problem(shape: ModelShape, config: TrainingOptions, card: Card) -> str:
     if needed.total > card.usable_bytes:
         return f"{config.model_name} needs {needed.total / GB:.1f} GB {on} ({parts(needed)})"
     if (lacking := _lacks_in_share(shape, config, card)) > 0:
+        divided = f", of which the policy's part is {card.policy_share:g}," if card.servers.policy_part < 1 else ""
         return (
-            f"--gpu-memory-utilization {card.share:g} {on} lacks {lacking / GB:.1f} GB for the served weights and one "
-            f"sequence of {config.max_model_len} tokens"
+            f"--gpu-memory-utilization {card.share:g}{divided} {on} lacks {lacking / GB:.1f} GB for the served weights "
+            f"and one sequence of {config.max_model_len} tokens"
         )
     host = card.host_bytes or 0.0
     return f"--master-weights host needs {needed.host / GB:.1f} GB of host memory, and there are {host / GB:.1f}"
@@ -194,7 +219,7 @@ def _fitting(shape: ModelShape, config: TrainingOptions, card: Card, changes: Ch
 def _lacks_in_share(shape: ModelShape, config: TrainingOptions, card: Card) -> float:
     if not card.share or not card.share_can_change:
         return 0.0
-    return (least_share(shape, config, card.total_bytes) - card.share) * card.total_bytes
+    return (least_share(shape, config, card.total_bytes) - card.policy_share) * card.total_bytes
 
 
 def _can_be_made(weights: Changes, shape: ModelShape) -> bool:
@@ -205,6 +230,12 @@ def _can_be_made(weights: Changes, shape: ModelShape) -> bool:
         return False
     needs = weights.get("optimizer") == "adamw_8bit" or weights.get("load_in_4bit")
     return not needs or util.find_spec("bitsandbytes") is not None
+
+
+def _is_refused(shape: ModelShape, config: TrainingOptions) -> bool:
+    """Return True if settings cannot work together when `--dtype auto` is the dtype in which the model is stored."""
+    served = {"dtype": shape.stored_dtype} if config.dtype == "auto" else {}
+    return reason_to_refuse(with_changes(config, served)) is not None
 
 
 def _trainings_with_the_users_optimizer(config: TrainingOptions) -> Sequence[Changes]:
@@ -229,8 +260,10 @@ def _other_share(shape: ModelShape, config: TrainingOptions, card: Card) -> floa
     """Return the share nearest to vLLM's that leaves the trainer enough and is comfortable; None if there is none."""
     if not card.share or not card.share_can_change:
         return None
-    room = math.floor(100 * (card.usable_bytes - budget_on(shape, config, card).trainer) / card.total_bytes) / 100
+    servers, total = card.servers, card.total_bytes
+    left = card.usable_bytes - budget_on(shape, config, card).trainer - servers.teacher_share * total
+    room = math.floor(100 * left / (total * (servers.policy_part + servers.teacher_part))) / 100
     needed = server_needs(shape, config, cached_tokens=CACHED_SEQUENCES * config.max_model_len)
-    comfortable = math.ceil(100 * needed / card.total_bytes) / 100
+    comfortable = math.ceil(100 * needed / (total * servers.policy_part)) / 100
     share = min(room, max(comfortable, card.share))
     return share if comfortable <= share != card.share else None

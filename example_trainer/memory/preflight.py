@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import psutil
 
@@ -17,6 +17,7 @@ from example_trainer.memory.fit import (
     GB,
     Card,
     Changes,
+    ServerShares,
     as_flags,
     budget_on,
     card_after,
@@ -41,10 +42,17 @@ class Choice:
     """A line for the log; None unless `--fit auto` had something to decide."""
 
 
-def preflight(config: TrainingOptions, *, starts_server: bool, environment: Mapping[str, str] | None = None) -> Choice:
+def preflight(
+    config: TrainingOptions,
+    *,
+    starts_server: bool,
+    servers: ServerShares | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Choice:
     """Raise `DoesNotFit` if a run does not fit its GPU; under `--fit auto` return the changes with which it does.
 
-    `starts_server` says if this configuration's settings are those that the inference server will be started with.
+    `starts_server` says if this configuration's settings are those that the inference server will be started with;
+    `servers` says how the servers on the trainer's GPU divide its memory, if there is more than one.
     """
     if config.fit == "off":
         return Choice()
@@ -56,6 +64,8 @@ def preflight(config: TrainingOptions, *, starts_server: bool, environment: Mapp
         return Choice()
     shares_gpu = serves_on(gpu, config, environment)
     card = card_of(shape, config, total_bytes, shares_gpu=shares_gpu, starts_server=starts_server)
+    if servers is not None:
+        card = replace(card, servers=servers)
     found = nearest(shape, config, card) if config.fit == "auto" else None
     if found is None:
         if reason := explain(shape, config, card):
@@ -85,18 +95,24 @@ def card_bytes(config: TrainingOptions, gpu: int) -> float | None:
 
 
 def serves_on(gpu: int, config: TrainingOptions, environment: Mapping[str, str]) -> bool:
-    """Return True if vLLM serves from the GPU with this number among those that this process sees.
-
-    `--vllm-gpu` counts the machine's GPUs; without it the server takes the first that it sees.
-    """
+    """Return True if vLLM serves from the GPU with this number among those that this process sees."""
     if config.shares_memory:
         return True
     if config.vllm_host not in THIS_HOST or config.inference_urls:
         return False
-    if config.vllm_gpu is None:
+    return is_given(gpu, None if config.vllm_gpu is None else str(config.vllm_gpu), environment)
+
+
+def is_given(gpu: int, named: str | None, environment: Mapping[str, str]) -> bool:
+    """Return True if a server that is given the GPUs `named` has the one with this number among those that we see.
+
+    `named` counts the machine's GPUs, several with commas between them; a server without it takes the first it sees.
+    """
+    if named is None:
         return gpu == 0
     visible = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return (visible[gpu] if gpu < len(visible) else str(gpu)) == str(config.vllm_gpu)
+    here = visible[gpu] if gpu < len(visible) else str(gpu)
+    return here in [name.strip() for name in named.split(",")]
 
 
 def card_of(

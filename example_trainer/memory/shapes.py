@@ -30,8 +30,13 @@ class ModelShape:
     """Number of feed-forward blocks of a layer; `intermediate` is the size of one."""
     active_experts: int = 1
     """Number of feed-forward blocks that a token passes through."""
-    stored_bytes: int = 2
-    """Bytes of a weight in the checkpoint, which `--dtype auto` serves."""
+    stored_dtype: str = "bfloat16"
+    """Name of the dtype of the checkpoint's weights, in which `--dtype auto` serves them."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of a weight in the checkpoint; those of float32 for a dtype that is not served."""
+        return DTYPE_BYTES.get(self.stored_dtype, DTYPE_BYTES["float32"])
 
     @property
     def linear(self) -> Mapping[str, tuple[int, int]]:
@@ -156,7 +161,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         experts=experts,
         active_experts=int(text.get("num_experts_per_tok") or 1),
-        stored_bytes=DTYPE_BYTES.get(dtype.removeprefix("torch."), 4),
+        stored_dtype=dtype.removeprefix("torch."),
     )
 
 

@@ -69,7 +69,13 @@ def _mode_rules(config: TrainingOptions, servers_started: bool) -> Iterator[_Rul
     yield _Rule("broadcast_backend", config.broadcasts, "weights are broadcast in shared_vllm with several servers")
     yield _Rule("bridge_token", outlives, "the trainer starts the server itself, with a token of its own")
     starts = servers_started or not outlives or (mode.name == "lora_only" and config.start_vllm == "auto" and not nodes)
-    yield from _rule_for_all(SERVER_FIELDS, starts, "the trainer starts no server; give it to the server")
+    # The share of a server that somebody else starts is taken to be what the weights and one sequence need.
+    estimates_share = (
+        config.shares_memory and config.fit != "off" and "gpu_memory_utilization" not in config.model_fields_set
+    )
+    for field in SERVER_FIELDS:
+        counts = starts or (field == "max_model_len" and estimates_share)
+        yield _Rule(field, counts, "the trainer starts no server; give it to the server")
 
 
 def _other_rules(config: TrainingOptions) -> Iterator[_Rule]:

@@ -170,6 +170,10 @@ LESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"optimizer": "adamw", "world_size": 4, "reshard_after_forward": False},
         {"optimizer": "adamw", "world_size": 4},
     ),
+    "divided layers": (
+        {"optimizer": "adamw", "world_size": 4},
+        {"optimizer": "adamw", "world_size": 4, "trainer_tensor_parallel_size": 2},
+    ),
 }
 
 
@@ -177,6 +181,17 @@ LESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_an_option_that_saves_memory_is_counted(means: str) -> None:
     usual, less = LESS[means]
     assert needs(**less).total < 0.999 * needs(**usual).total
+
+
+def test_tensor_parallelism_divides_layers_and_ends_and_holds_the_whole_head_beside_them() -> None:
+    ranks: dict[str, Any] = {"optimizer": "adamw", "world_size": 4, "gradient_checkpointing": False}
+    whole, divided = needs(**ranks), needs(**ranks, trainer_tensor_parallel_size=4)
+    assert divided.weights == pytest.approx(whole.weights / 4 + 2 * EIGHT.vocabulary * EIGHT.hidden)
+    assert (divided.masters, divided.states) == (whole.masters, whole.states), "which are divided among all ranks"
+    in_hidden, in_intermediate = (WORKING_SET[0] * EIGHT.hidden, WORKING_SET[1] * EIGHT.intermediate)
+    kept = 2 * config_of(**ranks).micro_batch_tokens * EIGHT.layers
+    assert whole.working - divided.working == pytest.approx(kept * in_intermediate * 3 / 4)
+    assert divided.working > kept * in_hidden
 
 
 def test_the_server_needs_room_for_what_it_serves() -> None:
@@ -252,6 +267,13 @@ def test_an_optimizer_of_the_users_own_is_not_replaced() -> None:
 def test_a_setting_that_another_option_forbids_is_not_proposed() -> None:
     asked = config_of(**SHARED, overlap_publish=True)
     assert all("master_weights" not in (nearest(EIGHT, asked, card(size)) or {}) for size in (48, 80, 120))
+
+
+def test_weights_stored_in_float16_keep_the_masters_that_its_scaled_gradients_need() -> None:
+    asked, dtype = config_of(**SHARED, dtype="auto"), shape_of("m", TINY | {"torch_dtype": "float16"}).stored_dtype
+    assert nearest(EIGHT, asked, card(110, share=0.2)) == {"master_weights": "none"}
+    assert nearest(replace(EIGHT, stored_dtype=dtype), asked, card(110, share=0.2)) == {"master_weights": "host"}
+    assert "--master-weights host" in (explain(replace(EIGHT, stored_dtype=dtype), asked, card(110)) or "")
 
 
 def test_the_doctor_gets_a_reason_from_configuration_card_and_share_alone(tmp_path: Path) -> None:

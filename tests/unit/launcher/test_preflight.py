@@ -197,6 +197,15 @@ def test_the_servers_share_counts_if_it_is_on_this_gpu_and_known(
     assert (round(found.share, 2), found.share_can_change) == (share, starts_server)
 
 
+def test_the_context_length_of_a_server_started_elsewhere_decides_if_its_share_is_not_named(large_model: Path) -> None:
+    lone: dict[str, Any] = {**SHARED, "master_weights": "none", "gradient_checkpointing": True, "gpu_memory_gb": 70}
+    preflight(config_of(large_model, **lone), starts_server=False)
+    with pytest.raises(DoesNotFit, match=r"vLLM's share 33\.\d"):
+        preflight(config_of(large_model, **lone, max_model_len=131072), starts_server=False)
+    named = config_of(large_model, **lone, max_model_len=131072, gpu_memory_utilization=0.3)
+    assert preflight(named, starts_server=False).changes == {}
+
+
 def test_the_servers_gpu_is_one_of_the_machine_and_the_trainers_one_of_those_it_sees(large_model: Path) -> None:
     config = config_of(large_model, weight_bridge_mode="none", vllm_gpu=1)
     assert serves_on(0, config, {"CUDA_VISIBLE_DEVICES": "1,0"})
@@ -245,3 +254,51 @@ def test_the_driver_is_asked_for_the_gpu_that_this_process_sees(
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert gpu_memory_bytes(0) is None
+
+
+TEACHER = ["--env", "distill_server.py", "--distill", "forward_kl", "--teacher.model_name", "some/teacher"]
+ON_100_GB = "--master-weights none --gradient-checkpointing --gpu-memory-gb 100"
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("--teacher.vllm.gpu_memory_utilization 0.4", "vLLM's share 45.0, the teacher's share 40.0"),
+        ("--teacher.gpu 0", "vLLM's share 45.0, the teacher's share 45.0"),
+        ("--teacher.gpu 0,1 --vllm-gpu 1 --weight-bridge-mode none", "(the teacher's share 45.0, weights"),
+        ("--vllm.gpu-memory-utilization 0.4", "(vLLM's share 40.0, the teacher's share 22.5, "),
+        ("--gpu-memory-utilization 0.3", "--gpu-memory-utilization 0.3, of which the policy's part is 0.15, on a GPU"),
+        ("", None),
+        ("--teacher.gpu 1", None),
+        ("--gpu-memory-utilization 0.3 --teacher.gpu 1", None),
+        ("--vllm-gpu 1", None),
+        ("--teacher.vllm.gpu_memory_utilization 0.05", None),
+    ],
+)
+def test_a_teachers_server_on_the_trainers_gpu_counts_with_the_share_that_it_is_started_with(
+    large_model: Path, flags: str, refused: str | None
+) -> None:
+    settings = read_settings(["--model-name", str(large_model), *TEACHER, *ON_100_GB.split(), *flags.split()])
+    if refused is None:
+        fit_to_gpu(settings)
+        return
+    with pytest.raises(DoesNotFit) as raised:
+        fit_to_gpu(settings)
+    assert refused in str(raised.value)
+
+
+def test_the_share_that_is_advised_holds_policy_and_teacher(large_model: Path) -> None:
+    run = ["--model-name", str(large_model), *TEACHER, *ON_100_GB.split(), "--fit", "auto"]
+    raised, _ = fit_to_gpu(read_settings([*run, "--gpu-memory-utilization", "0.3"]))
+    assert raised.trainer.gpu_memory_utilization == 0.46, "the half of it holds what 0.23 holds without a teacher"
+    beside, _ = fit_to_gpu(read_settings([*run, "--teacher.gpu", "0", "--gpu-memory-utilization", "0.4"]))
+    assert beside.trainer.gpu_memory_utilization < 0.3, "which both take"
+    with pytest.raises(DoesNotFit, match=r"another one for the teacher \(--teacher\.gpu\)"):
+        fit_to_gpu(read_settings([*run, "--teacher.vllm.gpu_memory_utilization", "0.9"]))
+
+
+def test_servers_with_a_share_of_their_own_on_one_gpu_count_together(large_model: Path) -> None:
+    run = ["--model-name", str(large_model), "--weight-bridge-mode", "shared_vllm", "--num-inference-nodes", "2"]
+    run += ["--gpu-memory-gb", "80", "--fit", "auto"]
+    with pytest.raises(DoesNotFit, match=r"vLLM's share 72\.0"):
+        fit_to_gpu(read_settings([*run, "--vllm.gpu-memory-utilization", "0.45"]))

@@ -238,6 +238,15 @@ def test_automatic_checks_are_off_where_they_would_gather_a_whole_model() -> Non
     assert make(world_size=2, sync_check="every").sync_check_every == 1
 
 
+def test_the_servers_context_length_is_warned_about_unless_the_check_of_memory_counts_with_it() -> None:
+    shared = {"weight_bridge_mode": "shared_vllm", "max_model_len": 131072}
+    assert make(**shared).warnings() == []
+    without = (shared | {"fit": "off"}, shared | {"gpu_memory_utilization": 0.3}, shared | {"num_inference_nodes": 2})
+    for settings in without:
+        (warning,) = make(**settings).warnings()
+        assert warning.startswith("--max-model-len 131072 has no effect in mode shared_vllm")
+
+
 def test_adapters_are_not_sent_to_a_server_that_splits_its_layers() -> None:
     with pytest.raises(ValidationError, match="lora_only refuses --vllm-tensor-parallel-size 2"):
         make(weight_bridge_mode="lora_only", vllm_tensor_parallel_size=2)
