@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,14 @@ SETTINGS: dict[str, Any] = {
     "kl_coef": 0.05,
 }
 
+RANK = """
+import json, os, pathlib, sys
+from example_trainer.config import settings_from
+from example_trainer.testing import train_recorded
+
+train_recorded(json.loads(pathlib.Path(sys.argv[1]).read_text()) | settings_from(os.environ))
+"""
+
 
 def run(bench: Workbench, world_size: int, meeting: Path, **settings: Any) -> None:
     """One run to its end, on `world_size` processes."""
@@ -44,6 +55,19 @@ def run(bench: Workbench, world_size: int, meeting: Path, **settings: Any) -> No
     for process in processes:
         process.join(90)
     assert [process.exitcode for process in processes] == [0] * world_size
+
+
+def run_by_torchrun(bench: Workbench, directory: Path, **settings: Any) -> None:
+    """One run to its end on two processes that torchrun starts, which learn of each other from their environment."""
+    config = bench.config(**SETTINGS, **settings).model_dump(mode="json", exclude_unset=True)
+    program, values = directory / "rank.py", directory / "settings.json"
+    program.write_text(RANK)
+    values.write_text(json.dumps(config))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    ended = subprocess.run(
+        [*torchrun, str(program), str(values)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-6000:]
 
 
 def comparable(directory: Path) -> list[dict[str, Any]]:
@@ -69,7 +93,7 @@ def test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on
 
     bench.submit(groups)
     settings = {"run_dir": together, "training_steps": STEPS, "resume": "auto", "save_batches": True}
-    run(bench, 2, tmp_path / "first", **settings | {"training_steps": 2})
+    run_by_torchrun(bench, tmp_path, **settings | {"training_steps": 2})
     run(bench, 2, tmp_path / "second", **settings | {"training_steps": 3, "trainer_tensor_parallel_size": 2})
     run(bench, 1, tmp_path / "third", **settings)
     received = {path.name for path in (together / "rollouts").glob("*.atb")}

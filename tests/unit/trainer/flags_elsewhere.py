@@ -15,7 +15,8 @@ ELSEWHERE: dict[str, str] = {
     "gpu_memory_gb": "tests/unit/launcher/test_preflight.py::test_the_gpus_own_memory_counts_unless_another_is_named",
     "inference_urls": "tests/unit/weights/test_factory.py"
     "::test_with_several_inference_nodes_whole_weights_are_sent_to_each",
-    "init_method": "tests/unit/trainer/test_ranks.py::test_ranks_without_a_place_to_meet_are_told_which_to_name",
+    "init_method": "tests/integration/trainer/test_ranks.py"
+    "::test_r12_two_ranks_train_as_one_process_by_rows_or_by_layers_and_one_goes_on_from_their_checkpoint",
     "logprob_chunk_tokens": "tests/unit/trainer/test_flag_effects.py"
     "::test_the_head_works_on_as_many_tokens_at_a_time_as_it_is_told",
     "max_nonfinite_steps": "tests/unit/trainer/test_training.py"
