@@ -36,6 +36,7 @@ from example_trainer.launcher.teacher import (
     for_environment,
     own_teacher,
 )
+from example_trainer.memory.shapes import local_shape
 from example_trainer.options.publish import served_rank, versions_kept
 from example_trainer.options.without_effect import SERVER_FIELDS
 from example_trainer.processes.child import ChildSpec
@@ -46,6 +47,7 @@ from example_trainer.weight_protocol.base_record import BASE_DIRECTORY
 BROKER, VLLM, TRAINER, FINAL_SERVER = "broker", "vllm", "trainer", "vllm-final"
 
 LATEST_CHECKPOINT = "latest"
+SERVED_DTYPE_NAMES = ("float32", "bfloat16", "float16")
 MANIFEST_NAME = "vllm_bridge_config.json"
 MANY_CORES = 8
 
@@ -295,7 +297,7 @@ class _Builder:
         config = self.settings.trainer
         options: dict[str, Any] = {
             "host": LOOPBACK,
-            "dtype": config.dtype,
+            "dtype": self._served_dtype(),
             "max_model_len": config.max_model_len,
             "gpu_memory_utilization": self._memory_share(),
             "seed": config.seed + index,
@@ -317,6 +319,12 @@ class _Builder:
         if config.vllm_enable_sleep_mode:
             options["enable_sleep_mode"] = True
         return options
+
+    def _served_dtype(self) -> str:
+        """Return `--dtype`, or for `auto` the checkpoint's if it is known: vLLM's own lowers float32 to bfloat16."""
+        asked = self.settings.trainer.dtype
+        shape = local_shape(self.model) if asked == "auto" else None
+        return shape.stored_dtype if shape is not None and shape.stored_dtype in SERVED_DTYPE_NAMES else asked
 
     @property
     def _shares_with_teacher(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from example_trainer.launcher.plan import Plan, make_plan
 from example_trainer.launcher.run_dir import plan_run_dir
 from example_trainer.launcher.run_file import read_settings
 from example_trainer.processes.ports import PortTaken
+from example_trainer.testing import make_tiny_model
 from example_trainer.weight_protocol.base_record import BASE_DIRECTORY, BaseRecord
 
 OWN_ENVIRONMENT = ("--env.server", __file__)
@@ -76,6 +78,19 @@ def made_with(directory: Path, *argv: str) -> Plan:
     )
     run = plan_run_dir(settings.trainer.run_dir, name="x", log_dir=None, resume=False)
     return make_plan(settings, run, settle_endpoints(settings), model=str(directory))
+
+
+@pytest.mark.parametrize(
+    ("stored", "served"), [("float32", "float32"), ("float16", "float16"), ("float8_e4m3fn", "auto")]
+)
+def test_a_server_takes_the_dtype_that_the_trainer_takes_for_auto(tmp_path: Path, stored: str, served: str) -> None:
+    """vLLM's own `auto` serves a float32 checkpoint in bfloat16, and the trainer would refuse that server."""
+    model = make_tiny_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"dtype": stored}))
+    for asked, expected in (("auto", served), ("bfloat16", "bfloat16")):
+        made = made_with(model, "--weight-bridge-mode", "lora_only", "--dtype", asked)
+        assert made.settings_of("vllm")["vllm"]["dtype"] == expected
 
 
 def test_the_server_of_the_final_evaluation_is_divided_as_the_trainers_own(tmp_path: Path) -> None:
