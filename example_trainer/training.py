@@ -161,7 +161,7 @@ class Learner:
         self._nonfinite_in_a_row = 0
 
     def train(self, batch: TrainingBatch) -> StepResult:
-        """Train one batch; `before_update` is called just before its first weight change, if any, and may block."""
+        """Train one batch: each mini-batch is accumulated and stepped, as many times as there are epochs."""
         training = self.begin(batch)
         for mini_batch in training.mini_batches:
             self.apply(self.accumulate(training, mini_batch))

@@ -115,16 +115,18 @@ def _report(rest: list[str]) -> int:
 
 
 def _take_price(rest: list[str]) -> tuple[list[str], float | None]:
-    """Return the arguments without `--cost-per-hour PRICE`, and the price if there is one."""
-    if PRICE_FLAG not in rest:
+    """Return the arguments without `--cost-per-hour PRICE` (or `=PRICE`), and the price if there is one."""
+    at = next((index for index, word in enumerate(rest) if word.partition("=")[0] == PRICE_FLAG), None)
+    if at is None:
         return rest, None
-    at = rest.index(PRICE_FLAG)
-    given = rest[at + 1 : at + 2]
+    _, joined, value = rest[at].partition("=")
+    end = at + 1 if joined else at + 2
+    given = [value] if joined else rest[at + 1 : end]
     try:
         (price,) = map(float, given)
     except ValueError:
         raise ConfigError(f"{PRICE_FLAG} {' '.join(given)} is no price; give a number, {PRICE_FLAG} 2.5") from None
-    return rest[:at] + rest[at + 2 :], price
+    return rest[:at] + rest[end:], price
 
 
 def _replay(rest: list[str]) -> int:

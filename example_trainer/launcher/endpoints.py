@@ -18,9 +18,7 @@ from example_trainer.launcher.run_file import RunConfig, RunSettings
 from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
 from example_trainer.memory.fit import ServerShares, with_changes
 from example_trainer.memory.preflight import is_given, preflight, serves_on, trainer_gpu
-from example_trainer.processes.ports import LOOPBACK, as_port, free_port, free_ports, require_free
-
-THIS_HOST = frozenset({LOOPBACK, "localhost", "::1"})
+from example_trainer.processes.ports import LOOPBACK, THIS_HOST, as_port, free_port, free_ports, require_free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

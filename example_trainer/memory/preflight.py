@@ -28,9 +28,8 @@ from example_trainer.memory.fit import (
 )
 from example_trainer.memory.shapes import ModelShape, local_shape
 from example_trainer.options.training_options import TrainingOptions
+from example_trainer.processes.ports import THIS_HOST
 from example_trainer.processes.tree import gpu_memory_bytes
-
-THIS_HOST = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -167,7 +167,7 @@ def _refuse_ranks(config: TrainingOptions) -> str | None:
         ),
         (
             ":" in config.optimizer and not config.trains_adapter,
-            f"--optimizer {config.optimizer} would step a rank's rows as if they were whole; use adamw or adafactor",
+            f"--optimizer {config.optimizer} would step a rank's rows as if whole; use adamw, adamw_8bit or adafactor",
         ),
         (config.overlap_publish, "--overlap-publish would gather weights during a forward that also gathers them"),
         (config.keep_versions > 0, f"--keep-versions {config.keep_versions} keeps older weights in one process only"),

@@ -24,6 +24,7 @@ from example_trainer.errors import CannotServe, TrainerError
 from example_trainer.processes.tree import describe
 
 LOOPBACK = "127.0.0.1"
+THIS_HOST = frozenset({LOOPBACK, "localhost", "::1"})
 LAST_PORT = 65535
 
 

@@ -52,7 +52,7 @@ class StepClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Run `action`, which training has to wait for, and count its time separately from training time."""
+        """Count the time of the `with` block, which training has to wait for, separately from training time."""
         started = time.monotonic()
         yield
         self._waited += time.monotonic() - started

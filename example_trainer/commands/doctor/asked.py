@@ -29,6 +29,7 @@ from example_trainer.launcher.environment_settings import EnvironmentNotFound, E
 from example_trainer.launcher.plan import VLLM, Plan, make_plan
 from example_trainer.launcher.run_dir import RunDir, as_plain_data, plan_run_dir
 from example_trainer.launcher.run_file import RunConfig, RunSettings, read_settings
+from example_trainer.launcher.teacher import own_teacher
 from example_trainer.processes.ports import LOOPBACK
 from example_trainer.serving.config import ServerConfig, read_config
 
@@ -37,7 +38,7 @@ FACTS_SECONDS = 20.0
 """Time that one environment's module may take to be imported before the doctor goes on without it."""
 
 DEVICES = Path("/dev")
-PLANNED_BROKER_PORT = 8000
+PLANNED_BROKER_PORT, PLANNED_TEACHER_PORT = 8000, 8001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,8 @@ class Asked:
     run: RunDir
     model: ModelFiles | None
     """None if the model is not on this machine."""
+    teacher: ModelFiles | None = None
+    """The teacher's model; None if the launcher starts no teacher, or the model is not on this machine."""
     server: ServerConfig | None
     """The options of our vLLM servers; None if they are invalid, or if the servers run elsewhere."""
     server_extras: Mapping[str, Any] = field(default_factory=dict)
@@ -96,7 +99,9 @@ def gather(argv: Sequence[str]) -> tuple[Asked, list[Finding]]:
     run = _run_dir(settings.trainer, found)
     name, model = _find_model(settings.trainer.model_name, found)
     usable = replace(settings, environments=tuple(_usable_environments(settings, found)))
-    plan = make_plan(usable, run, _planned_places(usable), model=name)
+    own = own_teacher(settings)
+    teacher_name, teacher = (None, None) if own is None else _find_model(own.model_name, found, "teacher.model_name")
+    plan = make_plan(usable, run, _planned_places(usable), model=name, teacher_model=teacher_name)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         asking = [(entry, _ask_facts(entry, plan, folder)) for entry in usable.environments]
@@ -106,6 +111,7 @@ def gather(argv: Sequence[str]) -> tuple[Asked, list[Finding]]:
         settings=settings,
         run=run,
         model=model,
+        teacher=teacher,
         server=server,
         server_extras=extras,
         environments=environments,
@@ -135,7 +141,7 @@ def _run_dir(config: RunConfig, found: list[Finding]) -> RunDir:
     return RunDir(root=root, log_root=root / "logs", attempt=1)
 
 
-def _find_model(name: str, found: list[Finding]) -> tuple[str, ModelFiles | None]:
+def _find_model(name: str, found: list[Finding], setting: str = "model_name") -> tuple[str, ModelFiles | None]:
     """Return the model's name as the programs would get it, and its files if they are on this machine."""
     base = local_base(name)
     if base is not None:
@@ -145,35 +151,35 @@ def _find_model(name: str, found: list[Finding]) -> tuple[str, ModelFiles | None
         task = next((known for known in TASK_NAMES if known == base.task), None)
         if task is None:
             known = ", ".join(f"tiny/{each}" for each in TASK_NAMES)
-            found.append(error("model", f"model_name {name}: no such model can be made here", f"name one of {known}"))
+            found.append(error("model", f"{setting} {name}: no such model can be made here", f"name one of {known}"))
             return name, None
         made = find_base(task, base.seed)
         if made is None:
             found.append(Finding("note", "model", f"{name} is made at the first launch, so it is not examined"))
         return (name, None) if made is None else (str(made), ModelFiles(made))
     try:
-        model = require_model(name)
+        model = require_model(name, setting)
     except ModelNotFound as missing:
         advice = "name a directory with config.json, weights and tokenizer, or a Hugging Face id"
-        found.append(error("model", str(missing).replace("--model-name", "model_name"), advice))
+        found.append(error("model", str(missing), advice))
         return name, None
     if Path(model).is_dir():
         return model, ModelFiles(Path(model))
     folder = _cached_folder(model)
     if folder is None:
-        found.append(not_here(name, "not on this machine, so tokenizer, lengths and memory are not examined"))
+        found.append(not_here(name, "not on this machine, so its files are not examined", setting))
         return model, None
     files = ModelFiles(folder, hub_name=model)
     # Environments then render its chat template as well, which they do for a directory only.
     return str(folder) if files.has_tokenizer else model, files
 
 
-def not_here(name: str, what: str) -> Finding:
+def not_here(name: str, what: str, setting: str = "model_name") -> Finding:
     """Return the finding about files of a hub model that the run would have to download."""
     offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in {"1", "true", "yes", "on"}
     report = error if offline else warning
     more = ", and HF_HUB_OFFLINE forbids downloading it" if offline else "; the run would download it first"
-    return report("model", f"model_name {name}: {what}{more}", f"hf download {name}")
+    return report("model", f"{setting} {name}: {what}{more}", f"hf download {name}")
 
 
 def _cached_folder(name: str) -> Path | None:
@@ -211,7 +217,11 @@ def _planned_places(settings: RunSettings) -> Endpoints:
     ours = "atropos_url" not in config.model_fields_set
     url = f"http://{LOOPBACK}:{PLANNED_BROKER_PORT}" if ours else config.atropos_url
     return Endpoints(
-        broker_url=url, broker_port=PLANNED_BROKER_PORT if ours else None, vllm_ports=ports, remote_urls=remote
+        broker_url=url,
+        broker_port=PLANNED_BROKER_PORT if ours else None,
+        vllm_ports=ports,
+        remote_urls=remote,
+        teacher_port=None if own_teacher(settings) is None else PLANNED_TEACHER_PORT,
     )
 
 

@@ -38,6 +38,7 @@ CHECKS: Sequence[Check] = (
     model_checks.check_head,
     tokenizer_checks.check_tokenizer,
     tokenizer_checks.check_other_tokenizers,
+    tokenizer_checks.check_teachers_vocabulary,
     tokenizer_checks.check_chat_template,
     tokenizer_checks.check_end_of_turn,
     sampling_checks.check_environments,

@@ -30,15 +30,18 @@ LORA_PRESETS = ("all-linear", "attention", "mlp")
 
 
 def check_files(asked: Asked) -> Iterator[Finding]:
-    """Check that configuration and weights are there and complete."""
-    model = asked.model
-    if model is None:
-        return
+    """Check that configuration and weights of the model and of the run's own teacher are there and complete."""
+    for model, setting in ((asked.model, "model_name"), (asked.teacher, "teacher.model_name")):
+        if model is not None:
+            yield from _check_files_of(model, setting)
+
+
+def _check_files_of(model: ModelFiles, setting: str) -> Iterator[Finding]:
     missing = [path.name for path in model.weight_files if not path.is_file()]
     again = "copy or download the model again"
     nothing = not model.weight_files and not model.has_other_weights
     if model.hub_name is not None and (missing or nothing or not model.has_tokenizer):
-        yield not_here(model.hub_name, f"{model.folder} in the local cache lacks weights or tokenizer")
+        yield not_here(model.hub_name, f"{model.folder} in the local cache lacks weights or tokenizer", setting)
     elif missing:
         text = (
             f"{model.folder} lacks {len(missing)} of {len(model.weight_files)} weight files: {', '.join(missing[:3])}"

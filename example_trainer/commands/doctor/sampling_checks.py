@@ -141,8 +141,12 @@ def check_logprobs(asked: Asked) -> Iterator[Finding]:
             yield warning("logprobs", text, "leave it out, or watch alignment/diff_abs_mean from the first step on")
     dtype = asked.config.dtype
     if dtype != "auto" and server.dtype not in ("auto", dtype):
-        text = f"vllm.dtype {server.dtype} is not trainer.dtype {dtype}: server and trainer would round differently"
-        yield error("logprobs", text, "leave vllm.dtype out: the server takes the trainer's")
+        text = f"vllm.dtype {server.dtype} is not trainer.dtype {dtype}: "
+        advice = "leave vllm.dtype out: the server takes the trainer's"
+        if asked.config.shares_memory:
+            yield warning("logprobs", text + "the trainer computes in the dtype of the server's tensors", advice)
+        else:
+            yield error("logprobs", text + "server and trainer would round differently", advice)
 
 
 def check_defaults(asked: Asked) -> Iterator[Finding]:

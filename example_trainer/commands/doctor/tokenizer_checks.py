@@ -13,6 +13,7 @@ from pathlib import Path
 from example_trainer.commands.doctor.asked import Asked, Environment
 from example_trainer.commands.doctor.findings import Finding, error, warning
 from example_trainer.commands.doctor.model_files import ModelFiles, token_ids
+from example_trainer.launcher.teacher import TEACHER
 
 PROBE = "What is 12 + 30? It is 42.\n  def f(x): return x\n\tÄpfel, 数学 🙂"
 """A text that tokenizers of different families split differently."""
@@ -56,6 +57,18 @@ def check_other_tokenizers(asked: Asked) -> Iterator[Finding]:
             continue
         if difference := _difference(ModelFiles(Path(name)), model):
             yield error("tokenizer", f"{setting} {name} is not the tokenizer of the model: {difference}", advice)
+
+
+def check_teachers_vocabulary(asked: Asked) -> Iterator[Finding]:
+    """Check that the run's own teacher has the model's vocabulary, which its environment compares at the start."""
+    model, teacher = asked.model, asked.teacher
+    if model is None or teacher is None or "tokenizer_name" in asked.settings.section(TEACHER):
+        return
+    if model.vocabulary and teacher.vocabulary and model.vocabulary != teacher.vocabulary:
+        text = (
+            f"teacher.model_name {teacher.folder} has another vocabulary than the model: {_difference(teacher, model)}"
+        )
+        yield error("tokenizer", text, "take a teacher of the model's family")
 
 
 def _named_by(environment: Environment) -> str | None:

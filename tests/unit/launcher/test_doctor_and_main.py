@@ -56,11 +56,22 @@ def test_a_report_shows_the_rollouts_of_a_run_and_says_of_which_there_can_be_no_
     assert any(f"no page of {groups['environment-2']} ({groups['environment-2']}:1: not JSON" in line for line in told)
 
 
+@pytest.mark.parametrize("price", [("--cost-per-hour", "3600"), ("--cost-per-hour=3600",)])
+def test_a_price_is_taken_in_both_forms_of_a_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], price: tuple[str, ...]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "timestamp": 1.0, "reward/mean": 0.5}\n')
+    assert main.run(["report", *price, str(tmp_path)]) == 0
+    assert "cost" in capsys.readouterr().out
+
+
 def test_a_price_that_is_no_number_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--cost-per-hour cheap is no price; give a number"):
         main.run(["report", str(tmp_path), "--cost-per-hour", "cheap"])
     with pytest.raises(ConfigError, match="--cost-per-hour  is no price"):
         main.run(["report", str(tmp_path), "--cost-per-hour"])
+    with pytest.raises(ConfigError, match="--cost-per-hour cheap is no price"):
+        main.run(["report", "--cost-per-hour=cheap", str(tmp_path)])
 
 
 def test_the_doctor_reports_versions_memory_and_ports() -> None:

@@ -129,10 +129,37 @@ def test_a_checkpoint_holds_masters_and_states_of_what_is_trained_and_the_rest_a
     assert size(**adapter) == 2 * 8 * (128 + 128) * 12
 
 
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ({"weight_bridge_mode": "shared_vllm"}, 0),
+        ({"weight_bridge_mode": "none"}, 2),
+        ({"weight_bridge_mode": "lora_only", "load_in_4bit": True, "lora_r": 1}, 1),
+        ({"weight_bridge_mode": "lora_restart", "load_in_4bit": True, "lora_r": 1}, 1),
+    ],
+)
+def test_weights_that_are_written_for_the_server_are_counted_with_the_checkpoints(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], copies: int
+) -> None:
+    bench.sections["trainer"] |= settings
+    shape = local_shape(str(bench.model))
+    assert shape is not None
+    config = TrainingConfig(model_name="m", optimizer="adamw", dtype="float32", **settings)
+    needed = resource_checks.checkpoint_bytes(shape, config) + copies * shape.parameters * 4
+    usage = shutil.disk_usage(bench.folder)
+    monkeypatch.setattr(resource_checks.shutil, "disk_usage", lambda _: usage._replace(free=needed * 0.99))
+    (found,) = [one for one in bench.find() if one.subject == "disk"]
+    assert ("the weights written for the server" in found.text) == bool(copies)
+    monkeypatch.setattr(resource_checks.shutil, "disk_usage", lambda _: usage._replace(free=needed * 1.1))
+    assert [one.text for one in bench.find() if one.subject == "disk"] == []
+
+
 def test_a_directory_that_cannot_be_written_is_found(bench: Bench) -> None:
     (bench.folder / "file").touch()
     bench.sections["trainer"]["save_path"] = str(bench.folder / "file" / "checkpoints")
     bench.find_one("disk", "is not a directory")
+    bench.sections["trainer"] |= {"save_path": str(bench.folder), "run_dir": str(bench.folder / "file" / "run")}
+    bench.find_one("disk", "file/run", "is not a directory")
 
 
 def test_a_run_directory_with_the_metrics_of_another_run_is_found(bench: Bench) -> None:

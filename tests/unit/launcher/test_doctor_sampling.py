@@ -147,8 +147,11 @@ def test_options_of_the_server_that_make_logprobs_inexact_are_found(bench: Bench
     bench.find_one("logprobs", "vllm.kv_cache_dtype fp8", verdict="warning")
 
 
-def test_a_server_of_another_dtype_is_found(bench: Bench) -> None:
+def test_a_server_of_another_dtype_is_an_error_only_where_the_trainer_has_weights_of_its_own(bench: Bench) -> None:
+    """In shared memory the server's tensors decide, and the trainer follows them with a warning."""
     bench.sections["vllm"]["dtype"] = "bfloat16"
+    bench.find_one("logprobs", "vllm.dtype bfloat16", "trainer.dtype float32", verdict="warning")
+    bench.sections["trainer"]["weight_bridge_mode"] = "lora_only"
     bench.find_one("logprobs", "vllm.dtype bfloat16", "trainer.dtype float32")
 
 
