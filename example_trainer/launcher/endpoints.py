@@ -78,7 +78,7 @@ def _server_shares(settings: RunSettings, *, divides: bool) -> ServerShares:
     policy = servers_on_one_gpu(config)
     parts = policy + (teacher is not None and not teacher.has_own_share)
     shares = ServerShares(policy_part=policy / parts if divides else policy)
-    gpu = trainer_gpu(config, os.environ)
+    gpu = trainer_gpu(config)
     if teacher is None or not is_given(gpu, teacher.gpu_beside(config.vllm_gpu), os.environ):
         return shares
     own = {**teacher.vllm, **settings.flags[TEACHER_SERVER].values}
