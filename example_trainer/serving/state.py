@@ -154,6 +154,11 @@ class ServerState:
             raise Problem(409, "asleep", "the server sleeps, its weights are not in memory; POST /bridge/wake_up first")
 
     async def sleep(self, level: int) -> None:
+        """Move the weights to host memory and free the KV cache; no request is served until `wake_up`."""
+        if self.sleeping:
+            return
+        if level != 1:  # level 2 drops the weights, and after waking the server would compute with anything
+            raise Problem(422, "bad-sleep-level", f"level {level} would lose the weights; sleep at level 1")
         if self.fence.publishing:  # sleep would take the weights out of memory, and waking would resume the engine
             raise Problem(
                 409, "publish-in-progress", "a publish is under way; the server can sleep once it has ended", 1
@@ -168,9 +173,11 @@ class ServerState:
             await self.engine.async_llm.sleep(level, mode="abort")
         except BaseException:
             self.sleeping = False
+            await self.fence.release()
             raise
 
     async def wake_up(self) -> None:
+        """Move the weights back, and serve again."""
         if self.sleeping:
             await self.engine.async_llm.wake_up()
             self.sleeping = False

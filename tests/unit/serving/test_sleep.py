@@ -1,0 +1,88 @@
+"""A sleeping server serves nothing and takes no weights; it wakes up as it was, also if falling asleep has failed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from example_trainer.serving.config import ServerConfig
+from example_trainer.serving.problems import Problem
+from example_trainer.serving.state import ServerState
+
+from .publishing import begin
+
+pytestmark = pytest.mark.anyio
+
+
+class SleepingEngine:
+    """The two calls of vLLM's client that sleep needs."""
+
+    def __init__(self):
+        self.asked, self.fails = [], False
+
+    async def sleep(self, level, *, mode):
+        self.asked.append(("sleep", level, mode))
+        if self.fails:
+            raise RuntimeError("no memory on the host")
+
+    async def wake_up(self):
+        self.asked.append("wake_up")
+
+
+@pytest.fixture
+def state(fence, gate):
+    config = ServerConfig(model="m", enable_sleep_mode=True)
+    engine = SimpleNamespace(async_llm=SleepingEngine())
+    return ServerState(
+        config=config,
+        boot_id="boot",
+        bridge_token="",
+        hostname="h",
+        vllm_version="0",
+        engine=engine,
+        fence=fence,
+        gate=gate,
+        adapters=SimpleNamespace(),
+    )
+
+
+async def test_a_sleeping_server_is_paused_and_refuses_new_weights_until_it_wakes(state, engine):
+    await state.sleep(1)
+    await state.sleep(1)
+    assert (state.sleeping, engine.paused, state.fence.paused) == (True, True, True)
+    with pytest.raises(Problem) as caught:
+        state.check_awake()
+    assert (caught.value.status, caught.value.kind) == (409, "asleep")
+    await state.wake_up()
+    await state.wake_up()
+    state.check_awake()
+    assert (state.sleeping, engine.paused, state.fence.paused) == (False, False, False)
+    assert state.engine.async_llm.asked == [("sleep", 1, "abort"), "wake_up"]
+
+
+async def test_a_server_that_cannot_fall_asleep_goes_on_serving(state, engine):
+    state.engine.async_llm.fails = True
+    with pytest.raises(RuntimeError, match="no memory"):
+        await state.sleep(1)
+    assert (state.sleeping, engine.paused, state.fence.paused) == (False, False, False)
+
+
+async def test_a_level_that_loses_the_weights_is_refused(state):
+    with pytest.raises(Problem) as caught:
+        await state.sleep(2)
+    assert (caught.value.status, caught.value.kind) == (422, "bad-sleep-level")
+    assert state.engine.async_llm.asked == []
+
+
+async def test_under_a_publish_no_server_falls_asleep(state, fence):
+    await begin(fence)
+    with pytest.raises(Problem, match="a publish is under way"):
+        await state.sleep(1)
+    assert not state.sleeping
+
+
+async def test_a_server_started_without_the_option_says_so(state):
+    state.config = ServerConfig(model="m")
+    with pytest.raises(Problem, match="started without --enable-sleep-mode"):
+        await state.sleep(1)
