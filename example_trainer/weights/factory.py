@@ -95,6 +95,7 @@ def _broadcast(config: TrainingConfig) -> WeightBridge:
 
 def _lora_only(config: TrainingConfig) -> WeightBridge:
     from example_trainer.weights.lora_only import HotswapOptions, LoraHotswapBridge, ServersHotswapBridge
+    from example_trainer.weights.publish_loop import CHECKED_SHARE
 
     kept, served = versions_kept(config.max_staleness), config.required_run_dir / "served"
     starts = config.start_vllm == "auto" and config.num_inference_nodes == 0
@@ -110,6 +111,7 @@ def _lora_only(config: TrainingConfig) -> WeightBridge:
                 wait_timeout_seconds=config.wait_timeout,
                 versions_kept=kept,
                 sync_check_every=config.sync_check_every,
+                sync_check_share=CHECKED_SHARE / len(config.server_urls),
             )
         )
         for index, url in enumerate(config.server_urls)

@@ -30,7 +30,13 @@ from example_trainer.weight_protocol.manifest import read_token
 from example_trainer.weight_protocol.transfer import AdapterPayload
 from example_trainer.weights.adapter_target import AdapterServer, AtroposServer, StockServer, SwapServer
 from example_trainer.weights.base import PublishReport, WeightBridge
-from example_trainer.weights.publish_loop import ParityCheck, is_lasting, publish_with_retries, refuse_other_dtype
+from example_trainer.weights.publish_loop import (
+    CHECKED_SHARE,
+    ParityCheck,
+    is_lasting,
+    publish_with_retries,
+    refuse_other_dtype,
+)
 from example_trainer.weights.served_model import ServedBase, fitted, prepare_base
 
 logger = logging.getLogger(__name__)
@@ -52,6 +58,8 @@ class HotswapOptions:
     wait_timeout_seconds: float = 600.0
     versions_kept: int = USUAL_STALENESS + 2
     sync_check_every: int | None = 0
+    sync_check_share: float = CHECKED_SHARE
+    """Largest share of the time that checks of this server take, if their number is not given."""
 
 
 class LoraHotswapBridge(WeightBridge):
@@ -65,7 +73,7 @@ class LoraHotswapBridge(WeightBridge):
         self.base = ServedBase(options.policy.model_name)
         """The base that the server has to compute with."""
         self._boot_id: str | None = None
-        self._check = ParityCheck(every=options.sync_check_every)
+        self._check = ParityCheck(every=options.sync_check_every, share=options.sync_check_share)
         self._good_version: int | None = None
         """The last version whose publish passed its check, or needed none."""
         self._has_published = False

@@ -67,12 +67,15 @@ def refuse_other_dtype(url: str, served: str | None, policy: Policy) -> None:
 class ParityCheck:
     """Decides which publishes to prove, and proves them: trainer and server compute the same logprobs."""
 
-    def __init__(self, *, every: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, every: int | None, share: float = CHECKED_SHARE, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.every = every
         """Number of publishes from one check to the next; 0: only the first to each server process is checked.
 
-        None: as many as take at most `CHECKED_SHARE` of the time, by the duration of the last check.
+        None: as many as take at most `share` of the time, by the duration of the last check.
         """
+        self._share = share
         self._clock = clock
         self._since = 0
         self._began = self._ended = clock()
@@ -86,7 +89,7 @@ class ParityCheck:
         """Return True if the publish just made is to be checked on every server; call it once per publish."""
         self._began = self._clock()
         if self.every is None:
-            return self._seconds is not None and self._seconds <= CHECKED_SHARE * (self._began - self._ended)
+            return self._seconds is not None and self._seconds <= self._share * (self._began - self._ended)
         self._since += 1
         if self.every == 0 or self._since < self.every:
             return False

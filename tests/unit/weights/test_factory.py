@@ -100,5 +100,7 @@ def test_lora_only_sends_adapters_to_every_server_that_is_named(tmp_path):
     assert [bridge._options.server_url for bridge in several._bridges] == ["http://a:1", "http://b:2"]
     assert len({bridge._options.adapters_dir for bridge in several._bridges}) == 2, "each server has files of its own"
     assert [bridge._options.vllm for bridge in several._bridges] == [None, None]
+    shares = [bridge._options.sync_check_share for bridge in several._bridges]
+    assert sum(shares) == pytest.approx(0.01), "the checks of all take as much time as those of one would"
     by_port = make_bridge(config(tmp_path, vllm_host="far", vllm_port=9130, **settings))
     assert [bridge._options.server_url for bridge in by_port._bridges] == ["http://far:9130", "http://far:9131"]
