@@ -41,6 +41,7 @@ def check_start(config: ServerConfig, environ: Mapping[str, str]) -> None:
         check_sharing(config, environ)
         check_shareable(_described(config.model))
     check_adapters(config)
+    check_publishable(config)
 
 
 def check_model(model: str) -> None:
@@ -105,6 +106,19 @@ def check_adapters(config: ServerConfig) -> None:
         raise CannotServe("--adapter needs --enable-lora; add it")
     if config.adapter is not None and not (config.adapter / "adapter_config.json").is_file():
         raise CannotServe(f"--adapter {config.adapter}: the directory holds no adapter_config.json")
+
+
+def check_publishable(config: ServerConfig) -> None:
+    """Refuse to wait for a policy that no trainer can publish to this server."""
+    for flag, size in (
+        ("--tensor-parallel-size", config.tensor_parallel_size),
+        ("--pipeline-parallel-size", config.pipeline_parallel_size),
+    ):
+        if config.await_policy and size > 1:
+            raise CannotServe(
+                f"{flag} {size} cannot be combined with --await-policy: a broadcast and an adapter reach a server of "
+                "one process; leave out one of the two, or train with --weight-bridge-mode none or lora_restart"
+            )
 
 
 def check_shareable(described: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from example_trainer.errors import BadLayerFilter, CannotServe
 from example_trainer.modeling.layer_filter import block_index
 from example_trainer.options.layer_indices import parse_layer_indices
 from example_trainer.options.model import LOGIT_CHANGES
-from example_trainer.serving.startup import check_adapters, check_shareable, check_sharing
+from example_trainer.serving.startup import check_adapters, check_publishable, check_shareable, check_sharing
 
 COMPARED_BYTES = 1 << 20
 """Bytes of head and embedding that are compared; two matrices that agree so far are taken as equal."""
@@ -122,6 +122,7 @@ def check_server_start(asked: Asked) -> Iterator[Finding]:
     if asked.config.shares_memory:
         yield from _refusals(lambda: check_sharing(server, os.environ))
     yield from _refusals(lambda: check_adapters(server))
+    yield from _refusals(lambda: check_publishable(server))
 
 
 def check_layers(asked: Asked) -> Iterator[Finding]:

@@ -228,6 +228,15 @@ def test_a_server_of_adapters_keeps_more_of_them_at_hand_than_one_batch_mixes():
     assert "--max-loras" not in vllm_arguments(config(), [], on_cpu=True)
 
 
+def test_a_server_of_several_processes_does_not_wait_for_a_policy_that_cannot_come():
+    for field in ("tensor_parallel_size", "pipeline_parallel_size"):
+        flag = f"--{field.replace('_', '-')} 2"
+        with pytest.raises(CannotServe, match=f"{flag} cannot be combined with --await-policy"):
+            startup.check_publishable(config(await_policy=True, **{field: 2}))
+        startup.check_publishable(config(**{field: 2}))
+    startup.check_publishable(config(await_policy=True))
+
+
 def test_an_adapter_needs_a_server_of_adapters_and_to_be_one(tmp_path):
     with pytest.raises(CannotServe, match="--adapter needs --enable-lora"):
         startup.check_adapters(config(adapter=tmp_path))
